@@ -1,0 +1,190 @@
+"""The contract between the engine and whoever computes.
+
+A backend holds the weights of one model and computes trees of tokens on top of a committed `State`. Nothing is
+written to the committed state until `commit`. **Row invariance**: in `forward` and `decode` a node's result depends,
+to the bit, only on the committed state and the node's own ancestors, not on what else ran beside it. That is what
+makes greedy speculative output equal greedy plain output byte for byte. `prefill` may use other orders; both modes
+start from the same prefill, and splitting a prompt at multiples of `PREFILL_CHUNK` does not change a bit.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from warpsmith.backend.tree import Tree
+from warpsmith.errors import BadRequest
+from warpsmith.model.config import Config
+
+PREFILL_CHUNK = 64
+
+
+@dataclass(frozen=True)
+class Want:
+    """What a forward pass should return. Asking for less is faster: logits of a 248K vocabulary are 1 MB a row."""
+
+    tokens: Literal["none", "argmax", "top", "logits"] = "argmax"
+    top: int = 0  # with tokens="top": how many
+    features: tuple[int, ...] = ()  # layers whose output (residual stream) is returned, concatenated in this order
+    hidden: bool = False  # the residual stream after the final norm: what the MTP head reads
+    every_row: bool = False  # prefill only: tokens for every position, not just the last
+
+
+ARGMAX = Want()
+LOGITS = Want(tokens="logits")
+
+
+@dataclass
+class Output:
+    """One row a node (prefill: one row a position for features and hidden; tokens as `Want.every_row` says).
+
+    Ties go to the lowest token id. `argmax` is filled for every kind of `Want.tokens` but "none".
+    """
+
+    argmax: np.ndarray | None = None  # int32 [n]
+    top_ids: np.ndarray | None = None  # int32 [n, k], best first
+    top_logits: np.ndarray | None = None  # float32 [n, k]
+    logsumexp: np.ndarray | None = None  # float32 [n], over the whole vocabulary; with "top"
+    logits: np.ndarray | None = None  # float32 [n, vocab]
+    features: np.ndarray | None = None  # float32 [n, len(features) * hidden]
+    hidden: np.ndarray | None = None  # float32 [n, hidden]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen; temperature 0 is greedy. Applied in llama.cpp's order:
+    logit bias, penalties, top-k, top-p, min-p, temperature, draw."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repeat_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repeat_last_n: int = 64  # tokens the penalties look back on; -1: all
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        """True when the choice is the plain argmax of the logits."""
+        return self.temperature <= 0 and not self.logit_bias and not self.penalised
+
+    @property
+    def penalised(self) -> bool:
+        neutral = self.repeat_penalty == 1 and self.presence_penalty == 0 and self.frequency_penalty == 0
+        return not neutral and self.repeat_last_n != 0
+
+
+class State(ABC):
+    """The committed past of one sequence: KV rows, the last convolution inputs, the DeltaNet states."""
+
+    length: int  # tokens committed
+    context: int  # tokens there is room for
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of a state at some length, owned by the backend that made it."""
+
+    length: int
+    nbytes: int
+    data: Any = field(repr=False)
+
+
+@dataclass(frozen=True)
+class MemoryPart:
+    what: str
+    nbytes: int
+
+
+class Backend(ABC):
+    """One model, ready to compute."""
+
+    name: str  # "reference", "cpu", "cuda"
+    config: Config
+
+    @abstractmethod
+    def memory(self, context: int) -> list[MemoryPart]:
+        """What a state of this context and the weights take, part by part."""
+
+    @abstractmethod
+    def new_state(self, context: int) -> State:
+        """An empty sequence with room for `context` tokens; `DoesNotFit` if there is no memory for it."""
+
+    @abstractmethod
+    def prefill(self, state: State, ids: Sequence[int], want: Want = ARGMAX) -> Output:
+        """Run and commit a chain of any length; built for throughput."""
+
+    @abstractmethod
+    def forward(self, state: State, tree: Tree, want: Want = ARGMAX) -> Output:
+        """Run 1 to 64 nodes on top of the committed state without changing it."""
+
+    @abstractmethod
+    def commit(self, state: State, path: Sequence[int]) -> None:
+        """Make `path` (node indices of the last `forward`'s tree, root first) part of the committed past."""
+
+    @abstractmethod
+    def snapshot(self, state: State) -> Snapshot: ...
+
+    @abstractmethod
+    def restore(self, state: State, snapshot: Snapshot) -> None: ...
+
+    def decode(self, state: State, token: int, count: int, stop: frozenset[int] = frozenset()) -> Iterator[int]:
+        """Greedy decoding: commit `token`, yield the next, and so on, up to `count` tokens or one in `stop`.
+
+        The last token yielded is not committed. Backends override this to stay on the device between tokens.
+        """
+        for _ in range(count):
+            output = self.forward(state, Tree.chain([token]))
+            self.commit(state, [0])
+            assert output.argmax is not None
+            token = int(output.argmax[0])
+            yield token
+            if token in stop:
+                return
+
+    def mtp(self, state: State, tokens: Sequence[int], hidden: np.ndarray, position: int, want: Want = ARGMAX) -> Output:
+        """Run a chain through the MTP block; `config.mtp_layers` says whether there is one.
+
+        Row i takes token i and the hidden (after the final norm, or the block's own last output) of the position
+        before it; its keys and values land at `position + i`, over whatever was there. `Output.hidden` feeds the
+        next step.
+        """
+        raise BadRequest(f"The {self.name} backend does not run MTP heads.", "Use another draft, or --draft none.")
+
+
+def check_room(state: State, tokens: int) -> None:
+    """Refuse to run past the end of the context."""
+    if state.length + tokens > state.context:
+        raise BadRequest(
+            f"{state.length + tokens} tokens do not fit in a context of {state.context}.",
+            "Raise the context length (-c) or shorten the prompt.",
+        )
+
+
+def check_tokens(config: Config, ids: np.ndarray) -> None:
+    if len(ids) and (ids.min() < 0 or ids.max() >= config.vocab):
+        raise BadRequest(f"Token ids must be in [0, {config.vocab}).", "The prompt was made with another tokenizer.")
+
+
+def output_from_logits(logits: np.ndarray, want: Want) -> Output:
+    """Fill an `Output` from float32 logits [n, vocab] as `want` asks. The meaning of "argmax" and "top" is here."""
+    output = Output()
+    if want.tokens == "none":
+        return output
+    output.argmax = logits.argmax(axis=1).astype(np.int32)
+    if want.tokens == "top":
+        order = np.argsort(-logits, axis=1, kind="stable")[:, : want.top]
+        output.top_ids = order.astype(np.int32)
+        output.top_logits = np.take_along_axis(logits, order, axis=1)
+        peak = logits.max(axis=1, keepdims=True)
+        output.logsumexp = (peak + np.log(np.exp(logits - peak).sum(axis=1, keepdims=True)))[:, 0].astype(np.float32)
+    elif want.tokens == "logits":
+        output.logits = logits
+    return output

@@ -1,0 +1,63 @@
+"""A tree of candidate tokens: what one forward pass is asked about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from warpsmith.errors import BadRequest
+
+MAX_NODES = 64
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Token ids and parent indices. Node 0 is the root (`parents[0] == -1`); parents precede their children.
+
+    Node i stands at position `state.length + depth(i)`. A chain is a tree; plain decoding is a tree of one node.
+    """
+
+    tokens: np.ndarray  # int32 [n]
+    parents: np.ndarray  # int32 [n]
+
+    def __post_init__(self) -> None:
+        tokens = np.ascontiguousarray(self.tokens, dtype=np.int32)
+        parents = np.ascontiguousarray(self.parents, dtype=np.int32)
+        object.__setattr__(self, "tokens", tokens)
+        object.__setattr__(self, "parents", parents)
+        n = len(tokens)
+        if tokens.ndim != 1 or parents.shape != tokens.shape or not 1 <= n <= MAX_NODES:
+            raise BadRequest(f"A tree has 1 to {MAX_NODES} nodes with one parent each; this one has {n} tokens.")
+        if parents[0] != -1 or (parents[1:] < 0).any() or (parents[1:] >= np.arange(1, n)).any():
+            raise BadRequest("A tree's parents must precede their children, and only node 0 is a root.")
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int]) -> Tree:
+        n = len(tokens)
+        return cls(np.array(tokens, dtype=np.int32), np.arange(-1, n - 1, dtype=np.int32))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def depths(self) -> np.ndarray:
+        """int32 [n]: 0 for the root."""
+        depths = np.zeros(len(self), dtype=np.int32)
+        for i, parent in enumerate(self.parents[1:], start=1):
+            depths[i] = depths[parent] + 1
+        return depths
+
+    def path(self, node: int) -> list[int]:
+        """Node indices from the root to `node`, both included."""
+        path = [node]
+        while (parent := int(self.parents[path[-1]])) >= 0:
+            path.append(parent)
+        return path[::-1]
+
+    def children(self, node: int) -> dict[int, int]:
+        """Token -> child index. Of siblings with the same token the first counts."""
+        children: dict[int, int] = {}
+        for i in np.flatnonzero(self.parents == node):
+            children.setdefault(int(self.tokens[i]), int(i))
+        return children

@@ -1,0 +1,42 @@
+"""Errors a user can act on: one sentence that says what is wrong, one that says what to do about it."""
+
+from __future__ import annotations
+
+
+class WarpsmithError(Exception):
+    """Base of every error we raise on purpose. `exit_code` is what the command line returns for it."""
+
+    exit_code = 1
+
+    def __init__(self, problem: str, fix: str = "") -> None:
+        super().__init__(f"{problem} {fix}".strip())
+        self.problem = problem
+        self.fix = fix
+
+
+class BadFile(WarpsmithError):
+    """A model file is truncated, corrupt, hostile or of a kind we do not read. Names the file and the field."""
+
+
+class BadRequest(WarpsmithError):
+    """The caller asked for something that cannot be done as asked."""
+
+    exit_code = 2
+
+
+class ModelNotFound(WarpsmithError):
+    """No such model here, or none can be fetched (offline, wrong name)."""
+
+    exit_code = 3
+
+
+class NoDevice(WarpsmithError):
+    """The device asked for cannot be used on this machine."""
+
+    exit_code = 4
+
+
+class DoesNotFit(WarpsmithError):
+    """The memory plan is larger than the memory."""
+
+    exit_code = 5
