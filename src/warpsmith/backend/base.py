@@ -149,7 +149,9 @@ class Backend(ABC):
             if token in stop:
                 return
 
-    def mtp(self, state: State, tokens: Sequence[int], hidden: np.ndarray, position: int, want: Want = ARGMAX) -> Output:
+    def mtp(
+        self, state: State, tokens: Sequence[int], hidden: np.ndarray, position: int, want: Want = ARGMAX
+    ) -> Output:
         """Run a chain through the MTP block; `config.mtp_layers` says whether there is one.
 
         Row i takes token i and the hidden (after the final norm, or the block's own last output) of the position

@@ -128,7 +128,9 @@ def config_from_metadata(metadata: Mapping[str, Any], vocab: int, tied: bool, so
     heads, kv_heads = read.int("attention.head_count", high=4096), read.kv_heads(layers)
     rotary = read.int("rope.dimension_count", 64, high=head_dim)
     if heads % kv_heads or rotary % 2:
-        raise BadFile(f"{source}: {heads} query heads, {kv_heads} key/value heads and {rotary} rotary dimensions do not fit.")
+        raise BadFile(
+            f"{source}: {heads} query heads, {kv_heads} key/value heads and {rotary} rotary dimensions do not fit."
+        )
     return Config(
         name=str(metadata.get("general.name", "")),
         layers=layers,
@@ -203,7 +205,9 @@ class _Reader:
         if value is None:
             value = default
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise BadFile(f"{self.source}: {ARCHITECTURE}.{key} is {_brief(value)}, expected a number in [{low}, {high}].")
+            raise BadFile(
+                f"{self.source}: {ARCHITECTURE}.{key} is {_brief(value)}, expected a number in [{low}, {high}]."
+            )
         return value
 
     def positive_float(self, key: str, default: float) -> float:

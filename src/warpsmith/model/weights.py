@@ -69,7 +69,9 @@ def read_config(checkpoint: Checkpoint) -> Config:
     source = str(checkpoint.path)
     embedding = checkpoint.tensors.get("token_embd.weight")
     if embedding is None:
-        raise BadFile(f"{source}: tensor token_embd.weight is missing.", "The file may be a draft or an adapter, not a model.")
+        raise BadFile(
+            f"{source}: tensor token_embd.weight is missing.", "The file may be a draft or an adapter, not a model."
+        )
     config = config_from_metadata(
         checkpoint.metadata, vocab=embedding.shape[0], tied="output.weight" not in checkpoint.tensors, source=source
     )
