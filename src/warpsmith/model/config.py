@@ -108,25 +108,25 @@ def config_from_metadata(metadata: Mapping[str, Any], vocab: int, tied: bool, so
             "Choose a Qwen3.5, Qwen3.6 or Qwen3.8 dense model.",
         )
     read = _Reader(metadata, source)
-    mtp = read.int("nextn_predict_layers", 0, low=0, high=8)
-    layers = read.int("block_count", high=1024) - mtp
+    mtp = read.count("nextn_predict_layers", 0, low=0, high=8)
+    layers = read.count("block_count", high=1024) - mtp
     if layers < 1:
         raise BadFile(f"{source}: qwen35.block_count leaves no layers once {mtp} MTP blocks are taken off.")
     if read.optional("rope.scaling.type") not in (None, "none"):
         raise BadFile(f"{source}: qwen35.rope.scaling.type asks for scaled RoPE, which warpsmith does not compute.")
-    head_dim = read.int("attention.key_length", 256, high=4096)
-    if read.int("attention.value_length", head_dim, high=4096) != head_dim:
+    head_dim = read.count("attention.key_length", 256, high=4096)
+    if read.count("attention.value_length", head_dim, high=4096) != head_dim:
         raise BadFile(f"{source}: qwen35.attention.value_length differs from key_length, which no Qwen3.5 does.")
-    value_heads = read.int("ssm.time_step_rank", high=4096)
-    key_heads = read.int("ssm.group_count", high=4096)
-    inner = read.int("ssm.inner_size", high=1 << 24)
+    value_heads = read.count("ssm.time_step_rank", high=4096)
+    key_heads = read.count("ssm.group_count", high=4096)
+    inner = read.count("ssm.inner_size", high=1 << 24)
     if value_heads % key_heads or inner % value_heads:
         raise BadFile(
             f"{source}: qwen35.ssm head counts do not divide ({key_heads} key heads, {value_heads} value heads, "
             f"inner size {inner})."
         )
-    heads, kv_heads = read.int("attention.head_count", high=4096), read.kv_heads(layers)
-    rotary = read.int("rope.dimension_count", 64, high=head_dim)
+    heads, kv_heads = read.count("attention.head_count", high=4096), read.kv_heads(layers)
+    rotary = read.count("rope.dimension_count", 64, high=head_dim)
     if heads % kv_heads or rotary % 2:
         raise BadFile(
             f"{source}: {heads} query heads, {kv_heads} key/value heads and {rotary} rotary dimensions do not fit."
@@ -134,8 +134,8 @@ def config_from_metadata(metadata: Mapping[str, Any], vocab: int, tied: bool, so
     return Config(
         name=str(metadata.get("general.name", "")),
         layers=layers,
-        hidden=read.int("embedding_length", high=1 << 20),
-        ffn=read.int("feed_forward_length", high=1 << 22),
+        hidden=read.count("embedding_length", high=1 << 20),
+        ffn=read.count("feed_forward_length", high=1 << 22),
         vocab=vocab,
         heads=heads,
         kv_heads=kv_heads,
@@ -145,11 +145,11 @@ def config_from_metadata(metadata: Mapping[str, Any], vocab: int, tied: bool, so
         head_dim=head_dim,
         rotary_dim=rotary,
         rope_theta=read.positive_float("rope.freq_base", 1e7),
-        key_head_dim=read.int("ssm.state_size", high=4096),
+        key_head_dim=read.count("ssm.state_size", high=4096),
         value_head_dim=inner // value_heads,
-        conv_kernel=read.int("ssm.conv_kernel", high=16, low=2),
+        conv_kernel=read.count("ssm.conv_kernel", high=16, low=2),
         eps=read.positive_float("attention.layer_norm_rms_epsilon", 1e-6),
-        context=read.int("context_length", high=1 << 40),
+        context=read.count("context_length", high=1 << 40),
         tied=tied,
         mtp_layers=mtp,
     )
@@ -200,7 +200,7 @@ class _Reader:
     def optional(self, key: str) -> Any:
         return self.metadata.get(f"{ARCHITECTURE}.{key}")
 
-    def int(self, key: str, default: int | None = None, *, low: int = 1, high: int) -> int:
+    def count(self, key: str, default: int | None = None, *, low: int = 1, high: int) -> int:
         value = self.optional(key)
         if value is None:
             value = default
@@ -229,12 +229,12 @@ class _Reader:
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 4096:
                 raise BadFile(f"{self.source}: {ARCHITECTURE}.{key} holds {_brief(value)}, expected head counts.")
             return value
-        return self.int(key, high=4096)
+        return self.count(key, high=4096)
 
     def recurrent(self, layers: int) -> tuple[bool, ...]:
         flags = self.optional("attention.recurrent_layers")
         if flags is None:
-            return every_fourth_is_attention(layers, self.int("full_attention_interval", 4, high=1024))
+            return every_fourth_is_attention(layers, self.count("full_attention_interval", 4, high=1024))
         if not isinstance(flags, list) or len(flags) < layers or not all(isinstance(f, bool | int) for f in flags):
             raise BadFile(f"{self.source}: {ARCHITECTURE}.attention.recurrent_layers does not name {layers} layers.")
         return tuple(bool(f) for f in flags[:layers])

@@ -1,4 +1,4 @@
-"""The oracle: the plan of a forward pass, interpreted in numpy. Slow, plain, and what every kernel is checked against."""
+"""The oracle: the plan of a forward pass, interpreted in numpy. Every kernel is checked against it."""
 
 from warpsmith.backend.reference.backend import ReferenceBackend, ReferenceState
 

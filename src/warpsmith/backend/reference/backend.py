@@ -148,11 +148,11 @@ class ReferenceBackend(Backend):
         ids = np.asarray(tokens, dtype=np.int32)
         check_tokens(self.config, ids)
         mixer = ChunkMixer(self.config, state.layers, position, len(ids))
-        buffers = {"tokens": ids, "hidden": np.asarray(hidden, dtype=self.dtype)}
+        buffers: Buffers = {"tokens": ids, "hidden": np.asarray(hidden, dtype=self.dtype)}
         return self._run(self.mtp_plan, buffers, mixer, project_chunk, want, slice(None))
 
     def trace(self, state: State, tree: Tree, stop_after: str) -> Buffers:
-        """Every buffer as it stands after the named stage (`delta_mix.3`): what a kernel's buffers are compared with."""
+        """Every buffer after the named stage (`delta_mix.3`): what a kernel's buffers are compared with."""
         assert isinstance(state, ReferenceState)
         names = [stage.name for stage in self.plan]
         if stop_after not in names:

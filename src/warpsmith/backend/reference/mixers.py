@@ -120,7 +120,8 @@ class TreeMixer:
         windows = (np.concatenate([state.conv, buffers["qkv"][path]])[-taps:] for path in self.paths)
         mixed = np.concatenate([ops.causal_conv(window, weights["conv"]) for window in windows])
         inputs = self.inputs[layer] = delta_inputs(self.config, mixed, buffers, weights)
-        states, outputs = [], []
+        states: list[np.ndarray] = []
+        outputs: list[np.ndarray] = []
         for i, parent in enumerate(self.tree.parents):
             after, output = ops.delta_step(state.delta if parent < 0 else states[parent], *inputs.row(i))
             states.append(after)

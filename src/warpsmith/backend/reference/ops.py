@@ -69,7 +69,7 @@ def attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, offset: int) -> 
 
 
 def causal_conv(window: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Depthwise causal convolution and silu: window [taps - 1 + T, channels], weight [channels, taps] -> [T, channels]."""
+    """Depthwise convolution and silu: window [taps - 1 + T, channels], weight [channels, taps] -> [T, channels]."""
     taps = weight.shape[1]
     count = len(window) - taps + 1
     total = weight[:, 0] * window[:count]
