@@ -1,0 +1,116 @@
+"""Write canonical tensors as a Hugging Face model directory: config.json and one or more safetensors files."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from warpsmith.checkpoint.blocks import TYPES, dequantize
+from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.checkpoint.hf import MATRIX_KINDS, Heads, config_from_metadata, hf_name, reorder_heads
+from warpsmith.checkpoint.quantize import quantize
+
+MAX_SHARD = 5 << 30
+
+
+def write_directory(
+    path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: str = "BF16"
+) -> None:
+    """Write `tensors` as `dtype` (BF16, F16 or F32), in shards of at most 5 GB, one tensor in memory at a time.
+
+    Vectors are stored as F32. The tokenizer's files are not written here.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    mtp = metadata.get("qwen35.nextn_predict_layers", 0)
+    layers = metadata["qwen35.block_count"] - mtp
+    value_heads = metadata["qwen35.ssm.time_step_rank"]
+    heads = Heads(
+        metadata["qwen35.ssm.group_count"],
+        value_heads,
+        metadata["qwen35.ssm.state_size"],
+        metadata["qwen35.ssm.inner_size"] // value_heads,
+    )
+    entries = [(tensor, *hf_name(name, layers)) for name, tensor in tensors.items()]
+    shards = _shards(entries, dtype)
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        many = len(shards) > 1
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors" if many else "model.safetensors"
+        weight_map |= {name: file for _, name, _ in shard}
+        _write_shard(path / file, shard, heads, dtype)
+    if len(shards) > 1:
+        total = sum(_stored_bytes(t, kind, dtype) for t, _, kind in entries)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    config = config_from_metadata(metadata, tensors["token_embd.weight"].shape[0], "output.weight" not in tensors)
+    config["dtype"] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[dtype]
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+
+
+Entry = tuple[Tensor, str, str]
+
+
+def _shards(entries: list[Entry], dtype: str) -> list[list[Entry]]:
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        nbytes = _stored_bytes(entry[0], entry[2], dtype)
+        if shards[-1] and size + nbytes > MAX_SHARD:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += nbytes
+    return shards
+
+
+def _stored_type(kind: str, dtype: str) -> str:
+    return dtype if kind in MATRIX_KINDS else "F32"
+
+
+def _stored_bytes(tensor: Tensor, kind: str, dtype: str) -> int:
+    return tensor.elements * TYPES[_stored_type(kind, dtype)].bytes
+
+
+def _write_shard(path: Path, entries: list[Entry], heads: Heads, dtype: str) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor, name, kind in entries:
+        end = offset + _stored_bytes(tensor, kind, dtype)
+        shape = list(tensor.shape)
+        if kind == "conv":
+            shape.insert(1, 1)
+        header[name] = {"dtype": _stored_type(kind, dtype), "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    part = path.with_suffix(path.suffix + ".part")
+    try:
+        with part.open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for tensor, _, kind in entries:
+                file.write(_stored(tensor, kind, heads, dtype).data)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _stored(tensor: Tensor, kind: str, heads: Heads, dtype: str) -> np.ndarray:
+    """The tensor's bytes as Hugging Face stores it: the inverse of what reading does."""
+    if kind in MATRIX_KINDS:
+        raw = tensor.raw()
+        if tensor.type.name != dtype:
+            raw = quantize(TYPES[dtype], dequantize(tensor.type, raw))
+        elements = raw.view(np.uint32 if dtype == "F32" else np.uint16).reshape(tensor.shape)
+        return np.ascontiguousarray(reorder_heads(elements, kind, heads, to_canonical=False)).view(np.uint8)
+    values = tensor.float32()
+    if kind == "norm":
+        values = values - 1
+    elif kind == "decay":
+        values = np.log(-values)
+    ordered = reorder_heads(values, kind, heads, to_canonical=False)
+    return np.ascontiguousarray(ordered, dtype="<f4").reshape(-1).view(np.uint8)
