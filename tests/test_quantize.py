@@ -42,7 +42,7 @@ def rms(x: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("name", SIMPLE)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_simple_formats_equal_the_package(name: str, data: st.DataObject) -> None:
     # Up to 1000, so that no scale leaves the range of a half; down to the least normal numbers of it.
@@ -129,7 +129,7 @@ def test_k_error_is_below_rounding_to_nearest(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", K_TYPES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_k_error_is_bounded_on_any_weights(name: str, data: st.DataObject) -> None:
     scale = data.draw(st.sampled_from([1e-3, 1.0, 1e4]))
@@ -137,8 +137,10 @@ def test_k_error_is_bounded_on_any_weights(name: str, data: st.DataObject) -> No
     x = np.float32(scale) * data.draw(hnp.arrays(np.float32, (2, 256), elements=elements))
     y = reread(name, x)
     half_step = {"Q4_K": 1 / 15, "Q5_K": 1 / 31, "Q6_K": 1 / 63}[name]
+    # d is a half, at best exact to 2^-25; largest scale times largest level multiply that.
+    rounding = 2**-25 * {"Q4_K": 63 * 15, "Q5_K": 63 * 31, "Q6_K": 128 * 32}[name]
     for before, after in zip(x, y, strict=True):
-        assert rms(after - before) <= half_step * np.abs(before).max()
+        assert rms(after - before) <= half_step * np.abs(before).max() + rounding
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_K"])
