@@ -1,0 +1,93 @@
+"""From one format to another: a checkpoint as a GGUF file or as a directory of safetensors, piece by piece."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpsmith.checkpoint.blocks import TYPES, BlockType, dequantize
+from warpsmith.checkpoint.canonical import Checkpoint, Tensor
+from warpsmith.checkpoint.quantize import RECIPES, quantize, recipe_type
+from warpsmith.errors import BadRequest
+
+FLOATS = ("F32", "F16", "BF16")
+
+# Numbers that llama.cpp gives the recipes in `general.file_type`.
+FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18, "bf16": 32}
+
+_PIECE = 1 << 22  # weights converted at a time
+_LAYER = re.compile(r"blk\.(\d+)\.")
+
+
+def to_gguf(
+    checkpoint: Checkpoint,
+    metadata: Mapping[str, Any],
+    path: str | Path,
+    recipe: str | None = None,
+    progress: Callable[[int], object] = lambda nbytes: None,
+) -> None:
+    """Write a checkpoint as GGUF under `metadata`; without a recipe every tensor keeps its type.
+
+    `metadata` is the whole of it, tokenizer and chat template included. `progress` hears of bytes written.
+    """
+    from warpsmith.checkpoint.gguf_writer import GGUFWriter
+
+    types = {name: _target(tensor, recipe, checkpoint) for name, tensor in checkpoint.tensors.items()}
+    if recipe:
+        metadata = dict(metadata) | recipe_metadata(recipe)
+    with GGUFWriter(path, metadata) as writer:
+        for name, tensor in checkpoint.tensors.items():
+            writer.add_tensor(name, types[name], tensor.shape, _converted(tensor, types[name], progress))
+
+
+def to_safetensors(checkpoint: Checkpoint, path: str | Path, dtype: str = "BF16") -> None:
+    """Write the weights and config.json as Hugging Face names them. The tokenizer's files are the caller's."""
+    from warpsmith.checkpoint.safetensors_writer import write_directory
+
+    if dtype not in FLOATS:
+        raise BadRequest(f"Safetensors directories hold no {dtype} blocks.", "Use bf16, f16 or f32, or GGUF.")
+    write_directory(Path(path), checkpoint.metadata, checkpoint.tensors, dtype)
+
+
+def tensor_type(recipe: str, name: str, shape: tuple[int, ...], layers: int, tied: bool) -> BlockType:
+    """What `recipe` stores a tensor as; `layers` counts MTP layers too."""
+    if recipe not in RECIPES:
+        raise BadRequest(f"There is no weight type {recipe!r}.", f"Use one of {', '.join(RECIPES)}.")
+    layer = _LAYER.match(name)
+    return TYPES[recipe_type(recipe, name, int(layer[1]) if layer else None, layers, tied, shape)]
+
+
+def recipe_metadata(recipe: str) -> dict[str, Any]:
+    """What a file says about how its weights are stored."""
+    return {"general.file_type": FILE_TYPES[recipe], "general.quantization_version": 2}
+
+
+def _target(tensor: Tensor, recipe: str | None, checkpoint: Checkpoint) -> BlockType:
+    if recipe is None:
+        return tensor.type
+    tied = "output.weight" not in checkpoint.tensors
+    target = tensor_type(recipe, tensor.name, tensor.shape, checkpoint.metadata["qwen35.block_count"], tied)
+    if target != tensor.type and target.name not in FLOATS and tensor.type.name not in FLOATS:
+        raise BadRequest(
+            f"{checkpoint.path}: {tensor.name} is {tensor.type.name} already, and quantising it again as "
+            f"{target.name} would lose twice.",
+            "Convert the bf16 original, or choose bf16, f16 or f32.",
+        )
+    return target
+
+
+def _converted(tensor: Tensor, target: BlockType, progress: Callable[[int], object]) -> Iterator[NDArray[np.uint8]]:
+    """A tensor's bytes in the target type. Blocks that have it already are passed on untouched."""
+    rows = tensor.raw()
+    step = max(1, _PIECE // tensor.shape[-1])
+    for start in range(0, len(rows), step):
+        piece = rows[start : start + step]
+        if tensor.type != target:
+            piece = quantize(target, dequantize(tensor.type, piece))
+        yield piece
+        progress(piece.nbytes)
