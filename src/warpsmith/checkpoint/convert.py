@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from warpsmith.checkpoint.blocks import TYPES, BlockType, dequantize
 from warpsmith.checkpoint.canonical import Checkpoint, Tensor
+from warpsmith.checkpoint.gguf_writer import GGUFWriter, Typed
 from warpsmith.checkpoint.quantize import RECIPES, quantize, recipe_type
+from warpsmith.checkpoint.safetensors_writer import write_directory
 from warpsmith.errors import BadRequest
 
 FLOATS = ("F32", "F16", "BF16")
@@ -35,20 +37,40 @@ def to_gguf(
 
     `metadata` is the whole of it, tokenizer and chat template included. `progress` hears of bytes written.
     """
-    from warpsmith.checkpoint.gguf_writer import GGUFWriter
-
     types = {name: _target(tensor, recipe, checkpoint) for name, tensor in checkpoint.tensors.items()}
     if recipe:
-        metadata = dict(metadata) | recipe_metadata(recipe)
-    with GGUFWriter(path, metadata) as writer:
-        for name, tensor in checkpoint.tensors.items():
-            writer.add_tensor(name, types[name], tensor.shape, _converted(tensor, types[name], progress))
+        metadata = {**metadata, **recipe_metadata(recipe)}
+    pieces = (
+        (name, types[name], tensor.shape, _converted(tensor, types[name], progress))
+        for name, tensor in checkpoint.tensors.items()
+    )
+    write_pieces(path, metadata, list(pieces))
+
+
+def write_pieces(
+    path: str | Path,
+    metadata: Mapping[str, Any],
+    tensors: Sequence[tuple[str, BlockType, tuple[int, ...], Iterable[NDArray[np.uint8]]]],
+) -> None:
+    """Write a GGUF file of (name, type, shape, stored bytes in pieces)."""
+    with GGUFWriter(path, _writable(metadata)) as writer:
+        for name, block_type, shape, _ in tensors:
+            writer.declare(name, block_type, shape)
+        for name, _, _, pieces in tensors:
+            writer.write(name, pieces)
+
+
+def _writable(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata without what belonged to the file it came from, and with a type for lists that show none."""
+    return {
+        key: Typed("str", value) if value == [] else value
+        for key, value in metadata.items()
+        if key != "general.alignment" and not key.startswith("split.")
+    }
 
 
 def to_safetensors(checkpoint: Checkpoint, path: str | Path, dtype: str = "BF16") -> None:
     """Write the weights and config.json as Hugging Face names them. The tokenizer's files are the caller's."""
-    from warpsmith.checkpoint.safetensors_writer import write_directory
-
     if dtype not in FLOATS:
         raise BadRequest(f"Safetensors directories hold no {dtype} blocks.", "Use bf16, f16 or f32, or GGUF.")
     write_directory(Path(path), checkpoint.metadata, checkpoint.tensors, dtype)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from warpsmith.checkpoint.blocks import IQ4_LEVELS, LAYOUTS, BlockType
 from warpsmith.checkpoint.canonical import Checkpoint, Tensor
-from warpsmith.checkpoint.convert import FLOATS, recipe_metadata, tensor_type, to_safetensors
+from warpsmith.checkpoint.convert import FLOATS, recipe_metadata, tensor_type, to_safetensors, write_pieces
 from warpsmith.checkpoint.quantize import quantize
 from warpsmith.errors import BadRequest
 from warpsmith.model.config import SIZES, Config, config_to_metadata
@@ -49,12 +49,8 @@ def synthesize(
     metadata = model_metadata(config, tokenizer) | recipe_metadata(recipe)
     plan = _plan(config, recipe)
     if format == "gguf":
-        from warpsmith.checkpoint.gguf_writer import GGUFWriter
-
-        with GGUFWriter(path, metadata) as writer:
-            for name, block_type, shape in plan:
-                pieces = weight_bytes(seed, name, block_type, shape)
-                writer.add_tensor(name, block_type, shape, _counted(pieces, progress))
+        pieces = [(*tensor, _counted(weight_bytes(seed, *tensor), progress)) for tensor in plan]
+        write_pieces(path, metadata, pieces)
     elif format == "safetensors":
         tensors = {}
         for name, block_type, shape in plan:

@@ -1,0 +1,191 @@
+"""Model names to files: a path, or a repository of the Hugging Face Hub through its shared cache.
+
+`user/repo`, `user/repo:QUANT` and `user/repo/file.gguf` are understood, with or without `hf:` or `hf.co/` in front.
+The Hub's own settings hold: HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import json
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from warpsmith.errors import ModelNotFound, WarpsmithError
+
+# What is fetched when no quantisation is named: the first of these that the repository has.
+PREFERRED = ("Q4_K_M", "UD-Q4_K_XL", "Q4_K_S", "Q5_K_M", "Q4_0", "IQ4_XS", "Q6_K", "Q8_0", "BF16", "F16", "F32")
+
+# Weights and what is needed to read them; nothing that could run.
+SAFETENSORS_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja")
+
+_PREFIX = re.compile(r"^(hf:(//)?|(https?://)?(hf\.co|huggingface\.co)/)")
+_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[^:]+)|:(?P<quant>[\w.-]+))?")
+_SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A model on the Hub: at most one of `file` and `quant` is given."""
+
+    repo: str
+    file: str | None = None
+    quant: str | None = None
+
+
+def resolve(name: str | Path, offline: bool = False, progress: bool = True, refresh: bool = False) -> Path:
+    """The GGUF file or the directory that a model's name stands for.
+
+    What the cache holds is used as it is; `refresh` asks the Hub whether there is something newer.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    wanted = parse(str(name))
+    if wanted is None:
+        raise ModelNotFound(f"There is no model at {name}.", "Check the path, or name a repository as user/repo.")
+
+    from huggingface_hub import constants
+
+    offline = offline or bool(constants.HF_HUB_OFFLINE)
+    cached = _cached(wanted, Path(constants.HF_HUB_CACHE))
+    if cached and (offline or not refresh):
+        return cached
+    if offline:
+        raise ModelNotFound(
+            f"{name} is not in the cache, and warpsmith is offline.", "Fetch it once with network access."
+        )
+    return _download(wanted, progress)
+
+
+def parse(name: str) -> HubName | None:
+    """Read a name as a Hub model; None if it is plainly a path."""
+    bare = _PREFIX.sub("", name)
+    if bare == name and (name.startswith((".", "/", "~")) or "\\" in name):
+        return None
+    match = _NAME.fullmatch(bare)
+    if match is None or (bare == name and not match["file"] and match["repo"].endswith((".gguf", ".safetensors"))):
+        return None  # `models/file.gguf` is a file that is missing, not a repository
+    if match["file"] and not match["file"].endswith(".gguf"):
+        return None
+    return HubName(match["repo"], match["file"], match["quant"])
+
+
+def quant_of(file: str) -> str:
+    """The quantisation in a file's name: `Qwen3.5-27B-UD-Q4_K_XL-00001-of-00002.gguf` -> `UD-Q4_K_XL`."""
+    stem = _SPLIT.sub("", Path(file).name.removesuffix(".gguf")).upper()
+    match = re.search(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|BF16|F16|F32|FP16|FP32|MXFP4\w*))$", stem)
+    return match[1] if match else ""
+
+
+def choose(files: Iterable[str], quant: str | None = None) -> list[str]:
+    """Of a repository's files, the parts of the one model that `quant` (default: `PREFERRED`) names; [] if none."""
+    models: dict[str, list[str]] = {}
+    for file in sorted(files):
+        if file.endswith(".gguf") and not Path(file).name.lower().startswith(("mmproj", "imatrix")):
+            models.setdefault(_SPLIT.sub("", file.removesuffix(".gguf")), []).append(file)
+    if quant is None:
+        wanted = [*PREFERRED, *(quant_of(parts[0]) for parts in models.values())]
+    else:
+        wanted = [quant.upper(), f"UD-{quant.upper()}"]
+    for candidate in wanted:
+        for parts in models.values():
+            if quant_of(parts[0]) == candidate:
+                return parts
+    return []
+
+
+def _model_in(files: Iterable[str], wanted: HubName) -> list[str]:
+    """The files of the model meant: one GGUF in one or more parts, or [] for a directory of safetensors."""
+    files = list(files)
+    if wanted.file:
+        stem = _SPLIT.sub("", wanted.file.removesuffix(".gguf"))
+        return [f for f in sorted(files) if f.endswith(".gguf") and _SPLIT.sub("", f.removesuffix(".gguf")) == stem]
+    return choose(files, wanted.quant)
+
+
+def _cached(wanted: HubName, cache: Path) -> Path | None:
+    """The model as far as it lies complete in the shared cache."""
+    folder = cache / f"models--{wanted.repo.replace('/', '--')}"
+    try:
+        snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
+    except OSError:
+        return None
+    files = [file.relative_to(snapshot).as_posix() for file in snapshot.rglob("*") if file.exists()]
+    if parts := _model_in(files, wanted):
+        count = re.search(r"-of-(\d{5})\.gguf$", parts[0])
+        return snapshot / parts[0] if len(parts) == (int(count[1]) if count else 1) else None
+    if wanted.file or wanted.quant or "config.json" not in files:
+        return None
+    return snapshot if _shards(snapshot) <= set(files) else None
+
+
+def _shards(directory: Path) -> set[str]:
+    """Files that a directory of safetensors cannot do without."""
+    index = directory / "model.safetensors.index.json"
+    if not index.exists():
+        return {"model.safetensors"}
+    try:
+        return set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        return {index.name + " is unreadable"}  # no such file: fetch the model again
+
+
+def _download(wanted: HubName, progress: bool) -> Path:
+    import huggingface_hub
+    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+
+    (enable_progress_bars if progress and sys.stderr.isatty() else disable_progress_bars)()
+    try:
+        files = huggingface_hub.HfApi().list_repo_files(wanted.repo)
+        parts = _model_in(files, wanted)
+        if not parts and (wanted.file or wanted.quant or not any(f.endswith(".safetensors") for f in files)):
+            raise _no_such_file(wanted, files)
+        patterns = [glob.escape(part) for part in parts] or list(SAFETENSORS_FILES)
+        snapshot = Path(huggingface_hub.snapshot_download(wanted.repo, allow_patterns=patterns))
+    except WarpsmithError:
+        raise
+    except Exception as error:  # whatever HTTP library the Hub's client uses this year
+        raise _explain(error, wanted.repo) from error
+    return snapshot / parts[0] if parts else snapshot
+
+
+def _no_such_file(wanted: HubName, files: Iterable[str]) -> ModelNotFound:
+    models = [f for f in files if f.endswith(".gguf")]
+    if wanted.file:
+        return ModelNotFound(f"{wanted.repo} has no file {wanted.file}.", f"It has {_some(models)}.")
+    if not models:
+        return ModelNotFound(f"{wanted.repo} holds neither GGUF files nor safetensors.", "Choose another repository.")
+    quants = sorted({quant_of(f) for f in models} - {""})
+    return ModelNotFound(f"{wanted.repo} has no {wanted.quant or 'model'} file.", f"Choose one of {_some(quants)}.")
+
+
+def _some(items: list[str]) -> str:
+    return ", ".join(items[:12]) + (", ..." if len(items) > 12 else "") if items else "no GGUF files"
+
+
+def _explain(error: Exception, repo: str) -> WarpsmithError:
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):  # before its base class, RepositoryNotFoundError
+        return ModelNotFound(f"{repo} is gated.", "Accept its terms on its page, then set HF_TOKEN to your token.")
+    if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
+        return ModelNotFound(
+            f"There is no repository {repo} on the Hub that you may read.",
+            "Check the spelling; for a private one set HF_TOKEN.",
+        )
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status in (401, 403):
+        return ModelNotFound(
+            f"The Hub refuses to hand out {repo} ({status}).", "Set HF_TOKEN to a token that may read it."
+        )
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return WarpsmithError(
+            f"The disk is full: {repo} does not fit.", "Free some space or set HF_HUB_CACHE elsewhere."
+        )
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    return ModelNotFound(f"{repo} could not be fetched: {reason.rstrip('.')}.", "Check the network and try again.")
