@@ -1,0 +1,60 @@
+"""What the decode loop asks of a draft. A draft can make decoding faster or slower; it cannot change the text."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from warpsmith.backend.base import State, Want
+from warpsmith.backend.tree import Tree
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where the loop stands when it asks for a draft."""
+
+    ids: Sequence[int]  # the committed tokens, then the root: decided, but not yet run. Not to be kept or changed
+    state: State  # of length len(ids) - 1
+    depth: int  # at least 1: deeper nodes cannot be used any more and are cut off
+
+    @property
+    def root(self) -> int:
+        return self.ids[-1]
+
+
+class Proposer(ABC):
+    """Guesses what follows. Per step the loop calls `propose`, then `observe` with what became of it.
+
+    Each committed token is observed exactly once, in order, the prompt's included, with the rows that `wants` asks
+    for. When the past changes to another one the loop calls `restore` (or `reset`, for an empty past) and goes on
+    observing from there; a proposer that cannot go back may forget instead, and only guesses worse.
+    """
+
+    name: str
+    wants: Want = Want(tokens="none")  # the layers' features and the hidden rows to observe; `tokens` is not used
+
+    @abstractmethod
+    def propose(self, context: Context) -> Tree | None:
+        """A tree whose node 0 is the root, or None to guess nothing this time."""
+
+    def observe(
+        self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
+    ) -> None:
+        """`tokens` were committed at `position` onwards; a row of each array belongs to each token."""
+        return None
+
+    def reset(self) -> None:
+        """Forget everything: a new sequence begins."""
+        return None
+
+    def snapshot(self) -> Any:
+        """What `restore` needs to come back to the present state of knowledge."""
+        return None
+
+    def restore(self, saved: Any) -> None:
+        """Go back to the time of `snapshot`. A proposer that keeps nothing of its own need not do anything else."""
+        self.reset()

@@ -1,0 +1,174 @@
+"""One sequence and its past: the committed state, the ids it holds, and snapshots to come back to.
+
+A recurrent state cannot be cut short, so a prompt that only begins like the last one needs a snapshot from where the
+two still agreed. Snapshots are taken at multiples of `PREFILL_CHUNK`, where splitting a prefill changes no bit: a
+prompt computed from scratch and the same prompt continued from such a snapshot give the same numbers. A prompt that
+continues the text just generated goes on from the live state. That is as exact as generating on, but generated tokens
+are not bit-equal to prefilled ones, so from there on numbers may differ in the last bits from a new conversation's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from warpsmith.backend.base import PREFILL_CHUNK, Backend, Output, Snapshot, State, Want, check_tokens
+from warpsmith.draft.base import Proposer
+from warpsmith.errors import BadRequest, DoesNotFit
+
+MAX_SNAPSHOTS = 4
+MAX_SNAPSHOT_BYTES = 2 << 30  # of all but the newest together
+PIECE = 2048  # tokens prefilled in one call: bounds the features in memory and the wait for an interrupt
+TAIL = 16  # a chat prompt ends in a few tokens that the next turn's prompt replaces; snapshots stay clear of them
+
+
+@dataclass(frozen=True, eq=False)
+class _Saved:
+    ids: np.ndarray
+    state: Snapshot
+    draft: Any
+
+
+class Conversation:
+    """A state with its history. Requests run on it one after another, each beginning with `begin`."""
+
+    def __init__(self, backend: Backend, context: int, proposer: Proposer | None = None) -> None:
+        self.backend, self.context, self.proposer = backend, context, proposer
+        self.ids: list[int] = []  # committed tokens, then any that are decided but not yet run
+        self.turn = 0  # counts requests: an old one must not go on once a new one has begun
+        self._state: State | None = backend.new_state(context)
+        self._sound = True  # False while the state is being changed, and after such a change was broken off
+        self._saved: list[_Saved] = []  # least recently used first
+        self._decoding: Iterator[int] = iter(())
+
+    @property
+    def state(self) -> State:
+        if self._state is None:
+            self._state = self.backend.new_state(self.context)
+        return self._state
+
+    @property
+    def committed(self) -> list[int]:
+        """The tokens in the state."""
+        return self.ids[: self.state.length]
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Wrap every change of the state. If one is interrupted, the next request starts from a snapshot."""
+        was_sound, self._sound = self._sound, False
+        yield
+        self._sound = was_sound
+
+    def check(self, prompt: Sequence[int]) -> None:
+        """Refuse a prompt that cannot be run."""
+        if not len(prompt):
+            raise BadRequest("The prompt is empty.", "Pass at least one token.")
+        check_tokens(self.backend.config, np.asarray(prompt, dtype=np.int64))
+        if len(prompt) >= self.context:
+            raise BadRequest(
+                f"A prompt of {len(prompt)} tokens leaves no room for an answer in a context of {self.context}.",
+                "Raise the context length (-c) or shorten the prompt.",
+            )
+
+    def begin(self, prompt: Sequence[int], want: Want) -> tuple[Output, int]:
+        """Make `prompt` the committed past. Returns the output for its last token, and how many tokens were reused."""
+        self.turn += 1
+        self.settle()
+        tokens = np.asarray(prompt, dtype=np.int64)
+        shared = _common_prefix(tokens, np.asarray(self.ids, dtype=np.int64))
+        start = cached = self._return_to(tokens)
+        self.ids = tokens.tolist()
+        end = len(tokens)
+        # Worth coming back to: where this prompt left the last one, as the next may too, and its own end.
+        points = {p for p in (_floor(shared), _floor(end - TAIL)) if p >= start + PREFILL_CHUNK}
+        for cut in sorted({*points, *range(start - start % PIECE + PIECE, end, PIECE), end}):
+            wanted = want if cut == end else replace(want, tokens="none")
+            with self.changing():
+                output = self.backend.prefill(self.state, self.ids[start:cut], wanted)
+                self._observe(start, output, slice(None))
+            if cut in points:
+                self._save()
+            start = cut
+        return output, cached
+
+    def advance(self, path: list[int], run: list[int], output: Output) -> None:
+        """Append the tokens that were decided and commit the nodes they were decided at, all tokens but the last."""
+        start = self.state.length
+        with self.changing():
+            self.ids.extend(run)
+            self.backend.commit(self.state, path)
+            self._observe(start, output, path)
+
+    def decode(self, count: int, stop_ids: frozenset[int]) -> Iterator[int]:
+        """Greedy tokens as the backend makes them, up to `count` or a stop id; all but the last are committed."""
+        decoding = self._decoding = self.backend.decode(self.state, self.ids[-1], count, stop_ids)
+        while True:
+            with self.changing():
+                token = next(decoding, None)
+            if token is None:
+                return
+            self.ids.append(token)
+            yield token
+
+    def settle(self) -> None:
+        """Break off decoding: a backend that has run ahead goes back to the last token it gave out."""
+        if isinstance(self._decoding, Generator):
+            with self.changing():
+                self._decoding.close()
+
+    def _observe(self, start: int, output: Output, rows: slice | list[int]) -> None:
+        if self.proposer is not None:
+            features = None if output.features is None else output.features[rows]
+            hidden = None if output.hidden is None else output.hidden[rows]
+            self.proposer.observe(self.ids[start : self.state.length], start, features, hidden)
+
+    def _return_to(self, tokens: np.ndarray) -> int:
+        """Go to the longest past that `tokens` continue: the live state, a snapshot, or nothing. Returns its length."""
+        live = self.committed if self._sound else None
+        fitting = [s for s in self._saved if _continues(tokens, s.ids)]
+        best = max(fitting, key=lambda s: len(s.ids), default=None)
+        if live is not None and _continues(tokens, live) and (best is None or len(live) >= len(best.ids)):
+            return len(live)
+        self._sound = False
+        if best is not None:
+            self._saved.remove(best)
+            self._saved.append(best)
+            self.backend.restore(self.state, best.state)
+            if self.proposer is not None:
+                self.proposer.restore(best.draft)
+        else:
+            self._state = None  # first give back the memory of the old one
+            if self.proposer is not None:
+                self.proposer.reset()
+        self._sound = True
+        return self.state.length
+
+    def _save(self) -> None:
+        ids = np.array(self.committed, dtype=np.int32)
+        self._saved = [s for s in self._saved if not np.array_equal(s.ids, ids)]
+        try:
+            snapshot = self.backend.snapshot(self.state)
+        except DoesNotFit:
+            return  # it only saves time later
+        self._saved.append(_Saved(ids, snapshot, None if self.proposer is None else self.proposer.snapshot()))
+        while len(self._saved) > MAX_SNAPSHOTS or sum(s.state.nbytes for s in self._saved[:-1]) > MAX_SNAPSHOT_BYTES:
+            del self._saved[0]
+
+
+def _floor(length: int) -> int:
+    return length - length % PREFILL_CHUNK
+
+
+def _continues(tokens: np.ndarray, past: np.ndarray | list[int]) -> bool:
+    """Whether `tokens` are `past` and at least one more, whose output the request will need."""
+    return len(past) < len(tokens) and bool((tokens[: len(past)] == past).all())
+
+
+def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    length = min(len(a), len(b))
+    differ = np.flatnonzero(a[:length] != b[:length])
+    return int(differ[0]) if len(differ) else length

@@ -1,0 +1,175 @@
+"""The decode loop: draft, forward, walk, commit. Plain decoding is the same loop with a tree of one node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Literal
+
+import numpy as np
+
+from warpsmith.backend.base import Output, Sampling, Want
+from warpsmith.backend.tree import Tree
+from warpsmith.draft.base import Context
+from warpsmith.engine.conversation import Conversation
+from warpsmith.engine.sampling import check, choose
+from warpsmith.engine.stats import PLAIN, Stats
+from warpsmith.errors import BadRequest
+
+FinishReason = Literal["stop", "length"]
+
+
+class Generation:
+    """One request on its way. Iterate over it for runs of new tokens; then `finish_reason` says why it ended.
+
+    The tokens are the same with and without a draft: every one is chosen by the sampler from the model's own logits
+    at its place, and a draft only decides how many places one forward pass covers. The last token of each run is
+    decided but not committed, so a token that ends the text never reaches the state. The consumer may stop at any
+    time, or be interrupted; the conversation can go on with another request.
+    """
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        prompt: Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop_ids: frozenset[int] = frozenset(),
+        until: Callable[[int], bool] | None = None,
+    ) -> None:
+        """`until` sees every token once, in order, but for stop ids; when it returns True that token is the last."""
+        self.conversation, self.prompt = conversation, prompt
+        self.sampling = sampling or Sampling()
+        conversation.check(prompt)
+        check(self.sampling, conversation.backend.config.vocab)
+        room = conversation.context - len(prompt)
+        if max_tokens is not None and max_tokens < 1:
+            raise BadRequest(f"max_tokens is {max_tokens}.", "Ask for at least one token, or leave it out.")
+        self.limit = room if max_tokens is None else min(max_tokens, room)
+        self.stop_ids, self.until = stop_ids, until
+        self.finish_reason: FinishReason | None = None
+        proposer = conversation.proposer
+        self.want = replace(
+            proposer.wants if proposer else Want(), tokens="argmax" if self.sampling.greedy else "logits"
+        )
+        self.stats = Stats(
+            device=conversation.backend.name,
+            mode=proposer.name if proposer else PLAIN,
+            speculation_off=None if proposer else "no draft",
+            seed=self.sampling.seed if self.sampling.temperature > 0 else None,
+            prompt_tokens=len(prompt),
+        )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield self._first()
+        if self.conversation.proposer is None and self.sampling.greedy:
+            yield from self._decode()
+        while self.finish_reason is None:
+            yield self.step()
+
+    def step(self) -> list[int]:
+        """Decide what follows the root: one token, and one more for each that the draft guessed right."""
+        conversation, stats, start = self._current(), self.stats, perf_counter()
+        tree = self._propose()
+        drafted = perf_counter()
+        output = conversation.backend.forward(conversation.state, tree, self.want)
+        path, run = self._walk(tree, output)
+        run = self._cut(run)  # before the state advances: what comes after the end never happened
+        verified = perf_counter()
+        conversation.advance(path[: len(run)], run, output)
+        committed = perf_counter()
+        stats.count_step(drafted=len(tree) - 1, decided=len(run))
+        stats.draft_seconds += drafted - start
+        stats.verify_seconds += verified - drafted
+        stats.commit_seconds += committed - verified
+        stats.decode_seconds += committed - start
+        return run
+
+    def _first(self) -> list[int]:
+        """Prefill, and choose the first token from its last row."""
+        start = perf_counter()
+        output, self.stats.cached_tokens = self.conversation.begin(self.prompt, self.want)
+        self.turn = self.conversation.turn
+        run = self._cut([self._choose(output, -1, [])])
+        self.conversation.ids.extend(run)
+        self.stats.prefill_seconds = perf_counter() - start
+        return run
+
+    def _propose(self) -> Tree:
+        conversation = self.conversation
+        root, depth = conversation.ids[-1], self.limit - self.stats.generated_tokens - 1
+        tree = None
+        if conversation.proposer is not None and depth > 0:
+            tree = conversation.proposer.propose(Context(conversation.ids, conversation.state, depth))
+        if tree is None:
+            return Tree.chain([root])
+        if tree.tokens[0] != root:
+            raise ValueError(f"{conversation.proposer} proposed a tree that does not start at the root")
+        return _trim(tree, depth)
+
+    def _walk(self, tree: Tree, output: Output) -> tuple[list[int], list[int]]:
+        """Follow the sampler through the tree. Returns the nodes it chose at, and what it chose at each."""
+        path, run = [0], [self._choose(output, 0, [])]
+        while (child := tree.children(path[-1]).get(run[-1])) is not None:
+            path.append(child)
+            run.append(self._choose(output, child, run))
+        return path, run
+
+    def _choose(self, output: Output, row: int, run: list[int]) -> int:
+        """The token after the conversation's ids and `run`, from that node's row."""
+        if self.sampling.greedy:
+            assert output.argmax is not None
+            return int(output.argmax[row])
+        assert output.logits is not None
+        ids, last = self.conversation.ids, self.sampling.repeat_last_n
+        history = (ids if last < 0 else ids[-last:]) + run if self.sampling.penalised else ()
+        return choose(output.logits[row], self.sampling, history, len(ids) + len(run))
+
+    def _cut(self, run: list[int]) -> list[int]:
+        """Count the run's tokens and end it where the text ends."""
+        for count, token in enumerate(run, start=1):
+            self.stats.generated_tokens += 1
+            if token in self.stop_ids or (self.until is not None and self.until(token)):
+                self.finish_reason = "stop"
+            elif self.stats.generated_tokens == self.limit:
+                self.finish_reason = "length"
+            if self.finish_reason is not None:
+                return run[:count]
+        return run
+
+    def _decode(self) -> Iterator[list[int]]:
+        """Greedy and without a draft, the backend can run on by itself from token to token."""
+        if self.finish_reason is not None:
+            return
+        conversation, start = self._current(), perf_counter()
+        try:
+            for token in conversation.decode(self.limit - self.stats.generated_tokens, self.stop_ids):
+                run = self._cut([token])
+                self.stats.count_step(drafted=0, decided=1)
+                self.stats.decode_seconds += perf_counter() - start
+                yield run
+                if self.finish_reason is not None:
+                    return
+                conversation, start = self._current(), perf_counter()
+        finally:
+            if self.turn == conversation.turn:
+                conversation.settle()
+
+    def _current(self) -> Conversation:
+        if self.turn != self.conversation.turn:
+            raise BadRequest(
+                "Another request has begun on this model, so this one cannot go on.", "Finish one before the next."
+            )
+        return self.conversation
+
+
+def _trim(tree: Tree, depth: int) -> Tree:
+    """The tree without the nodes below `depth`."""
+    keep = np.flatnonzero(tree.depths() <= depth)
+    if len(keep) == len(tree):
+        return tree
+    new_index = np.full(len(tree) + 1, -1)  # one more for the root's parent, -1
+    new_index[keep] = np.arange(len(keep))
+    return Tree(tree.tokens[keep], new_index[tree.parents[keep]])

@@ -1,0 +1,530 @@
+"""The decode loop on small random models: drafts change nothing but speed, and requests end where they should."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from random_models import SMALL, random_tensors, random_tree
+from warpsmith.backend.base import LOGITS, PREFILL_CHUNK, Sampling, State, Want
+from warpsmith.backend.reference import ReferenceBackend, ReferenceState
+from warpsmith.backend.tree import MAX_NODES, Tree
+from warpsmith.draft.base import Context, Proposer
+from warpsmith.engine.conversation import MAX_SNAPSHOTS, Conversation
+from warpsmith.engine.loop import Generation
+from warpsmith.engine.sampling import choose
+from warpsmith.errors import BadRequest
+
+VOCAB = SMALL.vocab
+BACKEND = ReferenceBackend(SMALL, random_tensors(SMALL))
+SAMPLED = Sampling(
+    temperature=1.5, top_k=40, top_p=0.95, repeat_penalty=1.2, frequency_penalty=0.1, repeat_last_n=10, seed=5
+)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+
+
+def run(
+    conversation: Conversation, prompt: Sequence[int], sampling: Sampling | None = None, **options: Any
+) -> list[int]:
+    """All tokens of a request."""
+    return [token for tokens in Generation(conversation, prompt, sampling, **options) for token in tokens]
+
+
+def plain(prompt: Sequence[int], sampling: Sampling | None = None, **options: Any) -> list[int]:
+    return run(Conversation(BACKEND, options.pop("context", 256)), prompt, sampling, **options)
+
+
+def states_equal(a: State, b: State) -> bool:
+    assert isinstance(a, ReferenceState)
+    assert isinstance(b, ReferenceState)
+    return a.length == b.length and all(
+        np.array_equal(x.keys[: a.length], y.keys[: a.length])
+        and np.array_equal(x.values[: a.length], y.values[: a.length])
+        and np.array_equal(x.conv, y.conv)
+        and np.array_equal(x.delta, y.delta)
+        for x, y in zip(a.layers.values(), b.layers.values(), strict=True)
+    )
+
+
+# -- proposers, good and bad ------------------------------------------------------------------------------------------
+
+
+class Scripted(Proposer):
+    """Draws trees by a rule, and keeps what it observes."""
+
+    name = "scripted"
+    wants = Want(tokens="none", features=(1, 3), hidden=True)
+
+    def __init__(self, rule: Callable[[Context], Tree | None]) -> None:
+        self.rule = rule
+        self.reset()
+
+    def propose(self, context: Context) -> Tree | None:
+        assert list(context.ids[:-1]) == self.tokens, "every committed token is observed, in order, once"
+        assert context.state.length == len(self.tokens)
+        return self.rule(context)
+
+    def observe(
+        self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
+    ) -> None:
+        assert position == len(self.tokens)
+        assert features is not None
+        assert hidden is not None
+        assert features.shape == (len(tokens), 2 * SMALL.hidden)
+        assert hidden.shape == (len(tokens), SMALL.hidden)
+        self.tokens += tokens
+        self.rows += [*np.concatenate([features, hidden], axis=1)]
+
+    def reset(self) -> None:
+        self.tokens: list[int] = []
+        self.rows: list[np.ndarray] = []
+
+    def snapshot(self) -> Any:
+        return list(self.tokens), list(self.rows)
+
+    def restore(self, saved: Any) -> None:
+        self.tokens, self.rows = list(saved[0]), list(saved[1])
+
+
+def guessing(truth: Sequence[int], right: float, nodes: int, seed: int = 0) -> Callable[[Context], Tree]:
+    """Random trees in which a node is the true next token with probability `right`, and siblings may be equal."""
+    rng = np.random.default_rng(seed)
+
+    def rule(context: Context) -> Tree:
+        tree = random_tree(rng, nodes, VOCAB)
+        tree.tokens[0] = context.root
+        for node, depth in enumerate(tree.depths().tolist()):
+            place = len(context.ids) - 1 + depth
+            if node and rng.random() < right and place < len(truth):
+                tree.tokens[node] = truth[place]
+        return tree
+
+    return rule
+
+
+def chain(truth: Sequence[int], length: int, offset: int = 0) -> Callable[[Context], Tree]:
+    """The true continuation as a chain, or (with an offset) one that is always wrong."""
+
+    def rule(context: Context) -> Tree:
+        coming = truth[len(context.ids) :][:length]
+        return Tree.chain([context.root, *((t + offset) % VOCAB for t in coming)])
+
+    return rule
+
+
+def star(context: Context) -> Tree:
+    """Depth 1, one token tried twice."""
+    others = [context.root, *range(10, 70), 10]
+    return Tree(np.array(others), np.array([-1] + [0] * (len(others) - 1)))
+
+
+PROPOSERS: dict[str, Callable[[list[int]], Callable[[Context], Tree | None]]] = {
+    "nothing": lambda truth: lambda context: None,
+    "root only": lambda truth: lambda context: Tree.chain([context.root]),
+    "all right": lambda truth: chain(truth, 7),
+    "all right, longest": lambda truth: chain(truth, MAX_NODES - 1),
+    "all wrong": lambda truth: chain(truth, 7, offset=1),
+    "star": lambda truth: star,
+    "random": lambda truth: guessing(truth, 0.0, 20),
+    "half right": lambda truth: guessing(truth, 0.5, 20),
+    "mostly right, full": lambda truth: guessing(truth, 0.8, MAX_NODES),
+    "now and then": lambda truth: lambda c: chain(truth, 3)(c) if len(c.ids) % 3 else None,
+}
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", PROPOSERS)
+def test_speculative_text_and_state_equal_plain(kind: str, sampling: Sampling) -> None:
+    prompt, count = prompt_of(70), 24
+    expected = plain(prompt, sampling, max_tokens=count)
+    reference = Conversation(BACKEND, 256, Scripted(lambda context: None))
+    assert run(reference, prompt, sampling, max_tokens=count) == expected, "step by step equals decode"
+    draft = Scripted(PROPOSERS[kind](prompt + expected))
+    conversation = Conversation(BACKEND, 256, draft)
+    assert run(conversation, prompt, sampling, max_tokens=count) == expected
+    assert conversation.committed == (prompt + expected)[:-1]
+    assert states_equal(conversation.state, reference.state)
+    assert isinstance(reference.proposer, Scripted)
+    assert np.array_equal(draft.rows, reference.proposer.rows), "the draft sees the accepted nodes' rows, no others"
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.integers(0, 10_000),
+    st.integers(1, 150),
+    st.integers(1, MAX_NODES),
+    st.sampled_from([0.3, 0.7, 1.0]),
+    st.booleans(),
+)
+def test_any_tree_any_prompt_over_several_turns(seed: int, length: int, nodes: int, right: float, greedy: bool) -> None:
+    """Turns that continue the answer, drop it, or start anew: snapshots and live states in both modes agree."""
+    rng = np.random.default_rng(seed)
+    sampling = Sampling() if greedy else Sampling(temperature=1.0, seed=seed)
+    plainly = Conversation(BACKEND, 400)
+    truth: list[int] = []
+    drafted = Conversation(
+        BACKEND, 400, Scripted(lambda context: guessing(truth, right, nodes, len(context.ids))(context))
+    )
+    prompt = prompt_of(length, seed)
+    for turn in range(3):
+        count = int(rng.integers(1, 12))
+        first = Generation(plainly, prompt, sampling, max_tokens=count)
+        answer = [token for tokens in first for token in tokens]
+        truth = prompt + answer
+        second = Generation(drafted, prompt, sampling, max_tokens=count)
+        assert [token for tokens in second for token in tokens] == answer
+        assert first.stats.cached_tokens == second.stats.cached_tokens
+        assert states_equal(plainly.state, drafted.state)
+        following = prompt_of(int(rng.integers(1, 40)), seed + turn + 1)
+        prompt = [prompt + answer + following, prompt + following, following][rng.integers(3)]
+
+
+# -- where a request ends ---------------------------------------------------------------------------------------------
+
+
+def both_modes(
+    prompt: list[int], sampling: Sampling | None = None, **options: Any
+) -> Iterator[tuple[Conversation, Generation]]:
+    """The same request plainly and with a draft that is right ten tokens ahead."""
+    truth = prompt + plain(prompt, sampling, max_tokens=40)
+    for proposer in (None, Scripted(chain(truth, 10))):
+        conversation = Conversation(BACKEND, options.get("context", 256), proposer)
+        yield (
+            conversation,
+            Generation(conversation, prompt, sampling, **{k: v for k, v in options.items() if k != "context"}),
+        )
+
+
+def tokens_of(generation: Generation) -> list[int]:
+    return [token for tokens in generation for token in tokens]
+
+
+@pytest.mark.parametrize("place", [0, 1, 5, 11, 17])
+def test_a_stop_id_ends_the_text_before_the_state_advances(place: int) -> None:
+    prompt = prompt_of(20, 3)
+    truth = plain(prompt, SAMPLED, max_tokens=30)
+    place = truth.index(truth[place])  # where it first occurs
+    for conversation, generation in both_modes(prompt, SAMPLED, max_tokens=30, stop_ids=frozenset([truth[place]])):
+        assert tokens_of(generation) == truth[: place + 1]
+        assert generation.finish_reason == "stop"
+        assert generation.stats.generated_tokens == place + 1
+        assert conversation.committed == prompt + truth[:place]
+
+
+def test_a_stop_id_ends_greedy_text_too() -> None:
+    prompt = prompt_of(20, 3)
+    truth = plain(prompt, max_tokens=30)
+    stop = truth[9]
+    place = truth.index(stop)
+    for conversation, generation in both_modes(prompt, max_tokens=30, stop_ids=frozenset([stop])):
+        assert tokens_of(generation) == truth[: place + 1]
+        assert generation.finish_reason == "stop"
+        assert conversation.committed == prompt + truth[:place]
+
+
+@pytest.mark.parametrize("place", [0, 4, 13])
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_until_sees_every_token_once_and_ends_the_text(place: int, sampling: Sampling) -> None:
+    prompt = prompt_of(20, 4)
+    truth = plain(prompt, sampling, max_tokens=30)
+    seen: list[int] = []
+
+    def until(token: int) -> bool:
+        seen.append(token)
+        return len(seen) == place + 1
+
+    for conversation, generation in both_modes(prompt, sampling, max_tokens=30, until=until):
+        seen.clear()
+        assert tokens_of(generation) == seen == truth[: place + 1]
+        assert generation.finish_reason == "stop"
+        assert conversation.committed == prompt + truth[:place]
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 11, 12, 13])
+def test_max_tokens_inside_an_accepted_run(count: int) -> None:
+    prompt = prompt_of(10, 5)
+    truth = plain(prompt, max_tokens=20)
+    for conversation, generation in both_modes(prompt, max_tokens=count):
+        assert tokens_of(generation) == truth[:count]
+        assert generation.finish_reason == "length"
+        assert conversation.committed == (prompt + truth[:count])[:-1]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_a_full_context_ends_with_length(sampling: Sampling) -> None:
+    prompt = prompt_of(10, 6)
+    truth = plain(prompt, sampling, max_tokens=30)
+    for conversation, generation in both_modes(prompt, sampling, context=32):
+        assert tokens_of(generation) == truth[:22]
+        assert generation.finish_reason == "length"
+        assert conversation.state.length == 31
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "words"),
+    [
+        ([], {}, "empty"),
+        ([1] * 32, {}, "no room"),
+        ([VOCAB], {}, "ids"),
+        ([-1], {}, "ids"),
+        ([1], {"max_tokens": 0}, "max_tokens"),
+        ([1], {"sampling": Sampling(top_p=2)}, "top_p"),
+        ([1], {"sampling": Sampling(logit_bias={VOCAB: 1})}, "logit_bias"),
+    ],
+)
+def test_impossible_requests_are_refused_before_anything_runs(prompt: list[int], options: dict, words: str) -> None:
+    conversation = Conversation(BACKEND, 32)
+    with pytest.raises(BadRequest, match=words):
+        Generation(conversation, prompt, **options)
+    assert conversation.turn == 0
+
+
+def test_a_draft_that_loses_the_root_is_a_mistake_not_a_text() -> None:
+    conversation = Conversation(BACKEND, 64, Scripted(lambda c: Tree.chain([(c.root + 1) % VOCAB, 3])))
+    with pytest.raises(ValueError, match="root"):
+        run(conversation, [1, 2, 3], max_tokens=4)
+
+
+# -- sampling in place ------------------------------------------------------------------------------------------------
+
+
+def test_every_token_is_chosen_from_its_own_history_and_position() -> None:
+    """Against a loop with nothing clever in it. The first token after the prompt is sampled like the others."""
+    prompt = prompt_of(30, 7)
+    sampling = Sampling(temperature=1.2, presence_penalty=1.0, repeat_penalty=1.3, repeat_last_n=12, seed=11)
+    state = BACKEND.new_state(256)
+    logits = BACKEND.prefill(state, prompt, LOGITS).logits
+    ids = list(prompt)
+    for _ in range(15):
+        assert logits is not None
+        ids.append(choose(logits[-1], sampling, ids, len(ids)))
+        logits = BACKEND.forward(state, Tree.chain(ids[-1:]), LOGITS).logits
+        BACKEND.commit(state, [0])
+    for _, generation in both_modes(prompt, sampling, max_tokens=15):
+        assert tokens_of(generation) == ids[30:]
+    first = {
+        run(Conversation(BACKEND, 64), prompt, Sampling(temperature=1.5, seed=s), max_tokens=1)[0] for s in range(12)
+    }
+    assert len(first) > 3
+
+
+def test_penalties_reach_greedy_decoding() -> None:
+    prompt = prompt_of(12, 8)
+    free = plain(prompt, max_tokens=40)
+    penalised = plain(prompt, Sampling(presence_penalty=100.0, repeat_last_n=-1), max_tokens=40)
+    assert len({*prompt, *penalised}) == len({*prompt}) + 40, "no token twice"
+    assert len({*free}) < 40, "the model repeats itself when left alone"
+
+
+# -- prefixes, snapshots, interruptions -------------------------------------------------------------------------------
+
+
+def test_the_answer_is_continued_from_the_live_state() -> None:
+    conversation = Conversation(BACKEND, 256)
+    prompt = prompt_of(20)
+    answer = run(conversation, prompt, max_tokens=6)
+    generation = Generation(conversation, prompt + answer + [1, 2, 3], max_tokens=4)
+    tokens_of(generation)
+    assert generation.stats.cached_tokens == 25, "all but the last token, which was never run"
+    assert generation.stats.prompt_tokens == 29
+
+
+def test_a_shared_beginning_is_not_computed_again_and_bits_agree() -> None:
+    prompt = prompt_of(200)
+    conversation = Conversation(BACKEND, 400)
+    run(conversation, prompt, max_tokens=6)
+    for other in (prompt, [*prompt[:190], 1, 2, 3, 4], prompt[:128] + prompt_of(90, 9)):
+        generation = Generation(conversation, other, max_tokens=5)
+        fresh = Conversation(BACKEND, 400)
+        assert tokens_of(generation) == run(fresh, other, max_tokens=5)
+        assert generation.stats.cached_tokens == 128
+        assert states_equal(conversation.state, fresh.state)
+    generation = Generation(conversation, [*prompt[:127], 5], max_tokens=2)
+    tokens_of(generation)
+    assert generation.stats.cached_tokens == 0, "a recurrent state cannot be cut short"
+
+
+def test_where_prompts_part_a_snapshot_is_left() -> None:
+    """Two requests with the same instructions: the third does not compute them again."""
+    instructions = prompt_of(150)
+    conversation = Conversation(BACKEND, 400)
+    cached = []
+    for seed in range(3):
+        generation = Generation(conversation, instructions + prompt_of(100, 20 + seed), max_tokens=2)
+        tokens_of(generation)
+        cached.append(generation.stats.cached_tokens)
+    assert cached == [0, 0, 128]
+
+
+def test_snapshots_are_bounded_and_the_least_used_go_first() -> None:
+    conversation = Conversation(BACKEND, 256)
+    prompts = [prompt_of(100, seed) for seed in range(MAX_SNAPSHOTS + 2)]
+    for prompt in prompts:
+        run(conversation, prompt, max_tokens=1)
+        run(conversation, prompts[0], max_tokens=1)
+        assert len(conversation._saved) <= MAX_SNAPSHOTS
+
+    def cached(prompt: list[int]) -> int:
+        generation = Generation(conversation, prompt, max_tokens=1)
+        tokens_of(generation)
+        return generation.stats.cached_tokens
+
+    assert cached(prompts[0]) == PREFILL_CHUNK, "used all the time"
+    assert cached(prompts[-1]) == PREFILL_CHUNK
+    assert cached(prompts[1]) == 0, "long ago"
+
+
+def test_long_prompts_are_prefilled_in_pieces_without_changing_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = prompt_of(230)
+    whole = Conversation(BACKEND, 256)
+    expected = run(whole, prompt, max_tokens=3)
+    monkeypatch.setattr("warpsmith.engine.conversation.PIECE", 64)
+    pieces = Conversation(BACKEND, 256, Scripted(lambda context: None))
+    assert run(pieces, prompt, max_tokens=3) == expected
+    assert states_equal(whole.state, pieces.state)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_a_consumer_may_leave_at_any_time(sampling: Sampling) -> None:
+    prompt = prompt_of(20, 3)
+    for conversation, generation in both_modes(prompt, sampling, max_tokens=30):
+        runs = iter(generation)
+        taken = [token for _ in range(3) for token in next(runs)]
+        runs.close()  # type: ignore[attr-defined]
+        assert conversation.committed == (prompt + taken)[:-1]
+        follow_up = Generation(conversation, [*prompt, *taken, 1, 2], sampling, max_tokens=3)
+        tokens_of(follow_up)
+        assert follow_up.stats.cached_tokens == len(prompt) + len(taken) - 1
+
+
+class Interrupted(ReferenceBackend):
+    """Ctrl-C in the middle of a change: the call does its work and the news of it is lost."""
+
+    name = "interrupted"
+    countdown = -1
+    where = ""
+
+    def _count(self, where: str) -> None:
+        if where == self.where:
+            self.countdown -= 1
+            if self.countdown == 0:
+                raise KeyboardInterrupt
+
+    def prefill(self, state: State, *args: Any, **kwargs: Any) -> Any:
+        output = super().prefill(state, *args, **kwargs)
+        self._count("prefill")
+        return output
+
+    def forward(self, state: State, *args: Any, **kwargs: Any) -> Any:
+        self._count("forward")
+        return super().forward(state, *args, **kwargs)
+
+    def commit(self, state: State, path: Sequence[int]) -> None:
+        super().commit(state, path)
+        state.length -= 1  # half done
+        self._count("commit")
+        state.length += 1
+
+
+@pytest.mark.parametrize("where", ["prefill", "forward", "commit"])
+@pytest.mark.parametrize("when", [1, 2])
+@pytest.mark.parametrize("drafted", [False, True])
+def test_an_interrupted_request_leaves_a_conversation_that_goes_on(where: str, when: int, drafted: bool) -> None:
+    prompt = prompt_of(100)
+    expected = plain(prompt, max_tokens=20)
+    backend = Interrupted(SMALL, BACKEND.tensors)
+    draft = Scripted(chain(prompt + expected, 4)) if drafted else None
+    conversation = Conversation(backend, 256, draft)
+    backend.where, backend.countdown = where, when
+    with pytest.raises(KeyboardInterrupt):
+        run(conversation, prompt, max_tokens=20)
+    backend.where = ""
+    assert run(conversation, prompt, max_tokens=20) == expected
+    fresh = Conversation(BACKEND, 256)
+    run(fresh, prompt, max_tokens=20)
+    assert states_equal(conversation.state, fresh.state)
+
+
+class RunsAhead(ReferenceBackend):
+    """Decodes in bursts, as a device does that is not asked between tokens."""
+
+    name = "ahead"
+
+    def decode(self, state: State, token: int, count: int, stop: frozenset[int] = frozenset()) -> Iterator[int]:
+        before = self.snapshot(state)
+        made = list(super().decode(state, token, count, stop))
+        given = 0
+        try:
+            for next_token in made:
+                given += 1
+                yield next_token
+        finally:
+            if given < len(made):
+                self.restore(state, before)
+                for fed in [token, *made][:given]:
+                    self.forward(state, Tree.chain([fed]))
+                    self.commit(state, [0])
+
+
+def test_a_backend_that_runs_ahead_comes_back_when_the_text_ends() -> None:
+    prompt = prompt_of(30)
+    truth = plain(prompt, max_tokens=20)
+    conversation = Conversation(RunsAhead(SMALL, BACKEND.tensors), 256)
+    seen: list[int] = []
+
+    def until(token: int) -> bool:
+        seen.append(token)
+        return len(seen) == 8
+
+    assert run(conversation, prompt, max_tokens=20, until=until) == truth[:8]
+    assert conversation.committed == prompt + truth[:7]
+    left = Generation(conversation, prompt, max_tokens=20)
+    runs = iter(left)
+    for _ in range(5):
+        next(runs)
+    assert run(conversation, prompt + truth[:5], max_tokens=15)[:3] == truth[5:8], "while the other still stands open"
+    with pytest.raises(BadRequest, match="Another request"):
+        next(runs)
+
+
+def test_an_old_request_cannot_go_on_once_another_has_begun() -> None:
+    for sampling in (Sampling(), SAMPLED):
+        conversation = Conversation(BACKEND, 64)
+        old = iter(Generation(conversation, [1, 2, 3], sampling, max_tokens=9))
+        next(old)
+        expected = run(conversation, [4, 5], max_tokens=5)
+        with pytest.raises(BadRequest, match="Another request"):
+            next(old)
+        assert run(conversation, [4, 5], max_tokens=5) == expected
+
+
+# -- stats ------------------------------------------------------------------------------------------------------------
+
+
+def test_stats_tell_what_happened() -> None:
+    prompt = prompt_of(20)
+    truth = prompt + plain(prompt, max_tokens=14)
+    generation = Generation(Conversation(BACKEND, 64, Scripted(chain(truth, 3))), prompt, max_tokens=14)
+    tokens_of(generation)
+    stats = generation.stats
+    assert (stats.mode, stats.speculation_off) == ("scripted", None)
+    # the prefill gives one token; each step then gives four, and the last one is cut to one by max_tokens
+    assert (stats.generated_tokens, stats.steps, stats.histogram) == (14, 4, [1, 0, 0, 3])
+    assert stats.drafted_tokens == 9, "nothing is drafted beyond max_tokens"
+    assert stats.acceptance_length == 13 / 4
+    assert min(stats.prefill_seconds, stats.draft_seconds, stats.verify_seconds, stats.commit_seconds) > 0
+    assert stats.decode_seconds >= stats.draft_seconds + stats.verify_seconds + stats.commit_seconds - 1e-6
+
+    generation = Generation(Conversation(BACKEND, 64), prompt, SAMPLED, max_tokens=5)
+    tokens_of(generation)
+    assert (generation.stats.mode, generation.stats.speculation_off) == ("plain", "no draft")
+    assert (generation.stats.steps, generation.stats.histogram, generation.stats.seed) == (4, [4], SAMPLED.seed)
+    assert generation.stats.device == "reference"
