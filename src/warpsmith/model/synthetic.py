@@ -23,6 +23,7 @@ from warpsmith.checkpoint.canonical import Checkpoint, Tensor
 from warpsmith.checkpoint.convert import FLOATS, recipe_metadata, tensor_type, to_safetensors, write_pieces
 from warpsmith.checkpoint.quantize import quantize
 from warpsmith.errors import BadRequest
+from warpsmith.model.chat import default_template
 from warpsmith.model.config import SIZES, Config, config_to_metadata
 from warpsmith.model.tokenizer import Tokenizer, byte_tokenizer, to_gguf_metadata
 from warpsmith.model.weights import expected_shapes
@@ -79,7 +80,7 @@ def random_checkpoint(
         tensors[name] = Tensor(name, block_type, shape, partial(np.asarray, raw))
     metadata = model_metadata(config, tokenizer) | recipe_metadata(recipe)
     name = f"random-{config.name or 'model'}-{recipe}-seed{seed}"
-    return Checkpoint(Path(name), metadata, tensors, None, metadata.get("tokenizer.chat_template"))
+    return Checkpoint(Path(name), metadata, tensors, None, metadata["tokenizer.chat_template"])
 
 
 def tiny_model() -> Checkpoint:
@@ -90,7 +91,9 @@ def tiny_model() -> Checkpoint:
 def model_metadata(config: Config, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
     """Canonical metadata of a runnable model: shape, tokenizer (bytes unless given), chat template."""
     tokenizer = tokenizer or byte_tokenizer(config.vocab)
-    return config_to_metadata(config) | to_gguf_metadata(tokenizer, config.vocab)
+    # of the family, only the sizes with more than 24 layers think unless told otherwise
+    template = {"tokenizer.chat_template": default_template(thinking=config.layers > 24)}
+    return config_to_metadata(config) | to_gguf_metadata(tokenizer, config.vocab) | template
 
 
 def weight_bytes(seed: int, name: str, block_type: BlockType, shape: tuple[int, ...]) -> Iterator[NDArray[np.uint8]]:

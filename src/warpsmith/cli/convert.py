@@ -1,0 +1,66 @@
+"""`warpsmith convert`: the same model in another format or weight type."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from warpsmith.cli.options import check_absent
+from warpsmith.cli.terminal import aside, progress, size
+
+if TYPE_CHECKING:
+    from warpsmith.checkpoint.canonical import Checkpoint
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC", help="a model: a file, a directory or a name on the Hub")
+    parser.add_argument("path", metavar="DST", type=Path, help="NAME.gguf, or a directory for safetensors")
+    parser.add_argument("--type", metavar="T", help="weight type such as bf16, q8_0, q4_k_m (default: as they are)")
+    parser.add_argument("--offline", action="store_true", help="use the network for nothing")
+
+
+def main(args: argparse.Namespace) -> int:
+    from warpsmith.checkpoint.canonical import open_checkpoint
+    from warpsmith.checkpoint.convert import to_gguf, to_safetensors
+    from warpsmith.checkpoint.hub import resolve
+    from warpsmith.model.weights import read_config
+
+    checkpoint = open_checkpoint(resolve(args.source, offline=args.offline))
+    read_config(checkpoint)  # a model that is not whole is not converted
+    check_absent(args.path)
+    recipe = args.type and args.type.lower()
+    if args.path.suffix == ".gguf":
+        with progress("writing", checkpoint.nbytes) as advance:
+            to_gguf(checkpoint, _gguf_metadata(checkpoint), args.path, recipe, advance)
+    else:
+        to_safetensors(checkpoint, args.path, (recipe or "bf16").upper())
+        _write_tokenizer(checkpoint, args.path)
+    written = open_checkpoint(args.path)
+    aside(f"{args.path}: {len(written.tensors)} tensors, {size(written.nbytes)}")
+    return 0
+
+
+def _gguf_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
+    """All that belongs in a GGUF file, whatever the source keeps beside the weights."""
+    from warpsmith.model.tokenizer import Tokenizer, to_gguf_metadata
+
+    metadata = dict(checkpoint.metadata)
+    metadata.setdefault("general.name", checkpoint.path.stem)
+    if checkpoint.tokenizer_dir:
+        tokenizer = Tokenizer.from_tokenizer_json(checkpoint.tokenizer_dir)
+        metadata |= to_gguf_metadata(tokenizer, checkpoint.tensors["token_embd.weight"].shape[0])
+    if checkpoint.chat_template:
+        metadata["tokenizer.chat_template"] = checkpoint.chat_template
+    return metadata
+
+
+def _write_tokenizer(checkpoint: Checkpoint, directory: Path) -> None:
+    from warpsmith.model.tokenizer import Tokenizer
+
+    if checkpoint.tokenizer_dir:
+        Tokenizer.from_tokenizer_json(checkpoint.tokenizer_dir).to_json_files(directory)
+    elif "tokenizer.ggml.tokens" in checkpoint.metadata:
+        Tokenizer.from_gguf(checkpoint.metadata, str(checkpoint.path)).to_json_files(directory)
+    if checkpoint.chat_template:
+        (directory / "chat_template.jinja").write_text(checkpoint.chat_template, encoding="utf-8")

@@ -1,0 +1,67 @@
+"""What is written to the terminal, and how: text as it comes, asides in dim letters, complaints in two lines."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+# Control characters could move the cursor, change the title or worse. Tabs and newlines may pass.
+_VISIBLE = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
+
+def styled(stream: TextIO) -> bool:
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def aside(text: str) -> None:
+    """A dim line on stderr."""
+    sys.stderr.write(f"\x1b[2m{text}\x1b[0m\n" if styled(sys.stderr) else f"{text}\n")
+    sys.stderr.flush()
+
+
+def complain(problem: str, fix: str = "") -> None:
+    """An error: what is wrong, and what to do about it."""
+    label = "\x1b[1;31merror:\x1b[0m" if styled(sys.stderr) else "error:"
+    sys.stderr.write(f"{label} {problem}\n" + (f"  fix: {fix}\n" if fix else ""))
+    sys.stderr.flush()
+
+
+def emit(text: str) -> None:
+    """A model's text on stdout, at once. A terminal gets no control characters: a model could do anything with them."""
+    sys.stdout.write(text.translate(_VISIBLE) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+@contextmanager
+def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr that moves by as many bytes as it is told of; nothing where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda nbytes: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+def size(nbytes: float) -> str:
+    """Bytes as people read them: 15.40 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or unit == "GiB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1024
+    raise AssertionError
+
+
+def count(n: int) -> str:
+    """Parameters as people read them: 26.90 B."""
+    for unit, scale in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if n >= scale:
+            return f"{n / scale:.2f} {unit}"
+    return str(n)

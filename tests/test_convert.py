@@ -1,0 +1,119 @@
+"""A checkpoint written in another format is the same checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from warpsmith.checkpoint.canonical import Checkpoint, open_checkpoint
+from warpsmith.checkpoint.convert import FILE_TYPES, to_gguf, to_safetensors
+from warpsmith.checkpoint.quantize import RECIPES
+from warpsmith.errors import BadRequest
+from warpsmith.model.config import SIZES, Config
+from warpsmith.model.synthetic import random_checkpoint, synthesize
+from warpsmith.model.tokenizer import Tokenizer
+from warpsmith.model.weights import read_config
+
+# value heads differ from key heads, so that the order of heads shows
+SMALL = replace(SIZES["tiny"], name="small", layers=2, recurrent=(True, False), ffn=256, vocab=272, mtp_layers=1)
+
+
+def config_of(checkpoint: Checkpoint) -> Config:
+    """As read, but for a name that safetensors do not keep and an epsilon that GGUF rounds to float32."""
+    return replace(read_config(checkpoint), name="small", eps=1e-6)
+
+
+def same_bytes(a: Checkpoint, b: Checkpoint) -> None:
+    assert set(a.tensors) == set(b.tensors)
+    for name, tensor in a.tensors.items():
+        assert tensor.type == b.tensors[name].type, name
+        assert np.array_equal(tensor.raw().ravel(), b.tensors[name].raw().ravel()), name
+
+
+@pytest.mark.parametrize("recipe", ["f32", "bf16", "q8_0", "q4_k_m"])
+def test_gguf_keeps_every_byte_and_all_metadata(tmp_path: Path, recipe: str) -> None:
+    source = random_checkpoint(SMALL, recipe=recipe)
+    to_gguf(source, source.metadata, tmp_path / "model.gguf")
+    read = open_checkpoint(tmp_path / "model.gguf")
+    same_bytes(source, read)
+    assert config_of(read) == SMALL
+    for key, value in source.metadata.items():
+        assert read.metadata[key] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), key
+    assert Tokenizer.from_gguf(read.metadata).encode("héllo<|im_end|>") == [*"héllo".encode(), 258]
+
+
+def test_a_recipe_converts_as_if_made_that_way(tmp_path: Path) -> None:
+    exact = random_checkpoint(SMALL, seed=2)
+    for recipe in RECIPES:
+        to_gguf(exact, exact.metadata, tmp_path / "model.gguf", recipe)
+        read = open_checkpoint(tmp_path / "model.gguf")
+        same_bytes(random_checkpoint(SMALL, seed=2, recipe=recipe), read)
+        assert read.metadata["general.file_type"] == FILE_TYPES[recipe]
+
+
+def test_progress_counts_what_is_written(tmp_path: Path) -> None:
+    source = random_checkpoint(SMALL)
+    told: list[int] = []
+    to_gguf(source, source.metadata, tmp_path / "model.gguf", "bf16", told.append)
+    assert sum(told) == open_checkpoint(tmp_path / "model.gguf").nbytes
+
+
+def test_safetensors_and_back(tmp_path: Path) -> None:
+    source = random_checkpoint(SMALL, recipe="bf16")
+    to_safetensors(source, tmp_path / "model", "BF16")
+    read = open_checkpoint(tmp_path / "model")
+    assert config_of(read) == SMALL
+    for name, tensor in source.tensors.items():
+        # matrices to the bit; vectors change form (norms lose their +1, decays their exponential) and come back rounded
+        exact = tensor.type.name == "BF16"
+        a, b = tensor.float32(), read.tensors[name].float32()
+        np.testing.assert_allclose(b, a, rtol=0 if exact else 1e-6, atol=0 if exact else 1e-7, err_msg=name)
+
+
+def test_quantised_weights_are_not_quantised_again(tmp_path: Path) -> None:
+    source = random_checkpoint(SMALL, recipe="q4_0")
+    with pytest.raises(BadRequest, match="again"):
+        to_gguf(source, source.metadata, tmp_path / "model.gguf", "q8_0")
+    assert not list(tmp_path.iterdir())
+    to_gguf(source, source.metadata, tmp_path / "wide.gguf", "f32")
+    wide = open_checkpoint(tmp_path / "wide.gguf")
+    for name, tensor in source.tensors.items():
+        assert np.array_equal(tensor.float32(), wide.tensors[name].float32()), name
+
+
+def test_unknown_types_are_refused(tmp_path: Path) -> None:
+    source = random_checkpoint(SMALL)
+    with pytest.raises(BadRequest, match="q9_z"):
+        to_gguf(source, source.metadata, tmp_path / "model.gguf", "q9_z")
+    with pytest.raises(BadRequest, match="Q4_K"):
+        to_safetensors(source, tmp_path / "model", "Q4_K")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("recipe", ["f32", "bf16"])
+def test_synthesized_files_hold_the_random_checkpoint(tmp_path: Path, recipe: str) -> None:
+    memory = random_checkpoint(SMALL, seed=9, recipe=recipe)
+    synthesize(SMALL, tmp_path / "model.gguf", recipe, seed=9)
+    same_bytes(memory, open_checkpoint(tmp_path / "model.gguf"))
+    synthesize(SMALL, tmp_path / "model", recipe, seed=9, format="safetensors")
+    directory = open_checkpoint(tmp_path / "model")
+    assert directory.tokenizer_dir is not None
+    tokenizer = Tokenizer.from_tokenizer_json(directory.tokenizer_dir)
+    assert tokenizer.encode("a<|im_end|>") == [97, 258]
+    for name, tensor in memory.tensors.items():
+        np.testing.assert_allclose(directory.tensors[name].float32(), tensor.float32(), rtol=1e-6, atol=1e-7)
+
+
+def test_synthesized_blocks_are_complete_and_repeatable(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        synthesize(SMALL, tmp_path / f"{name}.gguf", "q4_k_m", seed=4)
+    assert (tmp_path / "one.gguf").read_bytes() == (tmp_path / "two.gguf").read_bytes()
+    read = open_checkpoint(tmp_path / "one.gguf")
+    assert config_of(read) == SMALL
+    with pytest.raises(BadRequest, match="Q4_K_M"):
+        synthesize(SMALL, tmp_path / "dir", "q4_k_m", format="safetensors")
+    with pytest.raises(BadRequest, match="onnx"):
+        synthesize(SMALL, tmp_path / "x", format="onnx")
