@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,7 +123,16 @@ def test_a_path_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadFile, match=r"absent\.gguf cannot be opened: No such file"):
         open_gguf(tmp_path / "absent.gguf")
     with pytest.raises(BadFile, match="cannot be opened"):
+        open_gguf("a\0b.gguf")
+    with pytest.raises(BadFile, match="is not a file"):
         open_gguf(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in the file system")
+def test_a_pipe_is_refused_without_waiting_for_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(BadFile, match="is not a file"):
+        open_gguf(tmp_path / "pipe.gguf")
 
 
 # ---- our writer

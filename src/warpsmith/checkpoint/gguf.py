@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 import re
+import stat
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -53,18 +54,20 @@ _CONVERT = "Convert the model again with a current llama.cpp."
 _SUPPORTED = "Use a file whose tensors are " + ", ".join(t.name for t in BY_ID.values()) + "."
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class GGUFTensor:
     """One tensor of a file. `shape` is row-major: (rows, row length) for a matrix."""
 
     name: str
     type: BlockType
     shape: tuple[int, ...]
-    _bytes: NDArray[np.uint8]
+    _file: NDArray[np.uint8]
+    _start: int
 
     def raw(self) -> NDArray[np.uint8]:
         """The stored bytes [rows, row bytes], a read-only view of the mapped file."""
-        return self._bytes.reshape(-1, self.type.row_bytes(self.shape[-1]))
+        rows, row_bytes = math.prod(self.shape[:-1]), self.type.row_bytes(self.shape[-1])
+        return self._file[self._start : self._start + rows * row_bytes].reshape(rows, row_bytes)
 
 
 @dataclass(frozen=True)
@@ -157,10 +160,12 @@ def _split_field(file: GGUFFile, key: str, default: int | None = None) -> int:
 
 def _open_part(path: Path) -> GGUFFile:
     try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # opening a pipe could wait for ever
+            raise BadFile(f"{path} is not a file.", "Name a .gguf model file.")
+        if found.st_size < 24:  # magic, version and two counts; an empty file cannot even be mapped
+            raise BadFile(f"{path} has {found.st_size} bytes, too few for a GGUF header.", _AGAIN)
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < 24:  # magic, version and two counts; an empty file cannot even be mapped
-                raise BadFile(f"{path} has {size} bytes, too few for a GGUF header.", _AGAIN)
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -242,7 +247,7 @@ class _Header:
             described[name] = self.describe(name, alignment)
 
         base = -(-self.position // alignment) * alignment
-        data = np.frombuffer(self.mapped, np.uint8)
+        file = np.frombuffer(self.mapped, np.uint8)
         tensors = {}
         for name, (block_type, shape, offset, nbytes) in described.items():
             start = base + offset
@@ -251,7 +256,7 @@ class _Header:
                     f"{self.path} ends at byte {self.size}, before the end of tensor {name!r} at {start + nbytes}.",
                     _AGAIN,
                 )
-            tensors[name] = GGUFTensor(name, block_type, shape, data[start : start + nbytes])
+            tensors[name] = GGUFTensor(name, block_type, shape, file, start)
 
         end, before = 0, ""
         for name, (_, _, offset, nbytes) in sorted(described.items(), key=lambda item: item[1][2]):
