@@ -86,7 +86,7 @@ def choose(files: Iterable[str], quant: str | None = None) -> list[str]:
     """Of a repository's files, the parts of the one model that `quant` (default: `PREFERRED`) names; [] if none."""
     models: dict[str, list[str]] = {}
     for file in sorted(files):
-        if file.endswith(".gguf") and not Path(file).name.lower().startswith(("mmproj", "imatrix")):
+        if _is_model(file):
             models.setdefault(_SPLIT.sub("", file.removesuffix(".gguf")), []).append(file)
     if quant is None:
         wanted = [*PREFERRED, *(quant_of(parts[0]) for parts in models.values())]
@@ -97,6 +97,11 @@ def choose(files: Iterable[str], quant: str | None = None) -> list[str]:
             if quant_of(parts[0]) == candidate:
                 return parts
     return []
+
+
+def _is_model(file: str) -> bool:
+    """A GGUF file of weights, not of a vision tower or of quantisation statistics."""
+    return file.endswith(".gguf") and not Path(file).name.lower().startswith(("mmproj", "imatrix"))
 
 
 def _model_in(files: Iterable[str], wanted: HubName) -> list[str]:
@@ -141,7 +146,8 @@ def _download(wanted: HubName, progress: bool) -> Path:
 
     (enable_progress_bars if progress and sys.stderr.isatty() else disable_progress_bars)()
     try:
-        files = huggingface_hub.HfApi().list_repo_files(wanted.repo)
+        # not list_repo_files, which retries for half a minute where there is no network
+        files = [sibling.rfilename for sibling in huggingface_hub.HfApi().model_info(wanted.repo).siblings or []]
         parts = _model_in(files, wanted)
         if not parts and (wanted.file or wanted.quant or not any(f.endswith(".safetensors") for f in files)):
             raise _no_such_file(wanted, files)
@@ -155,7 +161,7 @@ def _download(wanted: HubName, progress: bool) -> Path:
 
 
 def _no_such_file(wanted: HubName, files: Iterable[str]) -> ModelNotFound:
-    models = [f for f in files if f.endswith(".gguf")]
+    models = [f for f in files if _is_model(f)]
     if wanted.file:
         return ModelNotFound(f"{wanted.repo} has no file {wanted.file}.", f"It has {_some(models)}.")
     if not models:
