@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from warpsmith.cli.options import check_absent
-from warpsmith.cli.terminal import aside, progress, size
+from warpsmith.cli.terminal import aside, progress
+from warpsmith.measure.units import size
 
 if TYPE_CHECKING:
     from warpsmith.checkpoint.canonical import Checkpoint

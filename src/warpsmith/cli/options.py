@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from warpsmith.cli.terminal import aside
 from warpsmith.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def sampling_keywords(args: argparse.Namespace) -> dict[str, Any]:
     if args.logit_bias:
         given["logit_bias"] = dict(args.logit_bias)
     if args.thinking != "auto":
-        given["thinking"] = args.thinking == "on"
+        given["enable_thinking"] = args.thinking == "on"
     return given
 
 
@@ -86,6 +87,16 @@ def open_model(args: argparse.Namespace) -> LLM:
         threads=args.threads,
         offline=args.offline,
     )
+
+
+def introduce(args: argparse.Namespace, llm: LLM) -> None:
+    """Say which model runs when none was named."""
+    if args.model is None:
+        config = llm.config
+        aside(
+            f"no model named (-m): running a stand-in of {config.layers} layers whose weights are random, "
+            "so its text is noise"
+        )
 
 
 def natural(text: str) -> int:

@@ -8,13 +8,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from warpsmith.cli.options import natural
-from warpsmith.cli.terminal import count, size
+from warpsmith.measure.units import count, size
 
 if TYPE_CHECKING:
     from warpsmith.checkpoint.canonical import Checkpoint
     from warpsmith.model.config import Config
 
-DEFAULT_CONTEXT = 4096
 # Lists as long as the vocabulary: named, not printed, and not even read.
 VOCABULARY = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges", "tokenizer.ggml.scores")
 
@@ -22,14 +21,17 @@ VOCABULARY = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.g
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="NAME", help="a file, a directory or a name on the Hub")
     parser.add_argument(
-        "-c", "--ctx-size", type=natural, default=DEFAULT_CONTEXT, metavar="N", help="context to plan memory for"
+        "-c", "--ctx-size", type=natural, metavar="N", help="context to plan memory for (default: as `run`)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--offline", action="store_true", help="use the network for nothing")
 
 
 def main(args: argparse.Namespace) -> int:
-    facts = describe(*_open(args.model, args.offline), args.ctx_size)
+    from warpsmith.llm import DEFAULT_CONTEXT
+
+    checkpoint, config = _open(args.model, args.offline)
+    facts = describe(checkpoint, config, args.ctx_size or min(DEFAULT_CONTEXT, config.context))
     print(json.dumps(facts, indent=2) if args.json else _page(facts))
     return 0
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from warpsmith.cli.options import check_absent, natural
-from warpsmith.cli.terminal import aside, progress, size
+from warpsmith.cli.terminal import aside, progress
 from warpsmith.errors import BadRequest, WarpsmithError
+from warpsmith.measure.units import size
 
 # flag -> field of the configuration
 SHAPE = {

@@ -48,20 +48,3 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=total)
         yield lambda nbytes: bar.advance(task, nbytes)
-
-
-def size(nbytes: float) -> str:
-    """Bytes as people read them: 15.40 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024 or unit == "GiB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
-        nbytes /= 1024
-    raise AssertionError
-
-
-def count(n: int) -> str:
-    """Parameters as people read them: 26.90 B."""
-    for unit, scale in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
-        if n >= scale:
-            return f"{n / scale:.2f} {unit}"
-    return str(n)

@@ -1,0 +1,98 @@
+"""`warpsmith bench`: llama-bench's tests, defaults and table."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from warpsmith import __version__
+from warpsmith.cli.options import introduce, model_arguments, natural, open_model
+from warpsmith.cli.terminal import aside
+from warpsmith.errors import BadRequest
+
+if TYPE_CHECKING:
+    from warpsmith.llm import LLM
+    from warpsmith.measure.speed import Test
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-p", "--n-prompt", type=_numbers, default=[512], metavar="N,...", help="prompt lengths (512)")
+    parser.add_argument("-n", "--n-gen", type=_numbers, default=[128], metavar="N,...", help="tokens generated (128)")
+    parser.add_argument("-d", "--n-depth", type=_numbers, default=[0], metavar="N,...", help="tokens already there (0)")
+    parser.add_argument("-r", "--repetitions", type=natural, default=5, metavar="N", help="times each test is run (5)")
+    parser.add_argument(
+        "-o", "--output", choices=("md", "json", "jsonl", "csv"), default="md", help="how to print (default: md)"
+    )
+    model_arguments(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    from warpsmith.measure.speed import measure
+    from warpsmith.measure.table import record, table
+
+    tests = _tests(args)
+    if not tests:
+        raise BadRequest("There is nothing to measure: -p and -n are both 0.", "Give one of them a length.")
+    if args.draft not in ("auto", "none"):
+        raise BadRequest("bench measures plain decoding.", "Leave --draft out.")
+    longest = max(test.depth + test.tokens for test in tests)
+    args.ctx_size = max(2, longest)
+    with open_model(args) as llm:
+        introduce(args, llm)
+        facts = _facts(llm, args.threads)
+        records = []
+        for test in tests:
+            aside(f"{test.name} ...")
+            records.append(record(measure(llm.backend, test, args.repetitions), facts))
+    print(table(records, args.output))
+    return 0
+
+
+def _tests(args: argparse.Namespace) -> list[Test]:
+    from warpsmith.measure.speed import Test
+
+    prompts = [Test(n, 0, depth) for depth in args.n_depth for n in args.n_prompt if n]
+    return prompts + [Test(0, n, depth) for depth in args.n_depth for n in args.n_gen if n]
+
+
+def _facts(llm: LLM, threads: int | None) -> dict[str, Any]:
+    from warpsmith.measure import machine
+
+    gpus, _ = machine.gpus()
+    return {
+        "build_commit": __version__,
+        "cpu_info": machine.cpu_model(),
+        "gpu_info": ", ".join(gpu["name"] for gpu in gpus),
+        "backends": llm.device,
+        "n_threads": threads or machine.usable_cores(),
+        "model_filename": str(llm.checkpoint.path),
+        "model_type": _model_type(llm),
+        "model_size": llm.checkpoint.nbytes,
+        "model_n_params": llm.checkpoint.parameters,
+    }
+
+
+def _model_type(llm: LLM) -> str:
+    """qwen35 27B Q4_K_M"""
+    from warpsmith.checkpoint.convert import FILE_TYPES
+    from warpsmith.model.config import SIZES
+
+    config = llm.config
+    sizes = {(c.layers, c.hidden): name for name, c in SIZES.items()}
+    names = {number: name.upper() for name, number in FILE_TYPES.items()}
+    recipe = names.get(llm.checkpoint.metadata.get("general.file_type", -1))
+    if recipe is None:  # no file type, as in safetensors: what most of the bytes are
+        sizes_by_type: Counter[str] = Counter()
+        for tensor in llm.checkpoint.tensors.values():
+            sizes_by_type[tensor.type.name] += tensor.nbytes
+        recipe = sizes_by_type.most_common(1)[0][0]
+    return f"qwen35 {sizes.get((config.layers, config.hidden)) or config.name or '?'} {recipe}"
+
+
+def _numbers(text: str) -> list[int]:
+    """An argparse type: numbers from 0, separated by commas."""
+    numbers = [int(part) for part in text.split(",")]
+    if min(numbers) < 0:
+        raise argparse.ArgumentTypeError(f"{text} holds a negative number")
+    return numbers

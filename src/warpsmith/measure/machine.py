@@ -1,0 +1,103 @@
+"""Facts about this machine: processor, memory, GPUs, the libraries that matter. Asks the system, guesses nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+
+def cpu_model() -> str:
+    """The processor's name as its maker gives it, or what the system knows."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    if name := fields.get("model name") or fields.get("Model"):
+        return name
+    # ARM systems give numbers instead; those of ARM's own server cores have names
+    cores = {"0xd0c": "N1", "0xd40": "V1", "0xd49": "N2", "0xd4f": "V2", "0xd84": "V3", "0xd8e": "N3"}
+    maker, part = fields.get("CPU implementer"), fields.get("CPU part", "unknown")
+    known = cores.get(part) if maker == "0x41" else None
+    return f"Neoverse-{known}" if known else f"{platform.machine()}, implementer {maker}, part {part}"
+
+
+def cpu_features() -> list[str]:
+    """Instruction sets the CPU kernels could use; none where the compiled part is missing."""
+    try:
+        return list(import_module("warpsmith.backend.cpu._cpu").features())
+    except ImportError:
+        return []
+
+
+def usable_cores() -> int:
+    """Cores this process may run on, also inside a container with a quota."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        return cores
+
+
+def memory() -> dict[str, int]:
+    """Bytes in total and available; empty where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        kilobytes = {key: int(value.split()[0]) for key, _, value in (line.partition(":") for line in lines) if value}
+        facts = {"total": kilobytes["MemTotal"] << 10, "available": kilobytes["MemAvailable"] << 10}
+    except (OSError, ValueError, LookupError):
+        return {}
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        facts = {key: min(value, limit) for key, value in facts.items()}
+    except (OSError, ValueError):
+        pass
+    return facts
+
+
+def gpus() -> tuple[list[dict[str, Any]], str]:
+    """NVIDIA GPUs as the driver lists them, and a sentence about the driver."""
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return [], "no NVIDIA driver"
+    if (status := driver.cuInit(0)) != 0:
+        return [], f"the NVIDIA driver does not start (error {status})"
+    number = ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(number))
+    cuda = f"driver for CUDA {number.value // 1000}.{number.value % 1000 // 10}"
+    driver.cuDeviceGetCount(ctypes.byref(number))
+    return [_gpu(driver, i) for i in range(number.value)], cuda
+
+
+def _gpu(driver: ctypes.CDLL, ordinal: int) -> dict[str, Any]:
+    device, number, total, name = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(128)
+    driver.cuDeviceGet(ctypes.byref(device), ordinal)
+    driver.cuDeviceGetName(name, len(name), device)
+    driver.cuDeviceTotalMem_v2(ctypes.byref(total), device)
+
+    def attribute(which: int) -> int:
+        driver.cuDeviceGetAttribute(ctypes.byref(number), which, device)
+        return number.value
+
+    return {
+        "name": name.value.decode(errors="replace"),
+        "compute_capability": f"{attribute(75)}.{attribute(76)}",
+        "multiprocessors": attribute(16),
+        "memory": total.value,
+    }
+
+
+def package_version(name: str) -> str | None:
+    """The version of an installed package, None where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
