@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Literal
@@ -62,7 +62,7 @@ class Generation:
             prompt_tokens=len(prompt),
         )
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Generator[list[int]]:
         yield self._first()
         if self.conversation.proposer is None and self.sampling.greedy:
             yield from self._decode()

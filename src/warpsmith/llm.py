@@ -1,0 +1,374 @@
+"""The public face: load a model, then stream, generate or score.
+
+>>> import warpsmith
+>>> llm = warpsmith.load()
+>>> completion = llm.generate("def fibonacci(n):", max_tokens=8, stop_ids=[])
+>>> len(completion.token_ids), completion.finish_reason, completion.stats.mode
+(8, 'length', 'plain')
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from numbers import Integral
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+import numpy as np
+
+from warpsmith.backend.base import Backend, Sampling, Want, check_tokens
+from warpsmith.checkpoint.canonical import Checkpoint, open_checkpoint
+from warpsmith.draft.base import Proposer
+from warpsmith.engine.conversation import Conversation
+from warpsmith.engine.loop import FinishReason, Generation
+from warpsmith.engine.stats import Stats
+from warpsmith.engine.stop import StopStrings
+from warpsmith.errors import BadRequest, NoDevice
+from warpsmith.model.config import Config
+from warpsmith.model.weights import read_config
+
+if TYPE_CHECKING:
+    from warpsmith.model.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+DEVICES = ("auto", "reference", "cpu", "cuda")
+DEFAULT_CONTEXT = 8192
+SCORE_PIECE = 256  # tokens scored in one call
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a completion as it streams. `text` may lag behind `token_ids`: a character may need several tokens,
+    and what could be the beginning of a stop string waits. The last chunk says why it is the last."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stats: Stats | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer. `token_ids` include the end token or the tokens of a stop string; `text` does not."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stats: Stats
+
+
+class Options(TypedDict, total=False):
+    """The keywords of `LLM.stream` and `LLM.generate`; `LLM.stream` explains them."""
+
+    max_tokens: int | None
+    stop: str | Sequence[str]
+    stop_ids: Iterable[int] | None
+    enable_thinking: bool | None
+    tools: list[dict[str, Any]] | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repeat_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    repeat_last_n: int
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+
+
+def load(
+    model: str | Path | None = None,
+    *,
+    device: str = "auto",
+    draft: Proposer | str | None = None,
+    context: int | None = None,
+    threads: int | None = None,
+    offline: bool = False,
+) -> LLM:
+    """Open a model and make it ready to run.
+
+    `model` is a GGUF file, a directory of safetensors, or a name on the Hugging Face Hub (`user/repo`,
+    `user/repo:QUANT`, `user/repo/file.gguf`); None is a tiny model with random weights that needs no download.
+    `device` is one of auto, cuda, cpu, reference; naming `threads` chooses the cpu. `context` is how many tokens of
+    prompt and answer there is room for. `draft` is a `Proposer`, or None to decode plainly.
+
+    >>> llm = load(device="reference", context=256)
+    >>> llm.device, llm.context
+    ('reference', 256)
+    """
+    proposer = _proposer(draft)
+    if model is None:
+        from warpsmith.model.synthetic import tiny_model
+
+        checkpoint = tiny_model()
+    else:
+        from warpsmith.checkpoint.hub import resolve
+
+        checkpoint = open_checkpoint(resolve(model, offline=offline))
+    config = read_config(checkpoint)
+    if context is None:
+        context = min(config.context, DEFAULT_CONTEXT)
+    if not 1 < context <= config.context:
+        raise BadRequest(
+            f"A context of {context} is outside [2, {config.context}].", "Choose one the model was made for."
+        )
+    return LLM(backend_for(device, checkpoint, config, threads), checkpoint, context, proposer)
+
+
+def backend_for(device: str, checkpoint: Checkpoint, config: Config, threads: int | None = None) -> Backend:
+    """Who computes. "auto" is the fastest that can be used here: cuda, then cpu, then the numpy reference."""
+    if device not in DEVICES:
+        raise BadRequest(f"There is no device {device!r}.", f"Choose one of {', '.join(DEVICES)}.")
+    if threads is not None:
+        if device not in ("auto", "cpu"):
+            raise BadRequest(f"The {device} device has no setting for threads.", "Leave it out, or use the cpu device.")
+        return _backend_class("cpu")(config, checkpoint.tensors, threads=threads)
+    if device == "auto":
+        for name in ("cuda", "cpu"):
+            with suppress(NoDevice):
+                return _backend_class(name)(config, checkpoint.tensors)
+        device = "reference"
+    return _backend_class(device)(config, checkpoint.tensors)
+
+
+def _backend_class(name: str) -> Any:
+    classes = {"cuda": "CudaBackend", "cpu": "CpuBackend", "reference": "ReferenceBackend"}
+    try:
+        return getattr(import_module(f"warpsmith.backend.{name}"), classes[name])
+    except (ImportError, AttributeError) as error:
+        raise NoDevice(
+            f"The {name} device is not part of this installation ({error}).", "Use --device auto to see what is."
+        ) from None
+
+
+def _proposer(draft: Proposer | str | None) -> Proposer | None:
+    if draft is None or isinstance(draft, Proposer):
+        return draft
+    if draft in ("none", "auto"):
+        return None
+    raise BadRequest(f"The draft {draft!r} cannot be used: drafts from files are not supported yet.", "Use none.")
+
+
+class LLM:
+    """A model that is ready to run. One request at a time; what two requests begin with in common is computed once.
+
+    Made by `load`. Also a context manager that gives the memory back at the end.
+    """
+
+    def __init__(self, backend: Backend, checkpoint: Checkpoint, context: int, draft: Proposer | None = None) -> None:
+        self.checkpoint, self.config, self.context = checkpoint, backend.config, context
+        self.device = backend.name
+        self._conversation: Conversation | None = Conversation(backend, context, draft)
+
+    @property
+    def backend(self) -> Backend:
+        return self._open().backend
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, read when first used: scoring and plain token ids need none."""
+        from warpsmith.model.tokenizer import Tokenizer
+
+        checkpoint = self.checkpoint
+        if checkpoint.tokenizer_dir is not None:
+            return Tokenizer.from_tokenizer_json(checkpoint.tokenizer_dir)
+        if not self._has_tokenizer:
+            raise BadRequest(f"{checkpoint.path} has no tokenizer.", "Pass token ids, or add its tokenizer.json.")
+        return Tokenizer.from_gguf(checkpoint.metadata, str(checkpoint.path))
+
+    @property
+    def _has_tokenizer(self) -> bool:
+        return self.checkpoint.tokenizer_dir is not None or "tokenizer.ggml.tokens" in self.checkpoint.metadata
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        stop_ids: Iterable[int] | None = None,
+        enable_thinking: bool | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repeat_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        repeat_last_n: int = 64,
+        logit_bias: Mapping[int, float] | None = None,
+        seed: int | None = None,
+    ) -> Iterator[Chunk]:
+        """Generate piece by piece. The last chunk carries `finish_reason` and `stats`.
+
+        `prompt` is text to continue, a list of messages for the model's chat template, or token ids. Generation ends
+        at a stop id (default: the model's end tokens; an empty list for none) or before a string in `stop` ("stop"),
+        or at `max_tokens` or the end of the context ("length"). `enable_thinking` and `tools` go to the chat template.
+
+        Temperature 0 takes the likeliest token. What is left out of temperature, top_k, top_p and min_p is what the
+        model's file declares, else 0, 20, 0.95 and 0; `top_k=0, top_p=1` turns truncation off. Without a `seed` each
+        call draws its own, and `stats.seed` tells it; the same seed gives the same text, with and without a draft.
+
+        >>> llm = load(context=256)
+        >>> for chunk in llm.stream([{"role": "user", "content": "Hello!"}], max_tokens=3, stop_ids=[], seed=1):
+        ...     print(chunk.token_ids != [], chunk.finish_reason)
+        True None
+        True None
+        True length
+        """
+        from warpsmith.model.chat import default_sampling
+
+        given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        declared = default_sampling(self.checkpoint.metadata)
+        truncation: dict[str, Any] = declared | {name: value for name, value in given.items() if value is not None}
+        sampling = Sampling(
+            **truncation,
+            repeat_penalty=repeat_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            repeat_last_n=repeat_last_n,
+            logit_bias=dict(logit_bias or {}),
+            seed=secrets.randbits(32) if seed is None else seed,
+        )
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if stops and not self._has_tokenizer:
+            raise BadRequest("Stop strings need a tokenizer, and this model has none.", "Use stop_ids.")
+        if stop_ids is None:
+            stop_ids = self.tokenizer.eos_ids if self._has_tokenizer else ()
+        text = _Text(self.tokenizer if self._has_tokenizer else None, stops)
+        generation = Generation(
+            self._open(),
+            self._ids(prompt, enable_thinking, tools),
+            sampling,
+            max_tokens=max_tokens,
+            stop_ids=frozenset(stop_ids),
+            until=text.push,
+        )
+        return _chunks(generation, text)
+
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
+        """Generate to the end. Takes the keywords of `stream`.
+
+        >>> llm = load(context=256)
+        >>> completion = llm.generate("Once upon a time", max_tokens=5, stop_ids=[], temperature=0.8, seed=7)
+        >>> completion.finish_reason, completion.stats.generated_tokens, completion.stats.seed
+        ('length', 5, 7)
+        """
+        chunks = list(self.stream(prompt, **options))
+        last = chunks[-1]
+        assert last.finish_reason is not None
+        assert last.stats is not None
+        token_ids = [token for chunk in chunks for token in chunk.token_ids]
+        return Completion("".join(chunk.text for chunk in chunks), token_ids, last.finish_reason, last.stats)
+
+    def score(self, ids: Sequence[int]) -> np.ndarray:
+        """The logits after each of `ids`, float32 [len(ids), vocab]: row i is about token i + 1.
+
+        >>> llm = load()
+        >>> llm.score([1, 2, 3]).shape
+        (3, 512)
+        """
+        backend, tokens = self.backend, _token_ids(ids)
+        if not tokens:
+            raise BadRequest("Scoring takes a list of token ids, at least one.", "Encode text with `tokenizer.encode`.")
+        check_tokens(self.config, np.asarray(tokens))
+        state = backend.new_state(len(tokens))
+        logits = np.empty((len(tokens), self.config.vocab), dtype=np.float32)
+        for start in range(0, len(tokens), SCORE_PIECE):
+            piece = tokens[start : start + SCORE_PIECE]
+            output = backend.prefill(state, piece, Want(tokens="logits", every_row=True))
+            assert output.logits is not None
+            logits[start : start + len(piece)] = output.logits
+        return logits
+
+    def close(self) -> None:
+        """Give back the memory. The model cannot be used afterwards.
+
+        >>> llm = load()
+        >>> llm.close()
+        """
+        self._conversation = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> Conversation:
+        if self._conversation is None:
+            raise BadRequest("This model is closed.", "Load it again.")
+        return self._conversation
+
+    def _ids(self, prompt: Prompt, enable_thinking: bool | None, tools: list[dict[str, Any]] | None) -> list[int]:
+        """Token ids of any kind of prompt."""
+        if isinstance(prompt, bytes) or not isinstance(prompt, str | Sequence | np.ndarray):
+            raise BadRequest(
+                f"A prompt cannot be of type {type(prompt).__name__}.", "Pass text, a list of messages, or token ids."
+            )
+        plain = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+        if plain is None:
+            return self.tokenizer.encode(self._render(prompt, enable_thinking, tools))
+        if enable_thinking is not None or tools is not None:
+            raise BadRequest("Thinking and tools are for chats, and this prompt is plain.", "Pass a list of messages.")
+        return plain
+
+    def _render(self, messages: Any, enable_thinking: bool | None, tools: list[dict[str, Any]] | None) -> str:
+        from warpsmith.model.chat import default_template, render
+
+        template = self.checkpoint.chat_template
+        if template is None:
+            template = default_template(thinking=self.checkpoint.parameters > 3e9)  # the small ones do not by default
+        return render(template, list(messages), enable_thinking=enable_thinking, tools=tools)
+
+
+class _Text:
+    """Tokens to text that may be shown: whole characters, nothing of a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str]) -> None:
+        self._detokenizer = None if tokenizer is None else tokenizer.stream(skip_special=True)
+        self._stop = StopStrings(stops)
+        self._ready = ""
+
+    def push(self, token: int) -> bool:
+        """Take a token; True when it completes a stop string."""
+        if self._detokenizer is not None:
+            self._ready += self._stop.push(self._detokenizer.push(token))
+        return self._stop.hit is not None
+
+    def take(self) -> str:
+        ready, self._ready = self._ready, ""
+        return ready
+
+    def finish(self) -> str:
+        if self._detokenizer is not None:
+            self._ready += self._stop.push(self._detokenizer.finish()) + self._stop.finish()
+        return self.take()
+
+
+def _chunks(generation: Generation, text: _Text) -> Iterator[Chunk]:
+    with closing(iter(generation)) as runs:
+        for tokens in runs:
+            if generation.finish_reason is None:
+                yield Chunk(text.take(), tokens)
+            else:
+                yield Chunk(text.finish(), tokens, generation.finish_reason, generation.stats)
+
+
+def _token_ids(prompt: Sequence[Any]) -> list[int] | None:
+    """The prompt as a list of ids, if that is what it is."""
+    if all(isinstance(item, Integral) and not isinstance(item, bool) for item in prompt):
+        return [int(item) for item in prompt]
+    return None
