@@ -10,6 +10,7 @@ Metadata uses GGUF's keys too (`qwen35.block_count`, ...), so the configuration 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ import numpy as np
 
 from warpsmith.checkpoint.blocks import BlockType, dequantize
 from warpsmith.errors import BadFile, ModelNotFound
+
+_SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
 @dataclass(frozen=True)
@@ -67,17 +70,25 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a GGUF file (any part of a split one) or a directory of safetensors."""
+    """Open a GGUF file (any part of a split one) or a directory of safetensors or of one GGUF model."""
     path = Path(path)
+    try:
+        return _open(path)
+    except OSError as error:
+        raise BadFile(f"{brief(str(path))} cannot be read: {error.strerror}.", "Check the path.") from None
+
+
+def _open(path: Path) -> Checkpoint:
     if path.is_dir():
         if (path / "config.json").exists():
             from warpsmith.checkpoint.safetensors import open_directory
 
             return open_directory(path)
         files = sorted(path.glob("*.gguf"))
-        if len(files) == 1 or (files and "-of-" in files[0].name):
+        models = {_SPLIT.sub("", file.name) for file in files}
+        if len(models) == 1:
             return _open_gguf(files[0])
-        what = f"holds {len(files)} GGUF files" if files else "has no config.json and no GGUF file"
+        what = f"holds {len(models)} GGUF models" if files else "has no config.json and no GGUF file"
         raise BadFile(f"{path} {what}.", "Name the file to load.")
     if not path.exists():
         raise ModelNotFound(f"There is no model at {path}.", "Check the path, or pull one with `warpsmith pull`.")
@@ -90,6 +101,27 @@ def _open_gguf(path: Path) -> Checkpoint:
     from warpsmith.checkpoint.gguf import open_gguf
 
     file = open_gguf(path)
-    tensors = {t.name: Tensor(t.name, t.type, t.shape, t.raw) for t in file.tensors.values()}
+    tensors: dict[str, Tensor] = {}
+    for stored in file.tensors.values():
+        # Ollama's converter leaves the suffix off
+        name = stored.name + ".bias" if stored.name.endswith(".ssm_dt") else stored.name
+        tensors[name] = Tensor(name, stored.type, stored.shape, stored.raw)
     template = file.metadata.get("tokenizer.chat_template")
     return Checkpoint(path, file.metadata, tensors, None, template if isinstance(template, str) else None)
+
+
+def rope_sections(rotary_dim: int) -> list[int]:
+    """How many frequencies take the time, height, width and an unused axis. Text gives all axes one position, so
+    only other engines, which insist on the numbers, see a difference."""
+    half = rotary_dim // 2
+    return [(half + 2) // 3, (half + 1) // 3, half // 3, 0]
+
+
+def brief(value: object) -> str:
+    """A value from a file in the words of an error message, however large or deep it is."""
+    if isinstance(value, list | tuple):
+        return "a list"
+    if isinstance(value, Mapping):
+        return "an object"
+    text = repr(value[:80] if isinstance(value, str) else value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -14,6 +14,7 @@ from warpsmith.checkpoint.blocks import TYPES, dequantize
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.checkpoint.hf import MATRIX_KINDS, Heads, config_from_metadata, hf_name, reorder_heads
 from warpsmith.checkpoint.quantize import quantize
+from warpsmith.checkpoint.safetensors import ELEMENTS, INDEX
 
 MAX_SHARD = 5 << 30
 
@@ -23,20 +24,16 @@ def write_directory(
 ) -> None:
     """Write `tensors` as `dtype` (BF16, F16 or F32), in shards of at most 5 GB, one tensor in memory at a time.
 
-    Vectors are stored as F32. The tokenizer's files are not written here.
+    Vectors are stored as F32. The tokenizer's files are not written here. Read back, matrices of type `dtype` are the
+    same to the bit, and so is every vector that came from such a directory; of others, a norm weight under a half or
+    a decay may come back with its last bits rounded, for the numbers stored are weight - 1 and log(-decay).
     """
-    path.mkdir(parents=True, exist_ok=True)
-    mtp = metadata.get("qwen35.nextn_predict_layers", 0)
-    layers = metadata["qwen35.block_count"] - mtp
-    value_heads = metadata["qwen35.ssm.time_step_rank"]
-    heads = Heads(
-        metadata["qwen35.ssm.group_count"],
-        value_heads,
-        metadata["qwen35.ssm.state_size"],
-        metadata["qwen35.ssm.inner_size"] // value_heads,
-    )
+    layers = metadata["qwen35.block_count"] - metadata.get("qwen35.nextn_predict_layers", 0)
+    heads = Heads.of(metadata)
     entries = [(tensor, *hf_name(name, layers)) for name, tensor in tensors.items()]
     shards = _shards(entries, dtype)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / INDEX).unlink(missing_ok=True)  # one left by an earlier model would be believed
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         many = len(shards) > 1
@@ -46,7 +43,7 @@ def write_directory(
     if len(shards) > 1:
         total = sum(_stored_bytes(t, kind, dtype) for t, _, kind in entries)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        (path / INDEX).write_text(json.dumps(index, indent=2))
     config = config_from_metadata(metadata, tensors["token_embd.weight"].shape[0], "output.weight" not in tensors)
     config["dtype"] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[dtype]
     (path / "config.json").write_text(json.dumps(config, indent=2))
@@ -105,12 +102,13 @@ def _stored(tensor: Tensor, kind: str, heads: Heads, dtype: str) -> np.ndarray:
         raw = tensor.raw()
         if tensor.type.name != dtype:
             raw = quantize(TYPES[dtype], dequantize(tensor.type, raw))
-        elements = raw.view(np.uint32 if dtype == "F32" else np.uint16).reshape(tensor.shape)
+        elements = raw.view(ELEMENTS[dtype]).reshape(tensor.shape)
         return np.ascontiguousarray(reorder_heads(elements, kind, heads, to_canonical=False)).view(np.uint8)
     values = tensor.float32()
     if kind == "norm":
         values = values - 1
     elif kind == "decay":
-        values = np.log(-values)
+        with np.errstate(divide="ignore"):
+            values = np.log(-values.astype(np.float64))
     ordered = reorder_heads(values, kind, heads, to_canonical=False)
     return np.ascontiguousarray(ordered, dtype="<f4").reshape(-1).view(np.uint8)

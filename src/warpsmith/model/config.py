@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
+from warpsmith.checkpoint.canonical import brief, rope_sections
 from warpsmith.errors import BadFile
 
 ARCHITECTURE = "qwen35"
@@ -104,7 +107,8 @@ def config_from_metadata(metadata: Mapping[str, Any], vocab: int, tied: bool, so
     architecture = metadata.get("general.architecture")
     if architecture != ARCHITECTURE:
         raise BadFile(
-            f"{source}: the architecture is {architecture!r}, and warpsmith runs only dense Qwen3.5 models (qwen35).",
+            f"{source}: general.architecture is {brief(architecture)}, and warpsmith runs only dense Qwen3.5 models "
+            "(qwen35).",
             "Choose a Qwen3.5, Qwen3.6 or Qwen3.8 dense model.",
         )
     read = _Reader(metadata, source)
@@ -114,7 +118,7 @@ def config_from_metadata(metadata: Mapping[str, Any], vocab: int, tied: bool, so
         raise BadFile(f"{source}: qwen35.block_count leaves no layers once {mtp} MTP blocks are taken off.")
     if read.optional("rope.scaling.type") not in (None, "none"):
         raise BadFile(f"{source}: qwen35.rope.scaling.type asks for scaled RoPE, which warpsmith does not compute.")
-    head_dim = read.count("attention.key_length", 256, high=4096)
+    head_dim = read.count("attention.key_length", high=4096)
     if read.count("attention.value_length", head_dim, high=4096) != head_dim:
         raise BadFile(f"{source}: qwen35.attention.value_length differs from key_length, which no Qwen3.5 does.")
     value_heads = read.count("ssm.time_step_rank", high=4096)
@@ -125,30 +129,34 @@ def config_from_metadata(metadata: Mapping[str, Any], vocab: int, tied: bool, so
             f"{source}: qwen35.ssm head counts do not divide ({key_heads} key heads, {value_heads} value heads, "
             f"inner size {inner})."
         )
-    heads, kv_heads = read.count("attention.head_count", high=4096), read.kv_heads(layers)
-    rotary = read.count("rope.dimension_count", 64, high=head_dim)
-    if heads % kv_heads or rotary % 2:
-        raise BadFile(
-            f"{source}: {heads} query heads, {kv_heads} key/value heads and {rotary} rotary dimensions do not fit."
-        )
+    recurrent = read.recurrent(layers)
+    attention = [i for i, r in enumerate(recurrent) if not r]
+    heads = read.count_of("attention.head_count", attention, high=4096)
+    kv_heads = read.count_of("attention.head_count_kv", attention, high=4096)
+    if heads % kv_heads:
+        raise BadFile(f"{source}: qwen35.attention.head_count_kv is {kv_heads}, which does not divide {heads} heads.")
+    rotary = read.count("rope.dimension_count", high=head_dim)
+    if rotary % 2:
+        raise BadFile(f"{source}: qwen35.rope.dimension_count is {rotary}, expected an even number.")
+    name = metadata.get("general.name")
     return Config(
-        name=str(metadata.get("general.name", "")),
+        name=name if isinstance(name, str) else "",
         layers=layers,
         hidden=read.count("embedding_length", high=1 << 20),
-        ffn=read.count("feed_forward_length", high=1 << 22),
+        ffn=read.count_of("feed_forward_length", range(layers), high=1 << 22),
         vocab=vocab,
         heads=heads,
         kv_heads=kv_heads,
         key_heads=key_heads,
         value_heads=value_heads,
-        recurrent=read.recurrent(layers),
+        recurrent=recurrent,
         head_dim=head_dim,
         rotary_dim=rotary,
-        rope_theta=read.positive_float("rope.freq_base", 1e7),
+        rope_theta=read.positive_float("rope.freq_base"),
         key_head_dim=read.count("ssm.state_size", high=4096),
         value_head_dim=inner // value_heads,
         conv_kernel=read.count("ssm.conv_kernel", high=16, low=2),
-        eps=read.positive_float("attention.layer_norm_rms_epsilon", 1e-6),
+        eps=read.positive_float("attention.layer_norm_rms_epsilon"),
         context=read.count("context_length", high=1 << 40),
         tied=tied,
         mtp_layers=mtp,
@@ -157,8 +165,6 @@ def config_from_metadata(metadata: Mapping[str, Any], vocab: int, tied: bool, so
 
 def config_to_metadata(config: Config) -> dict[str, Any]:
     """The inverse of `config_from_metadata`: the keys llama.cpp's converter writes for this family."""
-    half = config.rotary_dim // 2
-    third = -(-half // 3)
     values: dict[str, Any] = {
         "block_count": config.layers + config.mtp_layers,
         "context_length": config.context,
@@ -170,7 +176,7 @@ def config_to_metadata(config: Config) -> dict[str, Any]:
         "attention.value_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": config.eps,
         "rope.dimension_count": config.rotary_dim,
-        "rope.dimension_sections": [third, third, half - 2 * third, 0],
+        "rope.dimension_sections": rope_sections(config.rotary_dim),
         "rope.freq_base": config.rope_theta,
         "ssm.conv_kernel": config.conv_kernel,
         "ssm.inner_size": config.value_dim,
@@ -182,7 +188,7 @@ def config_to_metadata(config: Config) -> dict[str, Any]:
     if config.recurrent == every_fourth_is_attention(config.layers, interval):
         values["full_attention_interval"] = interval
     else:
-        values["attention.recurrent_layers"] = list(config.recurrent)
+        values["attention.recurrent_layers"] = [*config.recurrent, *[False] * config.mtp_layers]
     if config.mtp_layers:
         values["nextn_predict_layers"] = config.mtp_layers
     metadata: dict[str, Any] = {"general.architecture": ARCHITECTURE}
@@ -200,46 +206,40 @@ class _Reader:
     def optional(self, key: str) -> Any:
         return self.metadata.get(f"{ARCHITECTURE}.{key}")
 
+    def error(self, key: str, value: object, expected: str) -> BadFile:
+        found = "missing" if value is None else brief(value)
+        return BadFile(f"{self.source}: {ARCHITECTURE}.{key} is {found}, expected {expected}.")
+
     def count(self, key: str, default: int | None = None, *, low: int = 1, high: int) -> int:
         value = self.optional(key)
-        if value is None:
-            value = default
+        return self._bounded(key, default if value is None else value, low, high)
+
+    def count_of(self, key: str, layers: Sequence[int], high: int) -> int:
+        """A count that some converters store for each layer, with 0 for layers that have none of it."""
+        value = self.optional(key)
+        if not isinstance(value, list):
+            return self._bounded(key, value, 1, high)
+        if not layers or len(value) <= max(layers) or any(value[i] != value[layers[0]] for i in layers):
+            raise self.error(key, value, "one number for all layers that have it")
+        return self._bounded(key, value[layers[0]], 1, high)
+
+    def _bounded(self, key: str, value: Any, low: int, high: int) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise BadFile(
-                f"{self.source}: {ARCHITECTURE}.{key} is {_brief(value)}, expected a number in [{low}, {high}]."
-            )
+            raise self.error(key, value, f"a whole number from {low} to {high}")
         return value
 
-    def positive_float(self, key: str, default: float) -> float:
+    def positive_float(self, key: str) -> float:
+        """A number of float32 precision, which is all that GGUF keeps: its shortest decimal is what was meant."""
         value = self.optional(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise BadFile(f"{self.source}: {ARCHITECTURE}.{key} is {_brief(value)}, expected a positive number.")
-        return float(value)
-
-    def kv_heads(self, layers: int) -> int:
-        """Some converters store one count a layer, with 0 for DeltaNet layers."""
-        key = "attention.head_count_kv"
-        value = self.optional(key)
-        if isinstance(value, list):
-            counts = {v for v in value[:layers] if v}
-            if len(counts) != 1:
-                raise BadFile(f"{self.source}: {ARCHITECTURE}.{key} differs between attention layers.")
-            value = counts.pop()
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 4096:
-                raise BadFile(f"{self.source}: {ARCHITECTURE}.{key} holds {_brief(value)}, expected head counts.")
-            return value
-        return self.count(key, high=4096)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-30 <= value <= 1e30:
+            raise self.error(key, value, "a positive number")
+        return float(str(np.float32(value)))
 
     def recurrent(self, layers: int) -> tuple[bool, ...]:
-        flags = self.optional("attention.recurrent_layers")
+        key = "attention.recurrent_layers"
+        flags = self.optional(key)
         if flags is None:
             return every_fourth_is_attention(layers, self.count("full_attention_interval", 4, high=1024))
-        if not isinstance(flags, list) or len(flags) < layers or not all(isinstance(f, bool | int) for f in flags):
-            raise BadFile(f"{self.source}: {ARCHITECTURE}.attention.recurrent_layers does not name {layers} layers.")
+        if not isinstance(flags, list) or len(flags) < layers or not all(f in (0, 1) for f in flags):
+            raise self.error(key, flags, f"a flag for each of {layers} layers")
         return tuple(bool(f) for f in flags[:layers])
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

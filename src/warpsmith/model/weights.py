@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from warpsmith.checkpoint.canonical import Checkpoint
+from warpsmith.checkpoint.canonical import Checkpoint, brief
 from warpsmith.errors import BadFile
 from warpsmith.model.config import Config, config_from_metadata
 
@@ -65,24 +65,24 @@ def _block(config: Config, layer: int, recurrent: bool) -> dict[str, tuple[int, 
 
 
 def read_config(checkpoint: Checkpoint) -> Config:
-    """The checkpoint's configuration, after checking that every tensor it implies is there in the right shape."""
-    source = str(checkpoint.path)
-    embedding = checkpoint.tensors.get("token_embd.weight")
+    """The checkpoint's configuration, after checking that its layers have the tensors it implies and no others."""
+    source, tensors = str(checkpoint.path), checkpoint.tensors
+    embedding = tensors.get("token_embd.weight")
     if embedding is None:
         raise BadFile(
             f"{source}: tensor token_embd.weight is missing.", "The file may be a draft or an adapter, not a model."
         )
-    config = config_from_metadata(
-        checkpoint.metadata, vocab=embedding.shape[0], tied="output.weight" not in checkpoint.tensors, source=source
-    )
-    if len(embedding.shape) != 2:
-        raise BadFile(f"{source}: tensor token_embd.weight has shape {list(embedding.shape)}, expected a matrix.")
-    if config.layers > len(checkpoint.tensors):
-        raise BadFile(f"{source}: qwen35.block_count is {config.layers}, more than there are tensors.")
-    for name, shape in expected_shapes(config).items():
-        tensor = checkpoint.tensors.get(name)
-        if tensor is None:
+    tied = "output.weight" not in tensors
+    config = config_from_metadata(checkpoint.metadata, vocab=embedding.shape[0], tied=tied, source=source)
+    expected = expected_shapes(config)
+    for name, shape in expected.items():
+        if name not in tensors:
             raise BadFile(f"{source}: tensor {name} is missing.", "The file is incomplete; download it again.")
-        if tensor.shape != shape:
-            raise BadFile(f"{source}: tensor {name} has shape {list(tensor.shape)}, expected {list(shape)}.")
+        if tensors[name].shape != shape:
+            raise BadFile(f"{source}: tensor {name} has shape {list(tensors[name].shape)}, expected {list(shape)}.")
+    layers = tuple(f"blk.{i}." for i in range(config.layers))
+    if extra := next((name for name in tensors if name not in expected and name.startswith(layers)), None):
+        raise BadFile(
+            f"{source}: tensor {brief(extra)} has no place in this model, and leaving it out would change it."
+        )
     return config
