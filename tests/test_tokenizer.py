@@ -135,7 +135,7 @@ def test_split_rules(qwen, text, pieces):
 
 def test_qwen2_splits_marks_from_letters():
     def split(pre):
-        tokens = byte_tokenizer(265)
+        tokens = byte_tokenizer(266)
         metadata = to_gguf_metadata(tokens) | {"tokenizer.ggml.pre": pre}
         return [piece for piece, _ in Tokenizer.from_gguf(metadata)._text_only.pre_tokenizer.pre_tokenize_str("हिन्दी")]
 
@@ -208,7 +208,7 @@ def test_streaming_broken_bytes_equals_decoding_at_once(data):
 
 
 def test_all_bytes():
-    tokenizer = byte_tokenizer(265)
+    tokenizer = byte_tokenizer(266)
     for byte in range(256):
         assert tokenizer.token_bytes(byte) == bytes([byte])
     everything = "".join(map(chr, range(256)))
@@ -288,8 +288,8 @@ def test_added_tokens_need_not_follow_the_vocabulary(tmp_path):
 
 def test_generation_config_adds_stop_ids(tmp_path):
     byte_tokenizer(300).to_json_files(tmp_path)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [10, 256]}')
-    assert Tokenizer.from_tokenizer_json(tmp_path).eos_ids == {10, 256, 258}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [10, 257]}')
+    assert Tokenizer.from_tokenizer_json(tmp_path).eos_ids == {10, 257, 259}
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": -1}')
     with pytest.raises(BadFile, match=r"generation_config.json: eos_token_id"):
         Tokenizer.from_tokenizer_json(tmp_path)
@@ -306,9 +306,9 @@ def test_byte_tokenizer_round_trips(tmp_path):
     read = Tokenizer.from_tokenizer_json(tmp_path / "tokenizer.json")
     assert to_gguf_metadata(read, 512) == metadata
     with pytest.raises(BadRequest):
-        byte_tokenizer(264)
+        byte_tokenizer(265)
     with pytest.raises(BadRequest):
-        to_gguf_metadata(tokenizer, 264)
+        to_gguf_metadata(tokenizer, 265)
 
 
 def test_requests_that_cannot_be_met():
@@ -323,12 +323,12 @@ def test_requests_that_cannot_be_met():
 
 
 def small_metadata() -> dict:
-    """Bytes, two merged tokens, then added tokens and padding."""
-    plain = to_gguf_metadata(byte_tokenizer(265))
+    """Bytes, two merged tokens, then added tokens and padding: 270 in all."""
+    plain = to_gguf_metadata(byte_tokenizer(266))
     tokens, types = plain["tokenizer.ggml.tokens"], plain["tokenizer.ggml.token_type"]
     return plain | {
-        "tokenizer.ggml.tokens": [*tokens[:256], "ab", "abc", *tokens[256:], "[PAD267]", "[PAD268]", "[PAD269]"],
-        "tokenizer.ggml.token_type": [*types[:256], 1, 1, *types[256:], 5, 5, 5],
+        "tokenizer.ggml.tokens": [*tokens[:256], "ab", "abc", *tokens[257:], "[PAD267]", "[PAD268]", "[PAD269]"],
+        "tokenizer.ggml.token_type": [*types[:256], 1, 1, *types[257:], 5, 5, 5],
         "tokenizer.ggml.merges": ["a b", "ab c"],
         "tokenizer.ggml.eos_token_id": 260,
         "tokenizer.ggml.padding_token_id": 258,

@@ -273,18 +273,23 @@ def to_gguf_metadata(tokenizer: Tokenizer, rows: int | None = None) -> dict[str,
 
 
 def byte_tokenizer(vocab_size: int) -> Tokenizer:
-    """A tokenizer for synthetic models: id b is byte b, then the family's chat tokens, then spare rows."""
+    """A tokenizer for synthetic models: id b is byte b, then the family's chat tokens, then spare rows.
+
+    Writers and readers of GGUF stumble over an empty list of merges, so there is one: of two bytes no UTF-8 text has.
+    """
+    never = _CHARACTER[0xFF]
     control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tags = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
-    tokens = [*_CHARACTER, *control, *tags]
+    tokens = [*_CHARACTER, never + never, *control, *tags]
     if not len(tokens) <= vocab_size <= _MAX_IDS:
         raise BadRequest(
             f"A byte tokenizer does not fit {vocab_size} ids.", f"Use a vocabulary of {len(tokens)} to {_MAX_IDS}."
         )
     spare = range(len(tokens), vocab_size)
-    types = [NORMAL] * 256 + [CONTROL] * len(control) + [USER_DEFINED] * len(tags) + [UNUSED] * len(spare)
+    types = [NORMAL] * 257 + [CONTROL] * len(control) + [USER_DEFINED] * len(tags) + [UNUSED] * len(spare)
     tokens += [_filler(i) for i in spare]
-    return Tokenizer(tokens, types, [], eos_id=tokens.index("<|im_end|>"), pad_id=tokens.index("<|endoftext|>"))
+    ids = {token: i for i, token in enumerate(tokens)}
+    return Tokenizer(tokens, types, [f"{never} {never}"], eos_id=ids["<|im_end|>"], pad_id=ids["<|endoftext|>"])
 
 
 def _filler(id: int) -> str:
