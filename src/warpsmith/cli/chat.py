@@ -20,7 +20,7 @@ HELP = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
     model_arguments(parser)
-    sampling_arguments(parser)
+    sampling_arguments(parser, predict=-1)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -27,9 +27,16 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--offline", action="store_true", help="use the network for nothing")
 
 
-def sampling_arguments(parser: argparse.ArgumentParser) -> None:
+def sampling_arguments(parser: argparse.ArgumentParser, predict: int) -> None:
     group = parser.add_argument_group("generation")
-    group.add_argument("-n", "--predict", type=int, metavar="N", help="tokens to generate at most")
+    group.add_argument(
+        "-n",
+        "--predict",
+        type=int,
+        default=predict,
+        metavar="N",
+        help=f"tokens at most; -1: no limit (default: {predict})",
+    )
     group.add_argument("-s", "--stop", action="append", metavar="TEXT", help="end at this text; may be repeated")
     group.add_argument("--temp", type=float, metavar="T", help="temperature; 0 is greedy")
     group.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens; 0 is all")
@@ -67,8 +74,8 @@ _KEYWORDS = {
 def sampling_keywords(args: argparse.Namespace) -> dict[str, Any]:
     """What the flags say to `LLM.stream`; what they leave out is the model's to decide."""
     given = {keyword: value for flag, keyword in _KEYWORDS.items() if (value := getattr(args, flag)) is not None}
-    if args.predict is not None and args.predict < 0:
-        del given["max_tokens"]  # llama.cpp's -1: no limit but the context
+    if args.predict < 0:
+        del given["max_tokens"]
     if args.logit_bias:
         given["logit_bias"] = dict(args.logit_bias)
     if args.thinking != "auto":

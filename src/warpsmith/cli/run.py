@@ -7,11 +7,14 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from warpsmith.cli.options import introduce, model_arguments, open_model, sampling_arguments, sampling_keywords
 from warpsmith.cli.terminal import aside, emit
 from warpsmith.errors import BadRequest
+
+if TYPE_CHECKING:
+    from warpsmith.llm import LLM
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="a system message; implies --chat")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     model_arguments(parser)
-    sampling_arguments(parser)
+    sampling_arguments(parser, predict=256)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -33,17 +36,21 @@ def main(args: argparse.Namespace) -> int:
             facts = {"text": answer.text, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
             print(json.dumps({"model": str(llm.checkpoint.path), **facts, "stats": answer.stats.to_dict()}))
             return 0
-        text = stats = None
-        try:
-            for chunk in llm.stream(prompt, **sampling_keywords(args)):
-                emit(chunk.text)
-                text, stats = chunk.text or text, chunk.stats
-        finally:  # leave the cursor at the beginning of a line, also after Ctrl-C
-            if sys.stdout.isatty() and text and not text.endswith("\n"):
-                emit("\n")
-        if stats is not None:
-            aside(stats.summary())
+        _stream(llm, prompt, sampling_keywords(args))
     return 0
+
+
+def _stream(llm: LLM, prompt: str | list[dict[str, Any]], options: dict[str, Any]) -> None:
+    text = ""
+    try:
+        for chunk in llm.stream(prompt, **options):
+            emit(chunk.text)
+            text = chunk.text or text
+    finally:  # leave the cursor at the beginning of a line, also after Ctrl-C
+        if sys.stdout.isatty() and text and not text.endswith("\n"):
+            emit("\n")
+    assert chunk.stats is not None
+    aside(chunk.stats.summary() + (" | cut at the limit (-n, -c)" if chunk.finish_reason == "length" else ""))
 
 
 def _prompt(args: argparse.Namespace) -> str | list[dict[str, Any]]:
