@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_directories import real_config
 from random_models import random_tensors, small_config
 from warpsmith.checkpoint import hf
 from warpsmith.checkpoint.canonical import Checkpoint
@@ -32,58 +33,6 @@ SIZE_NAMES = list(PUBLISHED)
 
 def count_parameters(config: Config) -> int:
     return sum(math.prod(shape) for shape in expected_shapes(config).values())
-
-
-def real_config(config: Config) -> dict[str, Any]:
-    """config.json as the repositories of the family have it: a multimodal model with the text model inside."""
-    return {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "image_token_id": 248056,
-        "model_type": "qwen3_5",
-        "text_config": {
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "attn_output_gate": True,
-            "dtype": "bfloat16",
-            "eos_token_id": 248044,
-            "full_attention_interval": 4,
-            "head_dim": config.head_dim,
-            "hidden_act": "silu",
-            "hidden_size": config.hidden,
-            "initializer_range": 0.02,
-            "intermediate_size": config.ffn,
-            "layer_types": ["linear_attention" if r else "full_attention" for r in config.recurrent],
-            "linear_conv_kernel_dim": config.conv_kernel,
-            "linear_key_head_dim": config.key_head_dim,
-            "linear_num_key_heads": config.key_heads,
-            "linear_num_value_heads": config.value_heads,
-            "linear_value_head_dim": config.value_head_dim,
-            "mamba_ssm_dtype": "float32",
-            "max_position_embeddings": config.context,
-            "mlp_only_layers": [],
-            "model_type": "qwen3_5_text",
-            "mtp_num_hidden_layers": 1,
-            "mtp_use_dedicated_embeddings": False,
-            "num_attention_heads": config.heads,
-            "num_hidden_layers": config.layers,
-            "num_key_value_heads": config.kv_heads,
-            "rms_norm_eps": config.eps,
-            "rope_parameters": {
-                "mrope_interleaved": True,
-                "mrope_section": [11, 11, 10],
-                "partial_rotary_factor": 0.25,
-                "rope_theta": 10000000,
-                "rope_type": "default",
-            },
-            "tie_word_embeddings": config.tied,
-            "use_cache": True,
-            "vocab_size": config.vocab,
-        },
-        "tie_word_embeddings": config.tied,
-        "transformers_version": "4.57.0.dev0",
-        "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_5"},
-        "vision_start_token_id": 248053,
-    }
 
 
 def real_metadata(config: Config) -> dict[str, Any]:
