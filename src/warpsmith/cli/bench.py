@@ -13,7 +13,7 @@ from warpsmith.errors import BadRequest
 
 if TYPE_CHECKING:
     from warpsmith.llm import LLM
-    from warpsmith.measure.speed import Test
+    from warpsmith.measure.speed import Case
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,11 +49,11 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tests(args: argparse.Namespace) -> list[Test]:
-    from warpsmith.measure.speed import Test
+def _tests(args: argparse.Namespace) -> list[Case]:
+    from warpsmith.measure.speed import Case
 
-    prompts = [Test(n, 0, depth) for depth in args.n_depth for n in args.n_prompt if n]
-    return prompts + [Test(0, n, depth) for depth in args.n_depth for n in args.n_gen if n]
+    prompts = [Case(n, 0, depth) for depth in args.n_depth for n in args.n_prompt if n]
+    return prompts + [Case(0, n, depth) for depth in args.n_depth for n in args.n_gen if n]
 
 
 def _facts(llm: LLM, threads: int | None) -> dict[str, Any]:

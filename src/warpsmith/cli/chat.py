@@ -44,33 +44,33 @@ class Chat:
             aside(HELP)
             with suppress(ImportError):  # not on every system
                 import readline  # noqa: F401  gives input() line editing and history
-        while (line := self._line()) is not None:
-            match line.strip():
-                case "":
-                    pass
-                case "/exit" | "/quit" | "/bye":
-                    return
-                case "/clear":
-                    self.messages = list(self.opening)
-                case "/help":
-                    aside(HELP)
-                case question:
-                    self._turn(question)
-
-    def _line(self) -> str | None:
-        """The next line, or None at the end of input."""
-        while True:
+        going = True
+        while going:
             try:
-                return input("> " if self.interactive else "")
-            except EOFError:
-                if self.interactive:
-                    emit("\n")
-                return None
+                going = self._step()
             except KeyboardInterrupt:
                 if not self.interactive:
                     raise
                 emit("\n")
                 aside(HELP)
+
+    def _step(self) -> bool:
+        """Take a line and do what it says; False at the end."""
+        try:
+            line = input("> " if self.interactive else "").strip()
+        except EOFError:
+            if self.interactive:
+                emit("\n")
+            return False
+        if line in ("/exit", "/quit", "/bye"):
+            return False
+        if line == "/clear":
+            self.messages = list(self.opening)
+        elif line == "/help":
+            aside(HELP)
+        elif line:
+            self._turn(line)
+        return True
 
     def _turn(self, question: str) -> None:
         self.messages.append({"role": "user", "content": question})

@@ -29,7 +29,7 @@ def main(args: argparse.Namespace) -> int:
 
 def examine() -> dict[str, Any]:
     gpus, driver = machine.gpus()
-    devices = {name: _try(name) for name in DEVICES}
+    devices = _problems()
     return {
         "warpsmith": __version__,
         "python": platform.python_version(),
@@ -49,19 +49,23 @@ def examine() -> dict[str, Any]:
     }
 
 
-def _try(device: str) -> str | None:
-    """None if the device runs a model here; else why not. The model is tiny and the run is real."""
+def _problems() -> dict[str, str | None]:
+    """Of each device: None if it runs a model here, else why not. The model is tiny and the run is real."""
     from warpsmith.llm import backend_for
     from warpsmith.model.synthetic import tiny_model
     from warpsmith.model.weights import read_config
 
     checkpoint = tiny_model()
-    try:
-        backend = backend_for(device, checkpoint, read_config(checkpoint))
-        backend.prefill(backend.new_state(8), [1, 2, 3])
-    except WarpsmithError as error:
-        return error.problem
-    return None
+    config = read_config(checkpoint)
+    problems: dict[str, str | None] = {}
+    for device in DEVICES:
+        try:
+            backend = backend_for(device, checkpoint, config)
+            backend.prefill(backend.new_state(8), [1, 2, 3])
+            problems[device] = None
+        except WarpsmithError as error:
+            problems[device] = error.problem
+    return problems
 
 
 def _cache() -> dict[str, Any]:

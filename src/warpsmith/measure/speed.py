@@ -17,7 +17,7 @@ from warpsmith.backend.base import Backend, State
 
 
 @dataclass(frozen=True)
-class Test:
+class Case:
     """Read `prompt` tokens, then generate `generate` more, on top of `depth` tokens."""
 
     prompt: int
@@ -38,7 +38,7 @@ class Test:
 class Result:
     """The nanoseconds that each repetition of a test took."""
 
-    test: Test
+    test: Case
     samples_ns: list[int]
 
     @property
@@ -67,7 +67,7 @@ class Result:
         return statistics.median(self.samples_ts)
 
 
-def measure(backend: Backend, test: Test, repetitions: int = 5, clock: Callable[[], int] = perf_counter_ns) -> Result:
+def measure(backend: Backend, test: Case, repetitions: int = 5, clock: Callable[[], int] = perf_counter_ns) -> Result:
     """Time a test, after one run that warms up."""
     random = np.random.default_rng(0)
     ids = random.integers(backend.config.vocab, size=test.depth + test.prompt + 1).tolist()

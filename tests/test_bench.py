@@ -1,0 +1,142 @@
+"""Measuring: the arithmetic on a clock we control, the tests on a real backend, the tables through the real command."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from itertools import accumulate
+
+import pytest
+
+from warpsmith.backend.reference.backend import ReferenceBackend
+from warpsmith.measure import machine
+from warpsmith.measure.speed import Case, Result, measure
+from warpsmith.measure.table import record, table
+from warpsmith.measure.units import count, size
+from warpsmith.model.config import SIZES
+from warpsmith.model.synthetic import tiny_model
+
+# the keys of llama-bench's JSON that other tools read
+KEYS = {
+    "build_commit", "cpu_info", "gpu_info", "backends", "n_threads", "model_filename", "model_type", "model_size",
+    "model_n_params", "n_prompt", "n_gen", "n_depth", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "samples_ns",
+}  # fmt: skip
+FACTS = {
+    "model_type": "qwen35 27B Q4_K_M",
+    "model_size": 16_536_406_016,
+    "model_n_params": 26_895_998_464,
+    "backends": "cuda",
+    "n_threads": 8,
+}
+
+
+def bench(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "warpsmith.cli", "bench", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_names_are_llama_bench_s() -> None:
+    assert Case(512, 0).name == "pp512"
+    assert Case(0, 128, 4096).name == "tg128 @ d4096"
+    assert Case(512, 128).name == "pp512+tg128"
+
+
+def test_statistics_of_known_samples() -> None:
+    result = Result(Case(100, 0), [1_000_000_000, 2_000_000_000, 4_000_000_000])
+    assert result.samples_ts == [100, 50, 25]
+    assert result.avg_ns == pytest.approx(7e9 / 3)
+    assert result.stddev_ns == pytest.approx(1.5275252e9)
+    assert result.avg_ts == pytest.approx(175 / 3)
+    assert result.stddev_ts == pytest.approx(38.188131)
+    assert result.median_ts == 50
+    assert Result(Case(0, 1), [5]).stddev_ns == 0
+
+
+def test_only_the_repetitions_are_timed() -> None:
+    checkpoint = tiny_model()
+    backend = ReferenceBackend(SIZES["tiny"], checkpoint.tensors)
+    steps = [0, 7, 100, 9, 100, 8]  # time passes inside and between the repetitions
+    clock = iter(accumulate(steps)).__next__
+    assert measure(backend, Case(5, 0, 3), 3, clock).samples_ns == [7, 9, 8]
+    with pytest.raises(StopIteration):
+        clock()  # two readings a repetition, none for the warm-up
+
+
+def test_every_repetition_does_the_whole_test_from_the_same_depth() -> None:
+    class Counting(ReferenceBackend):
+        """The reference backend, with a note of the state's length at each call."""
+
+        def prefill(self, state, ids, want=None):  # type: ignore[no-untyped-def]
+            calls.append(("prefill", state.length, len(ids)))
+            return super().prefill(state, ids) if want is None else super().prefill(state, ids, want)
+
+        def decode(self, state, token, count, stop=frozenset()):  # type: ignore[no-untyped-def]
+            calls.append(("decode", state.length, count))
+            return super().decode(state, token, count, stop)
+
+    calls: list[tuple[str, int, int]] = []
+    backend = Counting(SIZES["tiny"], tiny_model().tensors)
+    measure(backend, Case(4, 3, 6), 2)
+    warm, timed = [("prefill", 6, 4), ("decode", 10, 1)], [("prefill", 6, 4), ("decode", 10, 3)]
+    assert calls == [("prefill", 0, 6), *warm, *timed, *timed]
+
+
+def test_the_table_is_llama_bench_s() -> None:
+    rows = [
+        record(Result(Case(512, 0), [10**9] * 2), FACTS),
+        record(Result(Case(0, 128, 4096), [10**9, 2 * 10**9]), FACTS),
+    ]
+    lines = table(rows, "md").splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[0] == ["model", "size", "params", "backend", "threads", "test", "t/s", "median"]
+    assert cells[2] == ["qwen35 27B Q4_K_M", "15.40 GiB", "26.90 B", "cuda", "8", "pp512", "512.00 ± 0.00", "512.00"]
+    assert cells[3][5:] == ["tg128 @ d4096", "96.00 ± 45.25", "96.00"]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_units() -> None:
+    assert [size(n) for n in (0, 1023, 1024, 3 << 20, 5 << 30)] == ["0 B", "1023 B", "1.00 KiB", "3.00 MiB", "5.00 GiB"]
+    assert [count(n) for n in (7, 1_500, 20_452_864, 26_895_998_464)] == ["7", "1.50 K", "20.45 M", "26.90 B"]
+
+
+def test_the_command_in_every_format() -> None:
+    results = {
+        format: bench("-p", "8", "-n", "2,3", "-d", "0,4", "-r", "2", "-o", format) for format in ("json", "csv")
+    }
+    for result in results.values():
+        assert result.returncode == 0, result.stderr
+    records = json.loads(results["json"].stdout)
+    assert [r["test"] for r in records] == ["pp8", "pp8 @ d4", "tg2", "tg3", "tg2 @ d4", "tg3 @ d4"]
+    for r in records:
+        assert r.keys() >= KEYS
+        assert len(r["samples_ns"]) == 2
+        assert r["avg_ts"] > 0
+    assert records[0]["model_type"] == "qwen35 tiny F32"
+    rows = list(csv.DictReader(io.StringIO(results["csv"].stdout)))
+    assert [row["test"] for row in rows] == [r["test"] for r in records]
+
+    lines = bench("-p", "4", "-n", "0", "-r", "1", "-o", "jsonl").stdout.splitlines()
+    assert [json.loads(line)["n_prompt"] for line in lines] == [4]
+    assert bench("-p", "4", "-n", "0", "-r", "1").stdout.startswith("| model")
+
+
+@pytest.mark.parametrize("flags", [["-p", "0", "-n", "0"], ["-p", "-4"], ["-r", "0"], ["-o", "xml"], ["-p", "x"]])
+def test_nonsense_is_a_usage_error(flags: list[str]) -> None:
+    result = bench(*flags)
+    assert result.returncode == 2
+    assert not result.stdout
+
+
+def test_facts_about_the_machine() -> None:
+    assert machine.usable_cores() >= 1
+    assert machine.cpu_model()
+    memory = machine.memory()
+    assert not memory or 0 < memory["available"] <= memory["total"]
+    assert machine.package_version("numpy")
+    assert machine.package_version("no-such-package-anywhere") is None
+    found, driver = machine.gpus()
+    assert isinstance(found, list)
+    assert driver

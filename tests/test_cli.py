@@ -1,0 +1,403 @@
+"""The command line as a user types it, every command a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+COMMAND = [sys.executable, "-m", "warpsmith.cli"]
+VERBS = ("run", "chat", "bench", "show", "pull", "convert", "synth", "doctor")
+# the byte tokenizer's end tokens, made impossible: an answer then goes on until it is stopped
+ENDLESS = ["--logit-bias", "256-1000", "--logit-bias", "258-1000"]
+SMALL = ["--layers", "2", "--hidden", "256", "--ffn", "256", "--vocab", "272"]
+# one thread for numpy: on a busy machine many threads wait for each other most of the time
+ENVIRONMENT = os.environ | {"OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def warpsmith(*args: str | Path, stdin: bytes = b"", **environment: str) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(
+        [*COMMAND, *map(str, args)], input=stdin, capture_output=True, timeout=300, env=ENVIRONMENT | environment
+    )
+    out, err = result.stdout.decode(), result.stderr.decode()
+    return subprocess.CompletedProcess(result.args, result.returncode, out, err)
+
+
+def succeeds(*args: str | Path, stdin: bytes = b"") -> str:
+    result = warpsmith(*args, stdin=stdin)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def fails(code: int, *args: str | Path, stdin: bytes = b"") -> str:
+    """The command fails as it should: its code, nothing on stdout, no traceback. Returns what it says."""
+    result = warpsmith(*args, stdin=stdin)
+    assert result.returncode == code, (result.returncode, result.stderr)
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "small.gguf"
+    succeeds("synth", "tiny", path, *SMALL, "--type", "q4_k_m", "--seed", "3")
+    return path
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "small"
+    succeeds("synth", "tiny", path, *SMALL, "--type", "f32", "--mtp")
+    return path
+
+
+# Help and usage
+
+
+def test_help_names_the_verbs_and_loads_nothing_heavy() -> None:
+    program = (
+        "import sys; from warpsmith.cli import main; assert main(['--help']) == 0; "
+        "sys.exit(', '.join({'numpy', 'rich', 'tokenizers', 'huggingface_hub', 'jinja2'} & set(sys.modules)) or 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert all(re.search(rf"^ +{verb} ", result.stdout, re.MULTILINE) for verb in VERBS)
+    assert succeeds("--version").startswith("warpsmith 0.")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(verb: str) -> None:
+    assert "--debug" in succeeds(verb, "--help")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        [],
+        ["fly"],
+        ["run", "--no-such-flag"],
+        ["run", "-p", "x", "-n", "many"],
+        ["run", "-p", "x", "-n", "0"],
+        ["run", "-p", "x", "-c", "0"],
+        ["run", "-p", "x", "-c", "99999999"],
+        ["run", "-p", "x", "-f", "y"],
+        ["run", "-p", "x", "--top-p", "7"],
+        ["run", "-p", "x", "--device", "abacus"],
+        ["run", "-p", "x", "--logit-bias", "7"],
+        ["run", "-p", "x", "--draft", "no-such-draft.gguf"],
+        ["run", "-p", "x", "-s", ""],
+        ["run", "-p", ""],
+        ["run", "-p", "x", "--thinking", "off"],
+        ["run", "-p", b"\xff\xfe"],
+        ["show", "-c", "-5"],
+        ["pull"],
+        ["synth", "900B", "x.gguf"],
+        ["synth", "tiny", "x.gguf", "--type", "q1_z"],
+        ["synth", "tiny", "x.gguf", "--heads", "3", "--kv-heads", "2"],
+        ["synth", "tiny", "x.gguf", "--vocab", "10"],
+        ["synth", "tiny", "directory", "--type", "q4_k_m"],
+        ["convert", "x.gguf"],
+    ],
+)
+def test_what_cannot_be_done_as_asked_exits_2(args: list[str], tmp_path: Path) -> None:
+    result = subprocess.run(
+        [*COMMAND, *args], capture_output=True, env=ENVIRONMENT, cwd=tmp_path, stdin=subprocess.DEVNULL
+    )
+    assert result.returncode == 2, result.stderr
+    assert result.stdout == b""
+    assert b"error:" in result.stderr
+    assert b"Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# Running
+
+
+def test_run_streams_text_to_stdout_and_stats_to_stderr() -> None:
+    result = warpsmith("run", "-p", "def fibonacci(n):", "-n", "8", *ENDLESS)
+    assert result.returncode == 0, result.stderr
+    model, stats = result.stderr.splitlines()
+    assert "random" in model
+    assert "prompt 17 tokens" in stats
+    assert "generated 8 tokens" in stats
+    assert "cut at the limit" in stats
+    assert "\x1b" not in result.stderr
+    answer = json.loads(succeeds("run", "-p", "def fibonacci(n):", "-n", "8", *ENDLESS, "--json"))
+    assert answer["text"] == result.stdout
+    assert len(answer["token_ids"]) == 8
+    assert answer["finish_reason"] == "length"
+    assert answer["stats"]["mode"] == "plain"
+    assert answer["stats"]["generated_tokens"] == 8
+
+
+def test_a_prompt_from_anywhere_is_the_same_prompt(tmp_path: Path, gguf: Path) -> None:
+    (tmp_path / "prompt").write_bytes("naïve 🎉\n".encode())
+    args = ["run", "-m", gguf, "-n", "6", "--json"]
+    answers = [
+        json.loads(succeeds(*args, "-p", "naïve 🎉\n"))["token_ids"],
+        json.loads(succeeds(*args, "-f", tmp_path / "prompt"))["token_ids"],
+        json.loads(succeeds(*args, stdin="naïve 🎉\n".encode()))["token_ids"],
+    ]
+    assert answers[0] == answers[1] == answers[2]
+    assert "not UTF-8" in fails(2, *args, stdin=b"caf\xe9")
+
+
+def test_sampling_flags_reach_the_sampler(gguf: Path) -> None:
+    def ids(*flags: str) -> list[int]:
+        return json.loads(succeeds("run", "-m", gguf, "-p", "abc", "-n", "12", "--json", *ENDLESS, *flags))["token_ids"]
+
+    greedy, sampled = ids(), ids("--temp", "1", "--top-k", "0", "--top-p", "1", "--seed", "1")
+    assert sampled == ids("--temp", "1", "--top-k", "0", "--top-p", "1", "--seed", "1")
+    assert sampled != ids("--temp", "1", "--top-k", "0", "--top-p", "1", "--seed", "2")
+    assert ids("--temp", "1", "--top-k", "1", "--seed", "5") == greedy
+    assert ids("--temp", "1", "--min-p", "1", "--seed", "5") == greedy
+    assert ids("--logit-bias", "65+1000") == [65] * 12
+    assert len(set(ids("--repeat-penalty", "1e9", "--repeat-last-n", "-1"))) == 12
+
+
+def test_stop_strings_and_chat_templates(gguf: Path) -> None:
+    answer = json.loads(succeeds("run", "-m", gguf, "-p", "x", "-s", "AAA", "--logit-bias", "65+1000", "--json"))
+    assert (answer["text"], answer["finish_reason"], len(answer["token_ids"])) == ("", "stop", 3)
+
+    def prompt_tokens(*flags: str) -> int:
+        return json.loads(succeeds("run", "-m", gguf, "-p", "x", "-n", "1", "--json", *flags))["stats"]["prompt_tokens"]
+
+    plain, chat, system = prompt_tokens(), prompt_tokens("--chat"), prompt_tokens("--system", "be brief")
+    assert plain == 1 < chat < system
+    assert prompt_tokens("--chat", "--thinking", "on") < prompt_tokens("--chat", "--thinking", "off")
+
+
+def test_an_interrupted_run_exits_130() -> None:
+    with subprocess.Popen(
+        [*COMMAND, "run", "-p", "x", "-n", "-1", *ENDLESS],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=ENVIRONMENT,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+
+
+def test_a_reader_may_close_the_pipe() -> None:
+    with subprocess.Popen(
+        [*COMMAND, "run", "-p", "x", "-n", "-1", *ENDLESS],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=ENVIRONMENT,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(1)
+        process.stdout.close()
+        err = process.stderr.read()
+        assert process.wait(timeout=60) == 0
+    assert b"Traceback" not in err
+    assert b"Exception" not in err
+
+
+# Chatting
+
+
+def test_a_piped_chat_answers_every_line(gguf: Path) -> None:
+    long = b"what is one and one? " * 5
+    result = warpsmith(
+        "chat", "-m", gguf, "-n", "3", *ENDLESS, stdin=b"%b\n\ntwo\n/clear\n%b\n/exit\nthree\n" % (long, long)
+    )
+    assert result.returncode == 0, result.stderr
+    turns = [line for line in result.stderr.splitlines() if "generated" in line]
+    prompts = [int(re.search(r"prompt (\d+) tokens", turn)[1]) for turn in turns]  # type: ignore[index]
+    assert len(turns) == 3
+    assert prompts[1] > prompts[0] == prompts[2]
+    assert "cached" in turns[1]  # the second turn does not compute the first again
+
+
+class Terminal:
+    """A command at a terminal of its own."""
+
+    def __init__(self, *args: str, **environment: str) -> None:
+        self.seen = ""
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            os.execve(sys.executable, [*COMMAND, *args], ENVIRONMENT | {"TERM": "xterm"} | environment)
+
+    def until(self, text: str, after: int = 0, press: str = "") -> int:
+        """Read until `text` appears past position `after`; returns where it ends. `press` is typed until it does."""
+        for _ in range(60):
+            self.type(press)
+            while (at := self.seen.find(text, after)) < 0 and select.select([self.fd], [], [], 1)[0]:
+                self.seen += os.read(self.fd, 4096).decode(errors="replace")
+            if at >= 0:
+                return at + len(text)
+        raise AssertionError(f"no {text!r} in {self.seen!r}")
+
+    def type(self, text: str) -> None:
+        os.write(self.fd, text.encode())
+
+    def exit_code(self) -> int:
+        try:
+            while data := os.read(self.fd, 4096):
+                self.seen += data.decode(errors="replace")
+        except OSError:  # how a terminal says that nobody is at the other end
+            pass
+        os.close(self.fd)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves() -> None:
+    terminal = Terminal("chat", "--logit-bias", "65+1000", NO_COLOR="1")  # AAAA...
+    terminal.until("> ")
+    terminal.type("hello\n")
+    at = terminal.until("A")
+    # Pressed again until it is noticed: between printing a prompt and waiting for keys, Python misses a Ctrl-C.
+    at = terminal.until("> ", terminal.until("stopped", at, press="\x03"))
+    at = terminal.until("> ", terminal.until("/exit", at, press="\x03"))  # at the prompt it says how to leave
+    terminal.type("\x04")
+    assert terminal.exit_code() == 0
+    assert "Traceback" not in terminal.seen
+    assert "\x1b[2m" not in terminal.seen  # NO_COLOR
+
+
+def test_a_terminal_gets_colour_but_no_control_characters_of_the_model() -> None:
+    escape = ["--logit-bias", "27+1000"]  # a model that says nothing but ESC
+    terminal = Terminal("run", "-p", "x", "-n", "5", *escape, NO_COLOR="")
+    assert terminal.exit_code() == 0
+    assert "\ufffd" * 5 in terminal.seen
+    assert "\x1b\x1b" not in terminal.seen
+    assert "\x1b[2m" in terminal.seen
+    assert succeeds("run", "-p", "x", "-n", "5", *escape) == "\x1b" * 5  # a pipe gets what the model said
+
+
+# Files
+
+
+def test_show(gguf: Path, directory: Path) -> None:
+    facts = json.loads(succeeds("show", gguf, "-c", "1000", "--json"))
+    assert facts["config"]["layers"] == 2
+    assert facts["config"]["vocab"] == 272
+    assert set(facts["types"]) == {"F32", "Q4_K", "Q6_K"}
+    assert sum(row["parameters"] for row in facts["types"].values()) == facts["parameters"]
+    assert facts["bytes"] < gguf.stat().st_size < facts["bytes"] + 100_000
+    memory = facts["memory"]
+    assert memory["weights"] == facts["bytes"]
+    assert memory["keys_and_values"] == 0  # both layers are DeltaNet
+    assert memory["deltanet_states"] == 2 * (4 * 128 * 128 + 3 * 1024) * 4
+    with_attention = json.loads(succeeds("show", directory, "-c", "1000", "--json"))["memory"]
+    assert with_attention["keys_and_values"] == 2 * 1000 * 256 * 2  # the MTP layer's
+    page = succeeds("show", gguf)
+    assert "Q4_K" in page
+    assert "qwen35.block_count = 2" in page
+    assert len(page.splitlines()) < 70
+
+
+def test_convert_keeps_what_a_model_says(tmp_path: Path, directory: Path) -> None:
+    def ids(model: Path) -> list[int]:
+        return json.loads(succeeds("run", "-m", model, "-p", "hello", "-n", "8", "--json", "--chat"))["token_ids"]
+
+    file, back = tmp_path / "model.gguf", tmp_path / "back"
+    succeeds("convert", directory, file)
+    succeeds("convert", file, back, "--type", "f32")
+    assert ids(directory) == ids(file) == ids(back)
+    succeeds("convert", file, tmp_path / "small.gguf", "--type", "q8_0")
+    assert set(json.loads(succeeds("show", tmp_path / "small.gguf", "--json"))["types"]) == {"F32", "Q8_0"}
+    assert "exists already" in fails(2, "convert", directory, file)
+    assert "again" in fails(2, "convert", tmp_path / "small.gguf", tmp_path / "smaller.gguf", "--type", "q4_0")
+    assert not (tmp_path / "smaller.gguf").exists()
+
+
+def test_missing_models_exit_3(tmp_path: Path) -> None:
+    for args in (["run", "-p", "x", "-m"], ["chat", "-m"], ["bench", "-m"], ["show"]):
+        message = fails(3, *args, tmp_path / "missing.gguf")
+        assert "missing.gguf" in message
+        assert "fix:" in message
+    assert "offline" in fails(3, "run", "-p", "x", "-m", "someone/model", "--offline")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "scrambled", "empty", "text", "directory"])
+def test_damaged_models_exit_1(tmp_path: Path, gguf: Path, damage: str) -> None:
+    path, data = tmp_path / "model.gguf", gguf.read_bytes()
+    if damage == "directory":
+        path.mkdir()
+        (path / "config.json").write_text("{")
+    else:
+        scrambled = data[:24] + b"\xff" * 64 + data[88:]
+        path.write_bytes(
+            {"truncated": data[:-5000], "scrambled": scrambled, "empty": b"", "text": b"hello" * 99}[damage]
+        )
+    for args in (["run", "-p", "x", "-m"], ["show"]):
+        message = fails(1, *args, path)
+        assert message.startswith("error: ")
+        assert str(path) in message
+        assert len(message.splitlines()) <= 2
+
+
+def test_a_traceback_only_when_asked_for(tmp_path: Path) -> None:
+    result = warpsmith("show", tmp_path / "missing.gguf", "--debug")
+    assert result.returncode != 0
+    assert "Traceback" in result.stderr
+
+
+def test_files_that_cannot_be_written_exit_1(gguf: Path, tmp_path: Path) -> None:
+    assert "fix:" in fails(1, "convert", gguf, tmp_path / "no" / "such" / "folder.gguf")
+
+
+# The machine
+
+
+def test_doctor_knows_what_auto_would_use() -> None:
+    facts = json.loads(succeeds("doctor", "--json"))
+    assert facts["devices"]["reference"] is None
+    assert facts["devices"][facts["device"]] is None
+    page = succeeds("doctor")
+    assert f"uses {facts['device']}" in page
+    answer = json.loads(succeeds("run", "-p", "x", "-n", "1", "--json"))
+    assert answer["stats"]["device"] == facts["device"]
+    for device, problem in facts["devices"].items():
+        result = warpsmith("run", "-p", "x", "-n", "1", "--device", device)
+        assert result.returncode == (0 if problem is None else 4), result.stderr
+
+
+# The documents
+
+
+def fenced(document: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_examples_in_the_documents_run(tmp_path: Path) -> None:
+    for document in (ROOT / "docs/python-api.md", ROOT / "README.md"):
+        program = "\n".join(fenced(document, "python"))
+        assert program
+        result = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT, timeout=300
+        )
+        assert result.returncode == 0, (document, result.stderr)
+
+
+def test_the_readme_has_two_commands_for_a_fresh_machine() -> None:
+    commands = [line for block in fenced(ROOT / "README.md", "sh") for line in block.splitlines() if "venv" in line]
+    assert len(commands) == 2
+    assert commands[0].endswith('warpsmith run -p "def fibonacci(n):"')
+    pattern = re.search(r"grep -E '(.*)' README.md", (ROOT / ".ci/run").read_text())
+    assert pattern
+    assert [line for line in commands if re.search(pattern[1], line)] == [commands[1]]  # the one that CI runs
+
+
+def test_documented_flags_exist() -> None:
+    known = set(re.findall(r"--[a-z][a-z-]+", "".join(succeeds(verb, "--help") for verb in VERBS)))
+    for name in ("README.md", "docs/cli.md"):
+        text = re.sub(r"^python3 .*$", "", (ROOT / name).read_text(), flags=re.MULTILINE)
+        assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - known == set(), name
