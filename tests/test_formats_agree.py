@@ -19,7 +19,7 @@ from warpsmith.errors import BadFile
 from warpsmith.model.config import Config, config_to_metadata
 from warpsmith.model.weights import read_config
 
-IDS = np.random.default_rng(0).integers(0, 160, 70)
+IDS = np.random.default_rng(0).integers(0, 160, 24)
 
 
 def config_of(ratio: int) -> Config:

@@ -55,7 +55,7 @@ MTP_NAMES: dict[str, tuple[str, str]] = {
 MATRIX_KINDS = frozenset({"matrix", "qkv rows", "value rows", "head rows", "value columns"})
 
 _PREFIX = re.compile(r"^(model\.)?(language_model\.)?(model\.)?")
-_LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.(.+)")
+_LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.(.+)", re.DOTALL)
 _BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.(.+)")
 _TO_LAYER = {hf: (name, kind) for name, (hf, kind) in LAYER_NAMES.items()}
 _TO_MODEL = {hf: (name, kind) for name, (hf, kind) in MODEL_NAMES.items()}

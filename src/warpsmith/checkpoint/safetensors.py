@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import re
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ INDEX = "model.safetensors.index.json"
 ELEMENTS = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}  # dtypes that are read, as numpy moves them about
 QUANTISED = (".scales", ".biases", ".weight_scale", ".weight_scale_inv", ".weight_packed", ".qweight")
 
+_SHARD = re.compile(r"[\w.+-]{1,240}\.safetensors", re.ASCII)
 _AGAIN = "Download the model again."
 _ORIGINAL = "Use the original (bf16) repository or a GGUF of the model."
 
@@ -111,8 +113,10 @@ def read_tensors(directory: Path) -> dict[str, StoredTensor]:
         raise BadFile(f"{index_path}: weight_map is missing or not a map of file names.", _AGAIN)
     shards: dict[str, dict[str, StoredTensor]] = {}
     for name in sorted(set(weight_map.values())):
-        if Path(name).name != name:
-            raise BadFile(f"{index_path}: weight_map names {brief(name)}, which is not a file of this directory.")
+        if not _SHARD.fullmatch(name):
+            raise BadFile(
+                f"{index_path}: weight_map names {brief(name)}, which is no safetensors file of this directory."
+            )
         shards[name] = read_file(directory / name)
     for tensor, shard in weight_map.items():
         if tensor not in shards[shard]:
@@ -258,12 +262,11 @@ def _canonical(name: str, hf_name: str, stored: StoredTensor, kind: str, heads: 
 
     def read_small() -> np.ndarray:
         values = dequantize(source_type, stored.bytes).reshape(shape)
-        if kind == "norm" and not folded:
-            values = values + 1
-        elif kind == "decay":
-            with np.errstate(over="ignore"):  # in float64, so that writing it back gives the same number
-                values = -np.exp(values.astype(np.float64))
-                values = values.astype(np.float32)
+        with np.errstate(all="ignore"):  # infinities and NaNs are legal bytes
+            if kind == "norm" and not folded:
+                values = values + 1
+            elif kind == "decay":  # in float64, so that writing it back gives the same number
+                values = (-np.exp(values.astype(np.float64))).astype(np.float32)
         ordered = reorder_heads(values, kind, heads, to_canonical=True)
         return np.ascontiguousarray(ordered, dtype="<f4").reshape(-1, shape[-1]).view(np.uint8)
 

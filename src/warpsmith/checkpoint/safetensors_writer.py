@@ -105,10 +105,10 @@ def _stored(tensor: Tensor, kind: str, heads: Heads, dtype: str) -> np.ndarray:
         elements = raw.view(ELEMENTS[dtype]).reshape(tensor.shape)
         return np.ascontiguousarray(reorder_heads(elements, kind, heads, to_canonical=False)).view(np.uint8)
     values = tensor.float32()
-    if kind == "norm":
-        values = values - 1
-    elif kind == "decay":
-        with np.errstate(divide="ignore"):
-            values = np.log(-values.astype(np.float64))
+    with np.errstate(all="ignore"):
+        if kind == "norm":
+            values = values - 1
+        elif kind == "decay":
+            values = np.log(-values.astype(np.float64)).astype(np.float32)
     ordered = reorder_heads(values, kind, heads, to_canonical=False)
     return np.ascontiguousarray(ordered, dtype="<f4").reshape(-1).view(np.uint8)
