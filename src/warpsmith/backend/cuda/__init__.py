@@ -1,0 +1,1 @@
+"""The CUDA engine: hand-written kernels, built by NVRTC for the chip at hand, one dispatch a forward pass."""

@@ -1,0 +1,364 @@
+"""The CUDA backend: one persistent kernel for plain decoding and for trees."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from warpsmith.backend.base import (
+    ARGMAX,
+    Backend,
+    MemoryPart,
+    Output,
+    Snapshot,
+    State,
+    Want,
+    check_room,
+    check_tokens,
+    output_from_logits,
+)
+from warpsmith.backend.cuda.compiler import build
+from warpsmith.backend.cuda.driver import Buffer, Device, HostRing, Kernel, check
+from warpsmith.backend.cuda.layout import (
+    COLUMNS,
+    HEAD_DIM,
+    MAX_FEATURES,
+    MAX_STOPS,
+    PACKET_BYTES,
+    SLOT_BYTES,
+    STATE_DIM,
+    THREADS,
+    WARPS,
+    Layout,
+    Params,
+    Path,
+    Request,
+)
+from warpsmith.backend.cuda.packing import Progress, pack_stream
+from warpsmith.backend.tree import MAX_NODES, Tree
+from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.errors import BadRequest, DoesNotFit
+from warpsmith.model.config import Config
+
+LAST_TAG = 0xFFFF
+BURST = 64  # tokens a decoding launch makes before it comes back
+EVERY_STAGE = 1 << 30
+
+
+class CudaState(State):
+    """One sequence on the device."""
+
+    def __init__(self, backend: CudaBackend, context: int) -> None:
+        device, layout = backend.device, backend.layout
+        self.length, self.context = 0, context
+        self.delta = device.zeros(layout.delta_bytes)
+        self.history = device.zeros(layout.history_bytes)
+        self.keys = device.allocate(layout.cache_bytes(context))
+        self.values = device.allocate(layout.cache_bytes(context))
+
+
+class CudaBackend(Backend):
+    """Weights packed on one GPU, and the kernels built for it."""
+
+    name = "cuda"
+
+    def __init__(
+        self,
+        config: Config,
+        tensors: Mapping[str, Tensor],
+        *,
+        context: int | None = None,
+        progress: Progress | None = None,
+        in_flight: int = 2,
+        options: Mapping[str, object] | None = None,
+    ) -> None:
+        check_shape(config)
+        self.config, self.device = config, Device()
+        self.chip = self.device.chip
+        self.layout = layout = Layout(config, self.chip.sms)
+        self.options = {"IN_FLIGHT": in_flight, **(options or {})}
+        self.context = context or config.context
+        self._check_fit(self.context)
+        self._kernels: dict[int, Kernel] = {}
+        base = {**layout.constants(), **self._variant(8), **self.options}
+        pack = self.device.load(build("pack.cu", self.chip.architecture, base)).kernel("pack")
+        self._commit = self.device.load(build("commit.cu", self.chip.architecture, base)).kernel("commit")
+
+        self.stream = pack_stream(self.device, pack, layout, tensors, progress)
+        self.vectors = self.device.upload(
+            np.concatenate([tensors[n].float32().reshape(-1) for n in layout.vector_names()])
+        )
+        self.rope = self.device.upload(layout.rope_table(self.context))
+        self.stream_start = self.device.upload(layout.stream_start.astype(np.uint64))
+        self.head_start = self.device.upload(layout.stage_start[-1].astype(np.uint64))
+        self.packets = {n: self.device.zeros(c * MAX_NODES * PACKET_BYTES) for n, c in layout.packet_counts.items()}
+        self.pending = {n: self.device.allocate(b) for n, b in layout.pending_bytes().items()}
+        self.logits = self.device.allocate(MAX_NODES * config.vocab * 4)
+        self.features = self.device.allocate(MAX_FEATURES * MAX_NODES * config.hidden * 4)
+        self.hidden = self.device.allocate(MAX_NODES * config.hidden * 4)
+        self.ring = HostRing(self.device, 1 + max(BURST, MAX_NODES))
+        self.tag = 1
+        self._last: tuple[CudaState, Tree] | None = None
+
+    # -- the contract ---------------------------------------------------------------------------------------------
+
+    def memory(self, context: int) -> list[MemoryPart]:
+        layout = self.layout
+        packets = sum(layout.packet_counts.values()) * MAX_NODES * PACKET_BYTES
+        outputs = MAX_NODES * 4 * (self.config.vocab + self.config.hidden * (1 + MAX_FEATURES))
+        return [
+            MemoryPart("weights", layout.stream_bytes),
+            MemoryPart("keys and values", 2 * layout.cache_bytes(context)),
+            MemoryPart("DeltaNet states", layout.delta_bytes + layout.history_bytes),
+            MemoryPart("scratch", packets + outputs + sum(layout.pending_bytes().values())),
+        ]
+
+    def new_state(self, context: int) -> CudaState:
+        if context > self.context:
+            raise BadRequest(f"This backend was loaded for a context of {self.context}.", f"Load it with -c {context}.")
+        return CudaState(self, context)
+
+    def prefill(self, state: State, ids: Sequence[int], want: Want = ARGMAX) -> Output:
+        if not len(ids):
+            raise BadRequest("There is nothing to prefill.", "Pass at least one token.")
+        check_room(state, len(ids))
+        parts = []
+        for start in range(0, len(ids), MAX_NODES):
+            chunk = ids[start : start + MAX_NODES]
+            last = start + len(chunk) == len(ids)
+            tokens = want.tokens if want.every_row or last else "none"
+            part = self.forward(state, Tree.chain(chunk), Want(tokens, want.top, want.features, want.hidden))
+            self.commit(state, range(len(chunk)))
+            parts.append(part)
+        return _join(parts, want)
+
+    def forward(self, state: State, tree: Tree, want: Want = ARGMAX) -> Output:
+        assert isinstance(state, CudaState)
+        check_tokens(self.config, tree.tokens)
+        check_room(state, int(tree.depths().max()) + 1)
+        self._launch(state, tree, want)
+        self._last = (state, tree)
+        n, hidden = len(tree), self.config.hidden
+        output = Output()
+        if want.tokens in ("top", "logits"):
+            output = output_from_logits(self.logits.read(np.float32, (n, self.config.vocab)), want)
+        elif want.tokens == "argmax":
+            self.device.synchronize()
+            output.argmax = self.ring.array[1 : 1 + n].copy()
+        if want.features:
+            rows = self.features.read(np.float32, (len(want.features), n, hidden))
+            output.features = np.ascontiguousarray(rows.transpose(1, 0, 2)).reshape(n, -1)
+        if want.hidden:
+            output.hidden = self.hidden.read(np.float32, (n, hidden))
+        return output
+
+    def commit(self, state: State, path: Sequence[int]) -> None:
+        assert isinstance(state, CudaState)
+        nodes = list(path)
+        if self._last is None or self._last[0] is not state:
+            raise BadRequest("There is no forward pass to commit.", "Call forward first; each is committed once.")
+        if not nodes or nodes != self._last[1].path(nodes[-1]):
+            raise BadRequest(f"{nodes} is not a path of the tree from its root.")
+        argument = Path(len(nodes), state.length, (ctypes.c_int * MAX_NODES)(*nodes))
+        blocks = self.layout.delta_layers * self.layout.blocks
+        blocks += self.layout.attention_layers * self.config.kv_heads
+        self._commit.launch(blocks, WARPS * 32, self._params(state), argument)
+        self._last = None
+        state.length += len(nodes)
+
+    def decode(self, state: State, token: int, count: int, stop: frozenset[int] = frozenset()) -> Iterator[int]:
+        assert isinstance(state, CudaState)
+        check_tokens(self.config, np.array([token]))
+        if len(stop) > MAX_STOPS:
+            yield from super().decode(state, token, count, stop)
+            return
+        self._last = None
+        while count > 0:
+            burst = min(count, BURST)
+            check_room(state, burst)
+            tokens: list[int] = []
+            try:
+                for next_token in self._burst(state, token, burst, stop):
+                    tokens.append(next_token)
+                    yield next_token
+            finally:
+                self.device.synchronize()
+                state.length += int(self.ring.array[0])
+            if tokens[-1] in stop:
+                return
+            token = tokens[-1]
+            count -= burst
+
+    def _burst(self, state: CudaState, token: int, steps: int, stop: frozenset[int]) -> Iterator[int]:
+        """One launch; ids are handed on as the device writes them."""
+        cu, ring = self.device.cu, self.ring.array
+        ring[0] = 0
+        self._launch(state, Tree.chain([token]), ARGMAX, steps=steps, stop=sorted(stop))
+        seen = 0
+        while True:
+            running = int(cu.cuStreamQuery(0)[0]) == 600  # CUDA_ERROR_NOT_READY
+            while seen < ring[0]:
+                seen += 1
+                yield int(ring[seen])
+            if not running:
+                break
+        self.device.synchronize()
+        for i in range(seen, int(ring[0])):
+            yield int(ring[i + 1])
+
+    def snapshot(self, state: State) -> Snapshot:
+        assert isinstance(state, CudaState)
+        copies = []
+        for source in (state.delta, state.history, state.keys, state.values):
+            copy = self.device.allocate(source.nbytes)
+            copy.copy_from(source)
+            copies.append(copy)
+        return Snapshot(state.length, sum(c.nbytes for c in copies), copies)
+
+    def restore(self, state: State, snapshot: Snapshot) -> None:
+        assert isinstance(state, CudaState)
+        targets = (state.delta, state.history, state.keys, state.values)
+        for target, source in zip(targets, snapshot.data, strict=True):
+            target.copy_from(source)
+        state.length, self._last = snapshot.length, None
+
+    def trace(self, state: State, tree: Tree, stop_after: str) -> dict[str, np.ndarray]:
+        """The exchanged buffers after a stage of the plan (`delta_mix.3`), to compare with the reference's."""
+        assert isinstance(state, CudaState)
+        op, _, layer = stop_after.partition(".")
+        order = ["in", "mix", "mix_out", "mlp_in", "mlp_out"]
+        kind = {"delta_in": "in", "attention_in": "in", "delta_mix": "mix", "attention_mix": "mix"}.get(op, op)
+        number = 0 if op == "embed" else 1 + 5 * int(layer) + order.index(kind)
+        self._launch(state, tree, ARGMAX, stop_after=number)
+        self.device.synchronize()
+        c, n = self.config, len(tree)
+        if kind == "in":
+            rows = self._packet_values("in", n)
+            if op == "delta_in":
+                sizes = {"qkv": c.conv_channels, "z": c.value_dim, "beta": c.value_heads, "alpha": c.value_heads}
+            else:
+                kv = c.kv_heads * c.head_dim
+                sizes = {"q": 2 * c.heads * c.head_dim, "k": kv, "v": kv}
+            ends = np.cumsum(list(sizes.values()))
+            return {name: rows[:, e - s : e] for (name, s), e in zip(sizes.items(), ends, strict=True)}
+        if op == "delta_mix":
+            y = self._packet_values("y", n)[:, : c.value_dim].reshape(n, c.value_heads, STATE_DIM)
+            squares = self._packet_values("squares", n)[:, ::4].reshape(n, c.value_heads, -1).sum(axis=2)
+            return {"y": (y / np.sqrt(squares / STATE_DIM + c.eps)[:, :, None]).reshape(n, -1)}
+        if op == "attention_mix":
+            return {"y": self._packet_values("y", n)[:, : c.heads * HEAD_DIM]}
+        name = {"embed": "x", "mix_out": "x_mid", "mlp_in": "h", "mlp_out": "x"}[kind]
+        return {"h" if kind == "mlp_in" else "x": self._packet_values(name, n)}
+
+    def _packet_values(self, name: str, nodes: int) -> np.ndarray:
+        count = self.layout.packet_counts[name]
+        words = self.packets[name].read(np.uint32, (nodes, count * 4))
+        return (words & np.uint32(0xFFFFFFF0)).view(np.float32)
+
+    # -- launching ------------------------------------------------------------------------------------------------
+
+    def _variant(self, nodes: int) -> dict[str, object]:
+        """Ring and scratch of the build that takes up to `nodes` nodes, as deep as shared memory allows."""
+        group = self.config.heads // self.config.kv_heads
+        scratch = max(group * (8 * HEAD_DIM + 16 * 16) * 4, nodes * (2 * STATE_DIM + 3 * COLUMNS + 4) * 4, nodes * 1024)
+        scratch = -(-scratch // 1024) * 1024
+        own = -(-(self.config.hidden // 8) // self.chip.sms)
+        other = nodes * (own * 32 + 2 * WARPS * 4 + 40) + 1024
+        slots = (self.chip.shared_memory - scratch - other) // SLOT_BYTES
+        if slots < 2:
+            raise DoesNotFit(f"{nodes} nodes need more shared memory than {self.chip.name} has.", "Use a smaller tree.")
+        return {"NODES": nodes, "SCRATCH_BYTES": scratch, "RING_SLOTS": min(slots, 16)}
+
+    def _kernel(self, nodes: int) -> Kernel:
+        size = next(n for n in (8, 16, 32, 64) if nodes <= n)
+        if size not in self._kernels:
+            variant = self._variant(size)
+            constants = {**self.layout.constants(), **variant, **self.options}
+            module = self.device.load(build("forward.cu", self.chip.architecture, constants))
+            self._kernels[size] = module.kernel("forward", self.chip.shared_memory)
+        return self._kernels[size]
+
+    def _params(self, state: CudaState) -> Params:
+        def at(buffer: Buffer) -> int:
+            return buffer.pointer
+
+        pointers = {
+            "stream": at(self.stream), "stream_start": at(self.stream_start), "head_start": at(self.head_start),
+            "vectors": at(self.vectors), "rope": at(self.rope), "delta": at(state.delta), "history": at(state.history),
+            "keys": at(state.keys), "values": at(state.values), "out_count": self.ring.pointer,
+            "out_tokens": self.ring.pointer + 4, "out_logits": at(self.logits), "out_features": at(self.features),
+            "out_hidden": at(self.hidden),
+        }  # fmt: skip
+        pointers |= {name: at(buffer) for name, buffer in (self.packets | self.pending).items()}
+        return Params(context=state.context, **pointers)
+
+    def _launch(
+        self,
+        state: CudaState,
+        tree: Tree,
+        want: Want,
+        steps: int = 0,
+        stop: Sequence[int] = (),
+        stop_after: int = EVERY_STAGE,
+    ) -> None:
+        needed = self.layout.exchanges * max(1, steps)
+        if self.tag + needed > LAST_TAG:  # tags start over: no packet may still carry one
+            for buffer in self.packets.values():
+                buffer.clear()
+            self.tag = 1
+        request = Request(
+            nodes=len(tree),
+            length=state.length,
+            steps=steps,
+            stop_after=stop_after,
+            first_tag=self.tag,
+            stops=len(stop),
+            features=len(want.features),
+            want_logits=want.tokens in ("top", "logits"),
+            want_hidden=want.hidden,
+        )
+        request.tokens[: len(tree)] = tree.tokens.tolist()
+        request.parents[: len(tree)] = tree.parents.tolist()
+        request.stop_ids[: len(stop)] = list(stop)
+        request.feature_layers[: len(want.features)] = list(want.features)
+        self.tag += needed
+        self._kernel(len(tree)).launch(self.chip.sms, THREADS, self._params(state), request, cooperative=True)
+
+    def _check_fit(self, context: int) -> None:
+        parts = self.memory(context)
+        needed, free = sum(p.nbytes for p in parts), self.device.free_memory()
+        if needed > free:
+            listing = ", ".join(f"{p.what} {p.nbytes / 2**30:.2f}" for p in parts)
+            per_token = 2 * self.layout.cache_bytes(1)
+            room = (free - needed + context * per_token) // per_token
+            fix = f"A context of {room} would fit (-c {room})." if room > 0 else "Use a smaller model."
+            raise DoesNotFit(
+                f"{needed / 2**30:.2f} GiB are needed ({listing}) and {free / 2**30:.2f} are free on {self.chip.name}.",
+                fix,
+            )
+
+
+def check_shape(config: Config) -> None:
+    """The kernels are written for the family's own head shapes."""
+    c = config
+    fits = c.head_dim == HEAD_DIM and c.rotary_dim == 64 and c.key_head_dim == c.value_head_dim == STATE_DIM
+    fits = fits and c.conv_kernel == 4 and c.hidden % 8 == 0 and c.ffn % 4 == 0 and c.layers <= 64 and c.tied
+    fits = fits and 128 % c.kv_heads == 0 and 128 // c.kv_heads >= 32
+    if not fits:
+        raise BadRequest("The CUDA kernels do not take this model's shape.", "Use --device cpu.")
+
+
+def _join(parts: list[Output], want: Want) -> Output:
+    def rows(name: str) -> np.ndarray | None:
+        arrays = [a for p in parts if (a := getattr(p, name)) is not None]
+        if not arrays:
+            return None
+        joined = np.concatenate(arrays)
+        return joined if want.every_row or name in ("features", "hidden") else joined[-1:]
+
+    return Output(**{name: rows(name) for name in Output.__dataclass_fields__})
+
+
+__all__ = ["CudaBackend", "CudaState", "check"]

@@ -1,0 +1,235 @@
+// Gated attention over any length, split by absolute position.
+//
+// Keys come in chunks of 16 positions; chunk c belongs to split c mod SPLITS, whatever the chip and however many nodes.
+// An item is one key head and one split: it walks its chunks in order with an online softmax for the GROUP query heads
+// of every node, and publishes unnormalised sums with their maximum and weight. A second step merges the splits in a
+// fixed order, divides, and applies the output gate. A key at position p is worked on in chunk p / 16 by warp p mod 16,
+// whether it is committed or a drafted ancestor, so plain and tree runs agree to the bit.
+// Bytes: 1 KB of fp16 keys and values a position and key head, read once for 8 nodes.
+// Scratch: q [8 nodes][GROUP][256], scores [2][8 nodes][GROUP][16].
+#pragma once
+#include "block.cuh"
+
+constexpr int Q_FLOATS = 8 * GROUP * HEAD_DIM, SCORE_FLOATS = 8 * GROUP * KEYS;
+static_assert((Q_FLOATS + 2 * SCORE_FLOATS) * 4 <= SCRATCH_BYTES, "queries of eight nodes must fit in the scratch");
+static_assert(HEAD_DIM == 256 && ROTARY == 64, "a lane has eight dimensions; the rotated ones are in lanes 0 to 7");
+constexpr float ATTENTION_SCALE = 0.0625f;  // 256 ** -0.5
+
+// Eight values of a head (dimensions 8 lane ..), from packets, normed and rotated. The whole warp works on one head.
+__device__ __forceinline__ void normed_head(const Block& b, const Packet* row, const float* weight, int position, u32 tag,
+                                            float (&v)[8]) {
+    Packet got[2];
+    poll(got, row + b.lane * 2, 1, tag);
+    float square = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        v[i] = value(got[i / 4], i % 4);
+        square = fmaf(v[i], v[i], square);
+    }
+    const float scale = rsqrtf(warp_sum(square) / HEAD_DIM + EPS);
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] *= scale * __ldg(weight + b.lane * 8 + i);
+    // pairs (j, j + 32): lanes 0..3 hold the first of a pair, lanes 4..7 the second
+    const float2* low = b.p.rope + (position & 63) * 32;
+    const float2* high = b.p.rope + (64 + (position >> 6)) * 32;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const float other = __shfl_xor_sync(~0u, v[i], 4);
+        if (b.lane < 8) {
+            const int j = (b.lane & 3) * 8 + i;
+            const float2 a = __ldg(low + j), c = __ldg(high + j);
+            const float cosine = a.x * c.x - a.y * c.y, sine = a.y * c.x + a.x * c.y;
+            v[i] = b.lane < 4 ? v[i] * cosine - other * sine : v[i] * cosine + other * sine;
+        }
+    }
+}
+
+// Where a node finds the key or value at a position: the cache, or one of its ancestors among the pending rows.
+__device__ __forceinline__ const u32* key_row(const Block& b, const u32* cache, const u32* pending, int node, int position) {
+    if (position < b.length || b.decoding()) return cache + (size_t)position * (HEAD_DIM / 2);
+    while (b.length + b.s.depth[node] > position) node = b.s.parent[node];
+    return pending + (size_t)node * (HEAD_DIM / 2);
+}
+
+__device__ __forceinline__ void attention_item(Block& b, int index, int item, const float* vectors, u32 in_tag) {
+    const int kv_head = item / SPLITS, split = item % SPLITS;
+    float* q = b.scratch;
+    float* scores = q + Q_FLOATS;
+    const size_t head_at = (size_t)index * KV_HEADS + kv_head;
+    u32* keys = b.p.keys + head_at * b.p.context * (HEAD_DIM / 2);
+    u32* values = b.p.values + head_at * b.p.context * (HEAD_DIM / 2);
+    u32* pending_keys = b.p.pending_keys + head_at * MAX_NODES * (HEAD_DIM / 2);
+    u32* pending_values = b.p.pending_values + head_at * MAX_NODES * (HEAD_DIM / 2);
+
+    int deepest = 0;
+    for (int node = 0; node < b.nodes; node++) deepest = max(deepest, b.s.depth[node]);
+    const int end = b.length + deepest + 1, chunks = (end + KEYS - 1) / KEYS;
+    if (split >= chunks) return;
+
+    // New keys and values, by whoever's chunks need them, and by split 0, whose copy a commit reads.
+    const int first_new = b.length / KEYS, last_new = (end - 1) / KEYS;
+    bool holds_new = split == 0;
+    for (int c = first_new; c <= last_new; c++) holds_new |= c % SPLITS == split;
+    if (holds_new) {
+        for (int task = b.warp; task < 2 * b.nodes; task += WARPS) {
+            const int node = task / 2, position = b.length + b.s.depth[node];
+            const Packet* row = b.p.in + (size_t)node * IN_PACKETS + (2 * ATTENTION_DIM + kv_head * HEAD_DIM) / 4;
+            float v[8];
+            if (task % 2 == 0) {
+                normed_head(b, row, vectors + K_NORM_AT, position, in_tag, v);
+            } else {
+                Packet got[2];
+                poll(got, row + KV_HEADS * HEAD_DIM / 4 + b.lane * 2, 1, in_tag);
+#pragma unroll
+                for (int i = 0; i < 8; i++) v[i] = value(got[i / 4], i % 4);
+            }
+            u32* to = b.decoding() ? (task % 2 ? values : keys) + (size_t)position * (HEAD_DIM / 2)
+                                   : (task % 2 ? pending_values : pending_keys) + (size_t)node * (HEAD_DIM / 2);
+            *(uint4*)(to + b.lane * 4) = {pack_half(v[0], v[1]), pack_half(v[2], v[3]), pack_half(v[4], v[5]),
+                                          pack_half(v[6], v[7])};
+        }
+    }
+
+    for (int base = 0; base < b.nodes; base += 8) {
+        const int count = min(8, b.nodes - base);
+        b.sync();
+        for (int task = b.warp; task < count * GROUP; task += WARPS) {
+            const int node = base + task / GROUP, head = kv_head * GROUP + task % GROUP;
+            float v[8];
+            normed_head(b, b.p.in + (size_t)node * IN_PACKETS + head * 2 * HEAD_DIM / 4, vectors + Q_NORM_AT,
+                        b.length + b.s.depth[node], in_tag, v);
+            float* to = q + task * HEAD_DIM + b.lane * 8;
+#pragma unroll
+            for (int i = 0; i < 8; i++) to[i] = v[i] * ATTENTION_SCALE;
+        }
+        b.sync();
+
+        // A thread of the second half-step: one query head of the group, two dimensions, every node.
+        const int dims = threadIdx.x % (HEAD_DIM / 2), lane_head = threadIdx.x / (HEAD_DIM / 2);
+        constexpr int PASSES = (GROUP + 3) / 4;  // 512 threads cover four heads at a time
+        float2 sum[PASSES][8] = {};
+        float peak[PASSES][8], weight[PASSES][8] = {};
+#pragma unroll
+        for (int pass = 0; pass < PASSES; pass++)
+#pragma unroll
+            for (int i = 0; i < 8; i++) peak[pass][i] = MINUS_INFINITY;
+
+        int turn = 0;
+        for (int chunk = split; chunk < chunks; chunk += SPLITS, turn ^= 1) {
+            const int position = chunk * KEYS + b.warp;
+            float* score = scores + turn * SCORE_FLOATS;
+            uint4 packed = {};
+            if (position < b.length) packed = __ldcg((const uint4*)key_row(b, keys, pending_keys, 0, position) + b.lane);
+            for (int i = 0; i < count; i++) {
+                const int node = base + i;
+                const bool seen = position <= b.length + b.s.depth[node];
+                if (seen && position >= b.length)
+                    packed = __ldcg((const uint4*)key_row(b, keys, pending_keys, node, position) + b.lane);
+                const float2 k0 = unpack_half(packed.x), k1 = unpack_half(packed.y), k2 = unpack_half(packed.z),
+                             k3 = unpack_half(packed.w);
+                for (int g = 0; g < GROUP; g++) {
+                    const float4* query = (const float4*)(q + (i * GROUP + g) * HEAD_DIM) + b.lane * 2;
+                    const float4 a = query[0], c = query[1];
+                    float dot = a.x * k0.x;
+                    dot = fmaf(a.y, k0.y, dot), dot = fmaf(a.z, k1.x, dot), dot = fmaf(a.w, k1.y, dot);
+                    dot = fmaf(c.x, k2.x, dot), dot = fmaf(c.y, k2.y, dot), dot = fmaf(c.z, k3.x, dot);
+                    dot = warp_sum(fmaf(c.w, k3.y, dot));
+                    if (b.lane == 0) score[(i * GROUP + g) * KEYS + b.warp] = seen ? dot : MINUS_INFINITY;
+                }
+            }
+            b.sync();
+#pragma unroll
+            for (int pass = 0; pass < PASSES; pass++) {
+                const int g = pass * 4 + lane_head;
+                if (g >= GROUP) break;
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    if (i >= count || chunk * KEYS > b.length + b.s.depth[base + i]) continue;
+                    const float* mine = score + (i * GROUP + g) * KEYS;
+                    float top = mine[0];
+#pragma unroll
+                    for (int n = 1; n < KEYS; n++) top = fmaxf(top, mine[n]);
+                    top = fmaxf(top, peak[pass][i]);
+                    const float keep = expf(peak[pass][i] - top);
+                    float2 acc = {sum[pass][i].x * keep, sum[pass][i].y * keep};
+                    float total = weight[pass][i] * keep;
+                    for (int n = 0; n < KEYS; n++) {
+                        const int at = chunk * KEYS + n;
+                        if (at > b.length + b.s.depth[base + i]) break;
+                        const float p = expf(mine[n] - top);
+                        const float2 value = unpack_half(__ldcg(key_row(b, values, pending_values, base + i, at) + dims));
+                        acc.x = fmaf(p, value.x, acc.x), acc.y = fmaf(p, value.y, acc.y);
+                        total += p;
+                    }
+                    sum[pass][i] = acc, weight[pass][i] = total, peak[pass][i] = top;
+                }
+            }
+        }
+
+#pragma unroll
+        for (int pass = 0; pass < PASSES; pass++) {
+            const int head = kv_head * GROUP + pass * 4 + lane_head;
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                const float x = __shfl_down_sync(~0u, sum[pass][i].x, 1), y = __shfl_down_sync(~0u, sum[pass][i].y, 1);
+                if (i >= count || pass * 4 + lane_head >= GROUP) continue;
+                if (split * KEYS > b.length + b.s.depth[base + i]) continue;
+                Packet* to = b.p.part + (size_t)(base + i) * PART_PACKETS + (head * SPLITS + split) * (HEAD_DIM / 4 + 1);
+                if (dims % 2 == 0) publish(to + dims / 2, {sum[pass][i].x, sum[pass][i].y, x, y}, b.tag);
+                if (dims == 0) publish(to + HEAD_DIM / 4, {peak[pass][i], weight[pass][i], 0, 0}, b.tag);
+            }
+        }
+    }
+}
+
+// Stage: this SM's items.
+__device__ __forceinline__ void attention_parts(Block& b, int index, const float* vectors, u32 in_tag) {
+    for (int item = first_unit(ATTENTION_ITEMS, b.sm); item < first_unit(ATTENTION_ITEMS, b.sm + 1); item++) {
+        b.sync();
+        attention_item(b, index, item, vectors, in_tag);
+    }
+    b.sync();
+}
+
+// Stage: merge the splits of four dimensions a warp, gate, publish.
+__device__ __forceinline__ void attention_merge(Block& b, u32 in_tag, u32 part_tag) {
+    constexpr int PACKETS = ATTENTION_DIM / 4;
+    const int first = first_unit(PACKETS, b.sm), mine = first_unit(PACKETS, b.sm + 1) - first;
+    for (int task = b.warp; task < mine * b.nodes; task += WARPS) {
+        const int packet = first + task % mine, node = task / mine;
+        const int head = packet / (HEAD_DIM / 4), piece = packet % (HEAD_DIM / 4);
+        const int splits = min(SPLITS, (b.length + b.s.depth[node]) / KEYS + 1);
+        float4 sum = {};
+        float weight = 0.0f, peak = MINUS_INFINITY;
+        const Packet* part = b.p.part + (size_t)node * PART_PACKETS + (size_t)head * SPLITS * (HEAD_DIM / 4 + 1);
+        float4 stat[SPLITS / 32], acc[SPLITS / 32];
+#pragma unroll
+        for (int i = 0; i < SPLITS / 32; i++) {
+            const int split = i * 32 + b.lane;
+            stat[i] = {MINUS_INFINITY, 0, 0, 0}, acc[i] = {};
+            if (split < splits) {
+                stat[i] = poll_one(part + split * (HEAD_DIM / 4 + 1) + HEAD_DIM / 4, part_tag);
+                acc[i] = poll_one(part + split * (HEAD_DIM / 4 + 1) + piece, part_tag);
+            }
+            peak = fmaxf(peak, stat[i].x);
+        }
+        peak = warp_max(peak);
+#pragma unroll
+        for (int i = 0; i < SPLITS / 32; i++) {
+            const float share = expf(stat[i].x - peak);
+            weight = fmaf(share, stat[i].y, weight);
+            sum.x = fmaf(share, acc[i].x, sum.x), sum.y = fmaf(share, acc[i].y, sum.y);
+            sum.z = fmaf(share, acc[i].z, sum.z), sum.w = fmaf(share, acc[i].w, sum.w);
+        }
+        weight = warp_sum(weight);
+        sum = {warp_sum(sum.x), warp_sum(sum.y), warp_sum(sum.z), warp_sum(sum.w)};
+        if (b.lane == 0) {
+            const Packet* row = b.p.in + (size_t)node * IN_PACKETS + (head * 2 + 1) * HEAD_DIM / 4 + piece;
+            const float4 gate = poll_one(row, in_tag);
+            const float inverse = 1.0f / weight;
+            publish(b.p.y + (size_t)node * Y_PACKETS + packet,
+                    {sum.x * inverse * sigmoid(gate.x), sum.y * inverse * sigmoid(gate.y),
+                     sum.z * inverse * sigmoid(gate.z), sum.w * inverse * sigmoid(gate.w)}, b.tag);
+        }
+    }
+}

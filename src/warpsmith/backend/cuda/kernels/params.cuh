@@ -1,0 +1,53 @@
+// The kernels' arguments. The host builds the same structs field by field (see layout.py).
+#pragma once
+#include "exchange.cuh"
+#include "shape.cuh"
+
+constexpr int MAX_NODES = 64, MAX_STOPS = 16, MAX_FEATURES = 8;
+
+// What is asked of one launch.
+struct Request {
+    int nodes;              // of the tree; 1 when decoding
+    int length;             // tokens committed before this launch
+    int steps;              // tokens to decode; 0: a forward pass that commits nothing
+    int stop_after;         // stage to stop after (debugging), or a large number
+    u32 first_tag;
+    int stops;              // ids in stop_ids
+    int features;           // layers in feature_layers
+    int want_logits, want_hidden;
+    int tokens[MAX_NODES];
+    int parents[MAX_NODES];
+    int stop_ids[MAX_STOPS];
+    int feature_layers[MAX_FEATURES];
+};
+
+struct Params {
+    // weights
+    const u8* stream;           // every SM's stream, one after the other
+    const u64* stream_start;    // [SMS] offset of each
+    const u64* head_start;      // [SMS] offset of each SM's share of the LM head in `stream`
+    const float* vectors;
+    const float2* rope;         // cos, sin: [64][32] of a position's low six bits, then [context / 64 + 1][32] of the rest
+    // one sequence
+    float* delta;               // [DELTA_LAYERS][BLOCKS][COLUMNS][STATE_DIM]
+    float* history;             // [DELTA_LAYERS][BLOCKS][HISTORY][BLOCK_CHANNELS], before the convolution
+    u32* keys;                  // fp16 pairs [ATTENTION_LAYERS][KV_HEADS][context][HEAD_DIM / 2], after norm and RoPE
+    u32* values;
+    int context;
+    // packets
+    Packet *x, *in, *y, *squares, *x_mid, *h, *part, *best;
+    // what a commit needs of each node
+    float* pending_raw;         // [DELTA_LAYERS][BLOCKS][MAX_NODES][BLOCK_CHANNELS]
+    float* pending_key;         // [DELTA_LAYERS][BLOCKS][MAX_NODES][STATE_DIM]
+    float* pending_write;       // [DELTA_LAYERS][BLOCKS][MAX_NODES][COLUMNS]
+    float* pending_fade;        // [DELTA_LAYERS][BLOCKS][MAX_NODES]
+    u32* pending_keys;          // fp16 pairs [ATTENTION_LAYERS][KV_HEADS][MAX_NODES][HEAD_DIM / 2]
+    u32* pending_values;
+    float* branch_state;        // [BLOCKS][MAX_NODES][COLUMNS][STATE_DIM]: states of nodes with several children
+    // results
+    int* out_tokens;            // decode: ids as they come, in host memory; forward: argmax of each node
+    volatile int* out_count;    // decode: how many ids there are
+    float* out_logits;          // [nodes][VOCAB]
+    float* out_features;        // [features][nodes][HIDDEN]
+    float* out_hidden;          // [nodes][HIDDEN]
+};

@@ -1,0 +1,129 @@
+// Thin names for the machine instructions the kernels are built from.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+// A spin loop that never ends costs the whole machine: while developing it traps instead.
+#ifdef WATCHDOG_CYCLES
+struct Watchdog {
+    long long start = clock64();
+    __device__ void check() const {
+        if (clock64() - start > WATCHDOG_CYCLES) __trap();
+    }
+};
+#else
+struct Watchdog {
+    __device__ void check() const {}
+};
+#endif
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// --- mbarriers: full and empty signs of the ring's slots ------------------------------------------------------------
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
+    u32 done;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+#else
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+#endif
+    return done;
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    Watchdog dog;
+    while (!barrier_done(barrier, parity)) dog.check();
+}
+
+// --- copies from global to shared memory that finish on an mbarrier -------------------------------------------------
+
+#if __CUDA_ARCH__ >= 900
+// One thread copies `bytes` (a multiple of 16).
+__device__ __forceinline__ void copy_slot(u32 dst, const void* src, u32 bytes, u32 barrier) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(dst), "l"(src), "r"(bytes), "r"(barrier) : "memory");
+}
+constexpr u32 COPY_LANES = 1;
+#else
+// A whole warp copies, 16 bytes a lane at a time.
+__device__ __forceinline__ void copy_slot(u32 dst, const void* src, u32 bytes, u32 barrier) {
+    const u32 lane = threadIdx.x & 31;
+    for (u32 at = lane * 16; at < bytes; at += 512)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst + at), "l"((const u8*)src + at) : "memory");
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+constexpr u32 COPY_LANES = 32;
+#endif
+
+#define MINUS_INFINITY __int_as_float(0xff800000)
+
+// --- arithmetic -----------------------------------------------------------------------------------------------------
+
+// acc (16 tokens x 8 rows) += tokens (16 x 16, bf16) * weights (16 x 8, bf16).
+__device__ __forceinline__ void mma(float (&acc)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Two floats to bf16, rounded to nearest even; `low` lands in the lower half.
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+    u32 out;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+    return out;
+}
+
+__device__ __forceinline__ u32 pack_half(float low, float high) {
+    u32 out;
+    asm("{ .reg .b16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h}; }"
+        : "=r"(out) : "f"(low), "f"(high));
+    return out;
+}
+
+__device__ __forceinline__ float2 unpack_half(u32 pair) {
+    float2 out;
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
+        : "=f"(out.x), "=f"(out.y) : "r"(pair));
+    return out;
+}
+
+__device__ __forceinline__ float bf16_low(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float bf16_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+__device__ __forceinline__ uint4 load_shared16(u32 address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+    return v;
+}
+
+// The same sum, to the bit, in every lane: neighbours first.
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) v += __shfl_xor_sync(~0u, v, step);
+    return v;
+}
+
+__device__ __forceinline__ float warp_max(float v) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, step));
+    return v;
+}
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+__device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
+__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }

@@ -1,0 +1,279 @@
+"""Where everything lies on the device: the host's view of `shape.cuh` and `params.cuh`."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from warpsmith.backend.tree import MAX_NODES
+from warpsmith.model.config import Config
+
+WARPS, CHUNK_K, CHUNK_BYTES, SLOT_BYTES = 16, 512, 8192, 16384
+THREADS = WARPS * 32 + 32
+COLUMNS, HISTORY, STATE_DIM, HEAD_DIM = 16, 4, 128, 256
+BLOCK_CHANNELS = 2 * STATE_DIM + COLUMNS
+MAX_STOPS, MAX_FEATURES = 16, 8
+PACKET_BYTES = 16
+
+
+def chunks_of(k: int) -> int:
+    return -(-k // CHUNK_K)
+
+
+def units_of(rows: int) -> int:
+    return -(-rows // 8)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor's place in a stage: its rows in order from `first_row`, or woven with its pair (1: gate, 2: up)."""
+
+    tensor: str
+    first_row: int = 0
+    pattern: int = 0
+
+
+@dataclass(frozen=True)
+class WeightStage:
+    """A stage that reads weights: which tensors make its rows, in the order their bytes are streamed."""
+
+    name: str
+    k: int
+    units: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def unit_bytes(self) -> int:
+        return chunks_of(self.k) * CHUNK_BYTES
+
+
+class Layout:
+    """Sizes and offsets for one model on one number of SMs."""
+
+    def __init__(self, config: Config, sms: int) -> None:
+        self.config, self.sms = config, sms
+        c = config
+        self.blocks = c.value_dim // COLUMNS
+        self.splits = 128 // c.kv_heads
+        self.delta_layers = len(c.recurrent_layers)
+        self.attention_layers = len(c.attention_layers)
+
+    # -- the weight stream ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def stages(self) -> list[WeightStage]:
+        c = self.config
+        stages: list[WeightStage] = []
+        for layer, recurrent in enumerate(c.recurrent):
+            block = f"blk.{layer}."
+            if recurrent:
+                rows = {
+                    "attn_qkv": c.conv_channels,
+                    "attn_gate": c.value_dim,
+                    "ssm_beta": c.value_heads,
+                    "ssm_alpha": c.value_heads,
+                }
+                out, out_k = "ssm_out", c.value_dim
+            else:
+                kv = c.kv_heads * c.head_dim
+                rows = {"attn_q": 2 * c.heads * c.head_dim, "attn_k": kv, "attn_v": kv}
+                out, out_k = "attn_output", c.heads * c.head_dim
+            pieces, first = [], 0
+            for name, count in rows.items():
+                pieces.append(Piece(f"{block}{name}.weight", first))
+                first += count
+            stages += [
+                WeightStage(f"in.{layer}", c.hidden, units_of(first), tuple(pieces)),
+                WeightStage(f"mix_out.{layer}", out_k, units_of(c.hidden), (Piece(f"{block}{out}.weight"),)),
+                WeightStage(
+                    f"mlp_in.{layer}",
+                    c.hidden,
+                    units_of(2 * c.ffn),
+                    (Piece(f"{block}ffn_gate.weight", pattern=1), Piece(f"{block}ffn_up.weight", pattern=2)),
+                ),
+                WeightStage(f"mlp_out.{layer}", c.ffn, units_of(c.hidden), (Piece(f"{block}ffn_down.weight"),)),
+            ]
+        head = "token_embd.weight" if c.tied else "output.weight"
+        return [*stages, WeightStage("head", c.hidden, units_of(c.vocab), (Piece(head),))]
+
+    def units_before(self, units: int) -> np.ndarray:
+        """First unit of every SM, and the total at the end: [sms + 1]."""
+        return np.arange(self.sms + 1, dtype=np.int64) * units // self.sms
+
+    @cached_property
+    def stage_bytes(self) -> np.ndarray:
+        """[stages, sms]: what each SM reads in each stage."""
+        return np.stack([np.diff(self.units_before(s.units)) * s.unit_bytes for s in self.stages])
+
+    @cached_property
+    def stream_start(self) -> np.ndarray:
+        """[sms]: where each SM's stream begins."""
+        return np.concatenate([[0], np.cumsum(self.stage_bytes.sum(axis=0))[:-1]])
+
+    @cached_property
+    def stage_start(self) -> np.ndarray:
+        """[stages, sms]: where each SM's share of each stage begins."""
+        inside = np.cumsum(self.stage_bytes, axis=0) - self.stage_bytes
+        return self.stream_start + inside
+
+    @property
+    def stream_bytes(self) -> int:
+        return int(self.stage_bytes.sum())
+
+    # -- small weights --------------------------------------------------------------------------------------------
+
+    def vector_names(self) -> list[str]:
+        """The F32 vectors in the order the kernel expects them."""
+        names: list[str] = []
+        for layer, recurrent in enumerate(self.config.recurrent):
+            block = f"blk.{layer}."
+            names += [block + "attn_norm.weight", block + "post_attention_norm.weight"]
+            if recurrent:
+                names += [block + n for n in ("ssm_conv1d.weight", "ssm_dt.bias", "ssm_a", "ssm_norm.weight")]
+            else:
+                names += [block + "attn_q_norm.weight", block + "attn_k_norm.weight"]
+        return [*names, "output_norm.weight"]
+
+    def rope_table(self, context: int) -> np.ndarray:
+        """cos and sin of a position's low six bits [64, 32], then of the rest [context / 64 + 1, 32]."""
+        half = self.config.rotary_dim // 2
+        frequencies = self.config.rope_theta ** (-np.arange(half, dtype=np.float64) / half)
+        positions = np.concatenate([np.arange(64), np.arange(context // 64 + 1) * 64]).astype(np.float64)
+        angles = positions[:, None] * frequencies
+        return np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
+
+    # -- packets --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def packet_counts(self) -> dict[str, int]:
+        """Packets a node (`best`: a node and SM) of every exchange buffer, by its name in `Params`."""
+        c = self.config
+        kv = c.kv_heads * c.head_dim
+        delta_in = units_of(c.conv_channels + c.value_dim + 2 * c.value_heads)
+        attention_in = units_of(2 * c.heads * c.head_dim + 2 * kv)
+        return {
+            "x": c.hidden // 4,
+            "in": 2 * max(delta_in, attention_in),
+            "y": max(c.value_dim, c.heads * c.head_dim) // 4,
+            "squares": self.blocks,
+            "x_mid": c.hidden // 4,
+            "h": c.ffn // 4,
+            "part": c.heads * self.splits * (HEAD_DIM // 4 + 1),
+            "best": self.sms,
+        }
+
+    @property
+    def exchanges(self) -> int:
+        """Tags a forward pass uses."""
+        return 2 + 5 * self.delta_layers + 6 * self.attention_layers
+
+    # -- per sequence, in bytes -----------------------------------------------------------------------------------
+
+    @property
+    def delta_bytes(self) -> int:
+        return self.delta_layers * self.blocks * COLUMNS * STATE_DIM * 4
+
+    @property
+    def history_bytes(self) -> int:
+        return self.delta_layers * self.blocks * HISTORY * BLOCK_CHANNELS * 4
+
+    def cache_bytes(self, context: int) -> int:
+        """Keys, or values."""
+        return self.attention_layers * self.config.kv_heads * context * HEAD_DIM * 2
+
+    def pending_bytes(self) -> dict[str, int]:
+        rows = self.delta_layers * self.blocks * MAX_NODES * 4
+        kv = self.attention_layers * self.config.kv_heads * MAX_NODES * HEAD_DIM * 2
+        return {
+            "pending_raw": rows * BLOCK_CHANNELS,
+            "pending_key": rows * STATE_DIM,
+            "pending_write": rows * COLUMNS,
+            "pending_fade": rows,
+            "pending_keys": kv,
+            "pending_values": kv,
+            "branch_state": self.blocks * MAX_NODES * COLUMNS * STATE_DIM * 4,
+        }
+
+    # -- compile-time constants -----------------------------------------------------------------------------------
+
+    def constants(self) -> dict[str, object]:
+        c = self.config
+        mask = sum(1 << i for i, recurrent in enumerate(c.recurrent) if recurrent)
+        return {
+            "HIDDEN": c.hidden, "FFN": c.ffn, "VOCAB": c.vocab, "LAYERS": c.layers, "RECURRENT_MASK": f"{mask:#x}ull",
+            "HEADS": c.heads, "KV_HEADS": c.kv_heads, "KEY_HEADS": c.key_heads, "VALUE_HEADS": c.value_heads,
+            "EPS": f"{c.eps!r}f", "SMS": self.sms,
+        }  # fmt: skip
+
+
+class Request(ctypes.Structure):
+    """`Request` of params.cuh."""
+
+    _fields_ = [
+        ("nodes", ctypes.c_int),
+        ("length", ctypes.c_int),
+        ("steps", ctypes.c_int),
+        ("stop_after", ctypes.c_int),
+        ("first_tag", ctypes.c_uint),
+        ("stops", ctypes.c_int),
+        ("features", ctypes.c_int),
+        ("want_logits", ctypes.c_int),
+        ("want_hidden", ctypes.c_int),
+        ("tokens", ctypes.c_int * MAX_NODES),
+        ("parents", ctypes.c_int * MAX_NODES),
+        ("stop_ids", ctypes.c_int * MAX_STOPS),
+        ("feature_layers", ctypes.c_int * MAX_FEATURES),
+    ]
+
+
+POINTERS_BEFORE_CONTEXT = (
+    "stream",
+    "stream_start",
+    "head_start",
+    "vectors",
+    "rope",
+    "delta",
+    "history",
+    "keys",
+    "values",
+)
+POINTERS_AFTER_CONTEXT = (
+    "x", "in", "y", "squares", "x_mid", "h", "part", "best",
+    "pending_raw", "pending_key", "pending_write", "pending_fade", "pending_keys", "pending_values", "branch_state",
+    "out_tokens", "out_count", "out_logits", "out_features", "out_hidden",
+)  # fmt: skip
+
+
+class Params(ctypes.Structure):
+    """`Params` of params.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in POINTERS_BEFORE_CONTEXT),
+        ("context", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in POINTERS_AFTER_CONTEXT),
+    ]
+
+
+class Path(ctypes.Structure):
+    """`Path` of commit.cu."""
+
+    _fields_ = [("count", ctypes.c_int), ("length", ctypes.c_int), ("node", ctypes.c_int * MAX_NODES)]
+
+
+class Pack(ctypes.Structure):
+    """`Pack` of pack.cu."""
+
+    _fields_ = [
+        ("rows", ctypes.c_void_p),
+        ("stream", ctypes.c_void_p),
+        ("stage_start", ctypes.c_void_p),
+        ("first_row", ctypes.c_int),
+        ("offset", ctypes.c_int),
+        ("count", ctypes.c_int),
+        ("k", ctypes.c_int),
+        ("units", ctypes.c_int),
+        ("pattern", ctypes.c_int),
+    ]
