@@ -66,9 +66,9 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int item, co
     const int end = b.length + deepest + 1, chunks = (end + KEYS - 1) / KEYS;
     if (split >= chunks) return;
 
-    // New keys and values, by whoever's chunks need them, and by split 0, whose copy a commit reads.
+    // New keys and values, by every item whose chunks need them: the same bits, so it does not matter who is last.
     const int first_new = b.length / KEYS, last_new = (end - 1) / KEYS;
-    bool holds_new = split == 0;
+    bool holds_new = false;
     for (int c = first_new; c <= last_new; c++) holds_new |= c % SPLITS == split;
     if (holds_new) {
         for (int task = b.warp; task < 2 * b.nodes; task += WARPS) {

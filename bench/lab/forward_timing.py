@@ -1,0 +1,92 @@
+"""How long the CUDA forward kernel takes on a random 0.8B: decoding at several depths, trees of several sizes.
+
+PYTHONPATH=src python bench/lab/forward_timing.py [--in-flight 2 3 4] [--depths 520 32768]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import time
+from functools import partial
+
+import numpy as np
+
+from warpsmith.backend.cuda.backend import CudaBackend, CudaState
+from warpsmith.backend.tree import Tree
+from warpsmith.checkpoint.blocks import TYPES
+from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.model.config import SIZES, Config
+from warpsmith.model.weights import expected_shapes
+
+
+def random_bf16(config: Config, seed: int = 0) -> dict[str, Tensor]:
+    """Weights of the right scale from a table of normals: quick, and speed does not depend on values."""
+    rng = np.random.default_rng(seed)
+    table = (rng.standard_normal(65536).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    tensors = {}
+    for name, shape in expected_shapes(config).items():
+        if len(shape) == 2 and "conv1d" not in name:
+            values = table[rng.integers(0, 65536, shape, dtype=np.uint16)]
+            values = (values & 0x8000) | ((values & 0x7FFF) - np.uint16(round(np.log2(shape[1]) / 2) << 7))
+            tensors[name] = Tensor(name, TYPES["BF16"], shape, lambda v=values: v.view(np.uint8))
+        else:
+            v = rng.standard_normal(shape).astype(np.float32) * 0.3
+            v = -np.exp(v) if name.endswith("ssm_a") else v + ("norm" in name)
+            v = np.ascontiguousarray(v, dtype=np.float32).reshape(-1, shape[-1])
+            tensors[name] = Tensor(name, TYPES["F32"], shape, lambda v=v: v.view(np.uint8))
+    return tensors
+
+
+def median_ms(run, repeats: int = 7) -> float:
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
+def fake_length(backend: CudaBackend, length: int) -> CudaState:
+    """A state of some length without running it: keys and values of an empty cache are as good as any."""
+    state = backend.new_state(length + 256)
+    state.keys.clear()
+    state.values.clear()
+    state.length = length
+    return state
+
+
+def time_backend(backend: CudaBackend, depths: list[int], sizes: list[int]) -> None:
+    def decode(state: CudaState, depth: int) -> None:
+        state.length = depth
+        for _ in backend.decode(state, 7, 128):
+            pass
+
+    for depth in depths:
+        ms = median_ms(partial(decode, fake_length(backend, depth), depth))
+        print(f"  decode at {depth:6}: {ms / 128 * 1e3:7.1f} us a token, {128e3 / ms:7.1f} tok/s", flush=True)
+    state = fake_length(backend, 520)
+    for nodes in sizes:
+        ms = median_ms(partial(backend.forward, state, Tree.chain(range(nodes))), 15)
+        print(f"  forward of {nodes:2} nodes at 520: {ms * 1e3:7.1f} us", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[2])
+    parser.add_argument("--depths", type=int, nargs="+", default=[520, 4096, 32768])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 16, 22, 32, 64])
+    arguments = parser.parse_args()
+    config = dataclasses.replace(SIZES["0.8B"], context=65536)
+    tensors = random_bf16(config)
+    for in_flight in arguments.in_flight:
+        start = time.perf_counter()
+        backend = CudaBackend(config, tensors, in_flight=in_flight, options={"WATCHDOG_CYCLES": "4000000000ll"})
+        print(f"in flight {in_flight}: loaded in {time.perf_counter() - start:.1f} s", flush=True)
+        time_backend(backend, arguments.depths, arguments.nodes)
+
+
+if __name__ == "__main__":
+    main()
