@@ -1,47 +1,184 @@
-// The Python face of the CPU engine.
+// The Python face of the CPU engine. Arguments are checked in backend.py; every call that computes lets go of the GIL.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <string>
-#include <vector>
+#include <optional>
 
-#if defined(__linux__) && defined(__aarch64__)
-#include <asm/hwcap.h>
-#include <sys/auxv.h>
-#endif
+#include "packing.h"
+#include "pass.h"
 
 namespace nb = nanobind;
+using namespace warpsmith;
 
-// Instruction sets this processor has, of those a kernel could be written for.
-static std::vector<std::string> features() {
-    std::vector<std::string> found;
-#if defined(__linux__) && defined(__aarch64__)
-    const unsigned long caps = getauxval(AT_HWCAP), caps2 = getauxval(AT_HWCAP2);
-    if (caps & HWCAP_ASIMD) found.push_back("neon");
-    if (caps & HWCAP_ASIMDDP) found.push_back("dotprod");
-#ifdef HWCAP2_I8MM
-    if (caps2 & HWCAP2_I8MM) found.push_back("i8mm");
-#endif
-#ifdef HWCAP2_BF16
-    if (caps2 & HWCAP2_BF16) found.push_back("bf16");
-#endif
-    (void)caps2;
-#elif defined(__APPLE__) && defined(__aarch64__)
-    found = {"neon", "dotprod"};
-#elif defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2")) found.push_back("avx2");
-    if (__builtin_cpu_supports("fma")) found.push_back("fma");
-    if (__builtin_cpu_supports("avx512f")) found.push_back("avx512f");
-    if (__builtin_cpu_supports("avx512bw")) found.push_back("avx512bw");
-    if (__builtin_cpu_supports("avx512vnni")) found.push_back("avx512vnni");
-    if (__builtin_cpu_supports("avx512bf16")) found.push_back("avx512bf16");
-#endif
-    return found;
+namespace {
+
+template <class T>
+using Array = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Maybe = std::optional<Array<T>>;
+
+template <class T>
+T* pointer(const Maybe<T>& array) {
+    return array ? array->data() : nullptr;
 }
+
+// A model and the buffers its passes share.
+struct Engine {
+    Engine(const Config& config, int threads, const std::vector<std::string>& features)
+        : model(config, threads, features) {}
+    void finish() {
+        model.finish();
+        work.emplace(model);
+    }
+    Model model;
+    std::optional<Workspace> work;
+};
+
+Config config_from(nb::handle o) {
+    const auto number = [&](const char* name) { return nb::cast<int>(o.attr(name)); };
+    Config c{};
+    c.layers = number("layers"), c.hidden = number("hidden"), c.ffn = number("ffn"), c.vocab = number("vocab");
+    c.heads = number("heads"), c.kv_heads = number("kv_heads"), c.key_heads = number("key_heads");
+    c.value_heads = number("value_heads"), c.head_dim = number("head_dim"), c.rotary_dim = number("rotary_dim");
+    c.key_head_dim = number("key_head_dim"), c.value_head_dim = number("value_head_dim");
+    c.conv_kernel = number("conv_kernel"), c.mtp_layers = number("mtp_layers");
+    c.tied = nb::cast<bool>(o.attr("tied"));
+    c.eps = nb::cast<float>(o.attr("eps"));
+    c.rope_theta = nb::cast<double>(o.attr("rope_theta"));
+    for (nb::handle flag : o.attr("recurrent")) c.recurrent.push_back(nb::cast<bool>(flag));
+    return c;
+}
+
+Type type_of(const std::string& name) {
+    static const char* const names[kTypes] = {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K"};
+    for (int i = 0; i < kTypes; i++) {
+        if (name == names[i]) return static_cast<Type>(i);
+    }
+    throw nb::value_error(("no kernels for " + name).c_str());
+}
+
+Kv kv_of(const std::string& name) {
+    if (name == "f16") return Kv::F16;
+    if (name == "f32") return Kv::F32;
+    if (name == "q8_0") return Kv::Q8_0;
+    throw nb::value_error(("no keys and values in " + name).c_str());
+}
+
+}  // namespace
 
 NB_MODULE(_cpu, m) {
     m.doc() = "Kernels of the CPU backend.";
-    m.def("features", &features, "Instruction sets of this processor that matter to the kernels.");
+    m.def("features", &cpu_features, "Instruction sets of this processor that matter to the kernels.");
+    m.def("packed_bytes", [](const std::string& type, int rows, int cols) {
+        return Model::packed_bytes(type_of(type), rows, cols);
+    });
+
+    nb::class_<Want>(m, "Want")
+        .def("__init__",
+             [](Want* self, int tokens, int top, int first_row, std::vector<int> features, Maybe<int32_t> argmax,
+                Maybe<int32_t> top_ids, Maybe<float> top_logits, Maybe<float> logsumexp, Maybe<float> logits,
+                Maybe<float> features_out, Maybe<float> hidden) {
+                 new (self) Want{static_cast<Tokens>(tokens), top, first_row, std::move(features), pointer(argmax),
+                                 pointer(top_ids), pointer(top_logits), pointer(logsumexp), pointer(logits),
+                                 pointer(features_out), pointer(hidden)};
+             },
+             nb::kw_only(), nb::arg("tokens"), nb::arg("top"), nb::arg("first_row"), nb::arg("features"),
+             nb::arg("argmax").none(), nb::arg("top_ids").none(), nb::arg("top_logits").none(),
+             nb::arg("logsumexp").none(), nb::arg("logits").none(), nb::arg("features_out").none(),
+             nb::arg("hidden").none());
+
+    nb::class_<Engine>(m, "Engine")
+        .def("__init__",
+             [](Engine* self, nb::handle config, int threads, const std::vector<std::string>& features) {
+                 new (self) Engine(config_from(config), threads, features);
+             })
+        .def_prop_ro("kernels", [](const Engine& self) { return std::string(self.model.kernels.name); })
+        .def_prop_ro("threads", [](const Engine& self) { return self.model.pool.threads(); })
+        .def("reserve", [](Engine& self, size_t bytes) { self.model.reserve(bytes); })
+        .def("add_matrix",
+             [](Engine& self, const std::string& name, const std::string& type, int rows, int cols, Array<const uint8_t> stored) {
+                 const Type t = type_of(type);
+                 const Layout& layout = layout_of(t);
+                 if (rows < 1 || cols % layout.elems ||
+                     stored.size() != static_cast<size_t>(rows) * (cols / layout.elems) * layout.stored_bytes) {
+                     throw nb::value_error((name + " does not have the size of its shape").c_str());
+                 }
+                 const uint8_t* data = stored.data();
+                 nb::gil_scoped_release release;
+                 self.model.add_matrix(name, t, rows, cols, data);
+             })
+        .def("add_vector", [](Engine& self, const std::string& name, Array<const float> values) {
+            self.model.add_vector(name, values.data(), values.size());
+        })
+        .def("finish", &Engine::finish)
+        .def("unpack_row",
+             [](const Engine& self, int row, Array<float> out) { unpack_row(self.model.embedding, row, out.data()); })
+        .def("multiply",
+             [](Engine& self, const std::string& name, Array<const float> x, Array<float> out) {
+                 // one matrix times up to 64 columns, as a pass does it: for tests and measurements of a kernel
+                 const int n = static_cast<int>(x.shape(0));
+                 const float* columns = x.data();
+                 float* to = out.data();
+                 nb::gil_scoped_release release;
+                 const std::lock_guard<std::mutex> lock(self.model.busy);
+                 multiply(self.model, *self.work, name, columns, n, to);
+             })
+        .def("chain",
+             [](Engine& self, State& state, Array<const int32_t> tokens, const Want& want) {
+                 const int n = static_cast<int>(tokens.size());
+                 const int32_t* ids = tokens.data();
+                 nb::gil_scoped_release release;
+                 const std::lock_guard<std::mutex> lock(self.model.busy);
+                 const Tree tree = Tree::chain(n);
+                 state.tree.n = 0;
+                 Pass(self.model, *self.work, state, tree, state.length, true).forward(ids, want);
+                 state.length += n;
+             })
+        .def("tree",
+             [](Engine& self, State& state, Array<const int32_t> tokens, Array<const int32_t> parents, const Want& want) {
+                 const int n = static_cast<int>(tokens.size());
+                 const int32_t *ids = tokens.data(), *above = parents.data();
+                 nb::gil_scoped_release release;
+                 const std::lock_guard<std::mutex> lock(self.model.busy);
+                 state.tree = Tree::of(above, n);
+                 Pass(self.model, *self.work, state, state.tree, state.length, false).forward(ids, want);
+             })
+        .def("commit",
+             [](Engine& self, State& state, Array<const int32_t> path) {
+                 const int n = static_cast<int>(path.size());
+                 const int32_t* nodes = path.data();
+                 nb::gil_scoped_release release;
+                 const std::lock_guard<std::mutex> lock(self.model.busy);
+                 Pass::commit(self.model, *self.work, state, nodes, n);
+             })
+        .def("mtp",
+             [](Engine& self, State& state, Array<const int32_t> tokens, Array<const float> hidden, int position, const Want& want) {
+                 const int n = static_cast<int>(tokens.size());
+                 const int32_t* ids = tokens.data();
+                 const float* rows = hidden.data();
+                 nb::gil_scoped_release release;
+                 const std::lock_guard<std::mutex> lock(self.model.busy);
+                 const Tree tree = Tree::chain(n);
+                 Pass(self.model, *self.work, state, tree, position, true).mtp(ids, rows, want);
+             });
+
+    nb::class_<State>(m, "State")
+        .def("__init__",
+             [](State* self, const Engine& engine, int context, const std::string& kv) {
+                 new (self) State(engine.model, context, kv_of(kv));
+             }, nb::keep_alive<1, 2>())
+        .def_ro("length", &State::length)
+        .def_ro("context", &State::context)
+        .def("snapshot_bytes", &State::snapshot_bytes)
+        .def("save", [](const State& self, Array<uint8_t> to) {
+            nb::gil_scoped_release release;
+            self.save(to.data());
+        })
+        .def("load", [](State& self, Array<const uint8_t> from, int length) {
+            nb::gil_scoped_release release;
+            self.load(from.data(), length);
+        });
 }

@@ -1,0 +1,289 @@
+"""The CPU backend: checks what is asked, gives the engine memory to answer into, and holds nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from warpsmith.backend.base import (
+    ARGMAX,
+    PREFILL_CHUNK,
+    Backend,
+    MemoryPart,
+    Output,
+    Snapshot,
+    State,
+    Want,
+    check_room,
+    check_tokens,
+)
+from warpsmith.backend.cpu import _cpu, loading
+from warpsmith.backend.tree import MAX_NODES, Tree
+from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.errors import BadRequest, DoesNotFit
+from warpsmith.model.config import Config
+
+KV_BYTES = {"f16": 2.0, "f32": 4.0, "q8_0": 34 / 32}  # of one number
+_TOKENS = {"none": 0, "argmax": 1, "top": 2, "logits": 3}
+
+
+class CpuState(State):
+    """The engine's memory of a sequence, and the last forward's tree until one of its paths is committed."""
+
+    def __init__(self, native: _cpu.State) -> None:
+        self.native = native
+        self.context = native.context
+        self.pending: Tree | None = None
+
+    @property
+    def length(self) -> int:  # type: ignore[override]
+        return self.native.length
+
+
+class CpuBackend(Backend):
+    """C++ kernels for the processor in hand. A prompt, a tree or a token is one call into the engine.
+
+    `features` restricts the instruction sets (all this processor has, if None): for tests and comparisons.
+    `kv` is how keys and values are kept. `progress` hears of bytes packed and bytes in all while loading.
+    """
+
+    name = "cpu"
+
+    def __init__(
+        self,
+        config: Config,
+        tensors: Mapping[str, Tensor],
+        *,
+        threads: int | None = None,
+        features: Sequence[str] | None = None,
+        kv: Literal["f16", "f32", "q8_0"] = "f16",
+        progress: Callable[[int, int], object] | None = None,
+    ) -> None:
+        _check_shape(config)
+        if kv not in KV_BYTES:
+            raise BadRequest(f"Keys and values cannot be kept as {kv!r}.", f"Use one of {', '.join(KV_BYTES)}.")
+        self.config, self.kv = config, kv
+        self.threads = usable_cores() if threads is None else threads
+        if not 1 <= self.threads <= 1024:
+            raise BadRequest(f"{self.threads} threads cannot share the work.", "Ask for 1 to 1024.")
+        here = _cpu.features()
+        if features is not None and (missing := set(features) - set(here)):
+            raise BadRequest(
+                f"This processor has no {', '.join(sorted(missing))}.", f"It has {', '.join(here) or 'no extensions'}."
+            )
+        self._weight_bytes = loading.weight_bytes(config, tensors)
+        _check_fits(self._weight_bytes, "The weights")
+        self._engine = _cpu.Engine(config, self.threads, list(here if features is None else features))
+        loading.load(self._engine, config, tensors, progress)
+
+    @property
+    def kernels(self) -> str:
+        """Which kernels were chosen: generic, neon, avx2 or avx512."""
+        return self._engine.kernels
+
+    # -- the contract ---------------------------------------------------------------------------------------------
+
+    def memory(self, context: int) -> list[MemoryPart]:
+        return [MemoryPart("weights", self._weight_bytes), *self._state_memory(context)]
+
+    def new_state(self, context: int) -> CpuState:
+        if not 1 <= context < 1 << 31:
+            raise BadRequest(f"A context of {context} tokens is not possible.", "Ask for at least one.")
+        parts = self._state_memory(context)
+        _check_fits(sum(part.nbytes for part in parts), f"A context of {context} tokens")
+        return CpuState(_cpu.State(self._engine, context, self.kv))
+
+    def prefill(self, state: State, ids: Sequence[int], want: Want = ARGMAX) -> Output:
+        assert isinstance(state, CpuState)
+        tokens = np.ascontiguousarray(ids, dtype=np.int32)
+        if not len(tokens):
+            raise BadRequest("There is nothing to prefill.", "Pass at least one token.")
+        check_tokens(self.config, tokens)
+        check_room(state, len(tokens))
+        self._check_want(want)
+        state.pending = None
+        output = self._output(want, len(tokens), len(tokens) if want.every_row else 1)
+        # pieces of what one call can take: a chain's bits do not depend on where it is cut
+        for start in range(0, len(tokens), PREFILL_CHUNK):
+            piece = tokens[start : start + PREFILL_CHUNK]
+            end = start + len(piece)
+            if want.every_row:
+                first_row, rows = 0, slice(start, end)
+            else:
+                last = end == len(tokens)
+                first_row, rows = (len(piece) - 1, slice(0, 1)) if last else (len(piece), slice(0, 0))
+            native = self._native_want(want, output, first_row, rows, slice(start, end))
+            self._engine.chain(state.native, piece, native)
+        return output
+
+    def forward(self, state: State, tree: Tree, want: Want = ARGMAX) -> Output:
+        assert isinstance(state, CpuState)
+        check_tokens(self.config, tree.tokens)
+        check_room(state, int(tree.depths().max()) + 1)
+        self._check_want(want)
+        output = self._output(want, len(tree), len(tree))
+        every = slice(0, len(tree))
+        self._engine.tree(state.native, tree.tokens, tree.parents, self._native_want(want, output, 0, every, every))
+        state.pending = tree
+        return output
+
+    def commit(self, state: State, path: Sequence[int]) -> None:
+        assert isinstance(state, CpuState)
+        nodes = list(path)
+        if state.pending is None:
+            raise BadRequest("There is no forward pass to commit.", "Call forward first; each is committed once.")
+        if not nodes or not 0 <= nodes[-1] < len(state.pending) or nodes != state.pending.path(nodes[-1]):
+            raise BadRequest(f"{nodes} is not a path of the tree from its root.")
+        self._engine.commit(state.native, np.array(nodes, dtype=np.int32))
+        state.pending = None
+
+    def snapshot(self, state: State) -> Snapshot:
+        assert isinstance(state, CpuState)
+        data = np.empty(state.native.snapshot_bytes(), dtype=np.uint8)
+        state.native.save(data)
+        return Snapshot(state.length, data.nbytes, data)
+
+    def restore(self, state: State, snapshot: Snapshot) -> None:
+        assert isinstance(state, CpuState)
+        if snapshot.length > state.context:
+            raise BadRequest(
+                f"A snapshot of {snapshot.length} tokens does not fit in a context of {state.context}.",
+                "Restore it into a state at least as long.",
+            )
+        state.native.load(snapshot.data, snapshot.length)
+        state.pending = None
+
+    def decode(self, state: State, token: int, count: int, stop: frozenset[int] = frozenset()) -> Iterator[int]:
+        # A call a token: a caller may walk away after any of them, and then nothing more may have been committed.
+        # It costs some twenty microseconds of a token's milliseconds.
+        assert isinstance(state, CpuState)
+        for _ in range(count):
+            output = self.prefill(state, [token])
+            assert output.argmax is not None
+            token = int(output.argmax[0])
+            yield token
+            if token in stop:
+                return
+
+    def mtp(
+        self, state: State, tokens: Sequence[int], hidden: np.ndarray, position: int, want: Want = ARGMAX
+    ) -> Output:
+        if not self.config.mtp_layers:
+            return super().mtp(state, tokens, hidden, position, want)
+        assert isinstance(state, CpuState)
+        ids = np.ascontiguousarray(tokens, dtype=np.int32)
+        past = np.ascontiguousarray(hidden, dtype=np.float32)
+        check_tokens(self.config, ids)
+        self._check_want(want)
+        if not len(ids) or past.shape != (len(ids), self.config.hidden):
+            raise BadRequest(f"{len(ids)} tokens need as many hidden rows; these are {list(past.shape)}.")
+        if position < 0 or position + len(ids) > state.context:
+            raise BadRequest(f"Positions {position} to {position + len(ids)} are outside a context of {state.context}.")
+        output = self._output(want, len(ids), len(ids))
+        for start in range(0, len(ids), MAX_NODES):
+            rows = slice(start, min(start + MAX_NODES, len(ids)))
+            native = self._native_want(want, output, 0, rows, rows)
+            self._engine.mtp(state.native, ids[rows], past[rows], position + start, native)
+        return output
+
+    # -- what goes in and comes out -------------------------------------------------------------------------------
+
+    def _state_memory(self, context: int) -> list[MemoryPart]:
+        c = self.config
+        kv_row = int(2 * (len(c.attention_layers) + bool(c.mtp_layers)) * c.kv_heads * c.head_dim * KV_BYTES[self.kv])
+        recurrent = len(c.recurrent_layers)
+        states = 2 * c.value_heads * c.key_head_dim * c.value_head_dim + (c.conv_kernel - 1) * c.conv_channels
+        rows = recurrent * MAX_NODES * (c.conv_channels + 2 * c.value_heads) * 4 + MAX_NODES * kv_row
+        return [
+            MemoryPart("keys and values", context * kv_row),
+            MemoryPart("DeltaNet states", recurrent * states * 4),
+            MemoryPart("rows of a tree", rows),
+        ]
+
+    def _check_want(self, want: Want) -> None:
+        if want.tokens == "top" and not 1 <= want.top <= self.config.vocab:
+            raise BadRequest(f"The {want.top} best of {self.config.vocab} tokens cannot be given.")
+        if any(not 0 <= layer < self.config.layers for layer in want.features):
+            raise BadRequest(f"Features of layers {list(want.features)} were asked; there are {self.config.layers}.")
+
+    def _output(self, want: Want, rows: int, token_rows: int) -> Output:
+        """Room for what is wanted: `rows` of features and hidden, `token_rows` of everything else."""
+        output, hidden = Output(), self.config.hidden
+        if want.tokens != "none":
+            output.argmax = np.empty(token_rows, np.int32)
+        if want.tokens == "top":
+            output.top_ids = np.empty((token_rows, want.top), np.int32)
+            output.top_logits = np.empty((token_rows, want.top), np.float32)
+            output.logsumexp = np.empty(token_rows, np.float32)
+        if want.tokens == "logits":
+            output.logits = np.empty((token_rows, self.config.vocab), np.float32)
+        if want.features:
+            output.features = np.empty((rows, len(want.features) * hidden), np.float32)
+        if want.hidden:
+            output.hidden = np.empty((rows, hidden), np.float32)
+        return output
+
+    @staticmethod
+    def _native_want(want: Want, output: Output, first_row: int, token_rows: slice, rows: slice) -> _cpu.Want:
+        """One call's share of `output`: tokens of the call's rows from `first_row` on, features of all its rows."""
+
+        def part(array: np.ndarray | None, piece: slice) -> Any:
+            return None if array is None else array[piece]
+
+        return _cpu.Want(
+            tokens=_TOKENS[want.tokens],
+            top=want.top,
+            first_row=first_row,
+            features=list(want.features),
+            argmax=part(output.argmax, token_rows),
+            top_ids=part(output.top_ids, token_rows),
+            top_logits=part(output.top_logits, token_rows),
+            logsumexp=part(output.logsumexp, token_rows),
+            logits=part(output.logits, token_rows),
+            features_out=part(output.features, rows),
+            hidden=part(output.hidden, rows),
+        )
+
+
+def usable_cores() -> int:
+    """Processors this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return max(1, len(os.sched_getaffinity(0)))
+    return os.cpu_count() or 1
+
+
+def _check_shape(config: Config) -> None:
+    """Kernels work on whole vectors; every dense Qwen3.5 has widths that allow it."""
+    widths = {
+        "hidden": (config.hidden, 16),
+        "ffn": (config.ffn, 16),
+        "head_dim": (config.head_dim, 32),
+        "rotary_dim": (config.rotary_dim, 2),
+        "key_head_dim": (config.key_head_dim, 16),
+        "value_head_dim": (config.value_head_dim, 16),
+    }
+    for name, (width, multiple) in widths.items():
+        if width % multiple:
+            raise BadRequest(
+                f"The cpu backend needs {name} to be a multiple of {multiple}; it is {width}.",
+                "Use --device reference.",
+            )
+    if config.conv_kernel > 16:
+        raise BadRequest(f"The cpu backend convolves up to 16 tokens, not {config.conv_kernel}.")
+
+
+def _check_fits(nbytes: int, what: str) -> None:
+    """Refuse before allocating what the machine cannot hold."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            available = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return
+    if nbytes > available:
+        raise DoesNotFit(
+            f"{what} would take {nbytes / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are free.",
+            "Use a smaller model, a shorter context (-c) or fewer bits.",
+        )

@@ -1,0 +1,62 @@
+// The table of hot functions, one for each instruction set. They are written once, as templates over a Simd struct
+// (kernels_matmul.h, kernels_vector.h), and compiled in one translation unit per instruction set with its own flags.
+//
+// Every function computes a column (a token, a head, a query) by itself and in an order that depends on nothing but
+// its sizes. That is where row invariance comes from; nothing above needs to care.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "types.h"
+
+namespace warpsmith {
+
+// Value dimensions of a DeltaNet state that are stored, and stepped, together.
+inline int delta_width(int dv) { return dv % 32 ? 16 : 32; }
+constexpr int kChunkKeys = 16;    // keys of one online-softmax step, aligned to absolute positions
+
+// One token's inputs for a block [dk][width] of a head's state; see kernels_vector.h.
+struct DeltaStep {
+    int dk, width;
+    const float* k;
+    const float* q;       // null: the output is not wanted
+    const float* v;
+    float decay;          // the factor itself, e^g
+    float beta;
+    float* out;
+};
+
+struct Kernels {
+    const char* name;
+    // out[c * stride + r] = panel row r times column c of x, for 16 rows and x.n columns
+    void (*matmul[kTypes])(const uint8_t* panel, const Acts& x, float* out, int stride);
+    void (*rms_norm)(const float* x, const float* weight, int n, float eps, float* out);
+    void (*quantize)(const float* x, int column, int forms, Acts& to);
+    void (*silu_mul)(const float* gate, const float* up, int n, float* out);      // silu(gate) * up
+    void (*sigmoid_mul)(const float* gate, const float* x, int n, float* out);    // sigmoid(gate) * x
+    void (*add)(const float* x, int n, float* to);
+    // silu(sum over taps of weight[tap][channel] * rows[tap][channel])
+    void (*conv)(const float* const* rows, const float* weight, int taps, int channels, int count, float* out);
+    void (*l2_norm)(float* x, int n, float scale);
+    void (*delta_step)(const float* state, float* after, const DeltaStep& step);  // after null: not kept
+    void (*gated_norm)(const float* x, const float* weight, const float* gate, int n, float eps, float* out);
+    void (*to_f16)(const float* x, int n, uint8_t* out);
+    void (*from_f16)(const uint8_t* x, int n, float* out);
+    // one online-softmax step of a query over count <= kChunkKeys keys; running is acc [width], peak, sum
+    void (*attend)(const float* q, const float* keys, const float* values, int count, int width, float* running);
+    void (*merge)(const float* part, int width, float* running);  // running softmax + another one's part
+    float (*exp_sum)(const float* x, int n, float peak);  // sum of e^(x - peak)
+};
+
+extern const Kernels kGenericKernels;
+#if defined(__aarch64__)
+extern const Kernels kNeonKernels;
+#elif defined(__x86_64__)
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+#endif
+
+std::vector<std::string> cpu_features();                            // of this processor, those that matter to us
+const Kernels& choose_kernels(const std::vector<std::string>& features);  // the best these features allow
+
+}  // namespace warpsmith

@@ -1,0 +1,256 @@
+// Everything that is not a matrix times activations, as templates over a Simd struct: norms, gates, quantisation of
+// activations, the DeltaNet step, and attention's online softmax.
+#pragma once
+#include <cmath>
+
+#include "kernels.h"
+#include "kernels_matmul.h"
+
+namespace warpsmith {
+namespace {
+
+template <class S>
+struct Vector {
+    using F = typename S::F;
+    using I = typename S::I;
+    static constexpr int L = S::lanes;
+
+    // e^x to about one unit in the last place: x = n ln 2 + r, a polynomial for e^r, n goes into the exponent.
+    static F exp(F x) {
+        x = S::min(S::max(x, S::set1(-87.0f)), S::set1(88.0f));
+        const I n = S::round(S::mul(x, S::set1(1.44269504f)));
+        const F whole = S::to_float(n);
+        F r = S::fnma(x, whole, S::set1(0.693359375f));
+        r = S::fnma(r, whole, S::set1(-2.12194440e-4f));
+        F p = S::set1(1.0f / 720);
+        p = S::fma(S::set1(1.0f / 120), p, r);
+        p = S::fma(S::set1(1.0f / 24), p, r);
+        p = S::fma(S::set1(1.0f / 6), p, r);
+        p = S::fma(S::set1(0.5f), p, r);
+        p = S::fma(S::set1(1.0f), p, r);
+        p = S::fma(S::set1(1.0f), p, r);
+        return S::mul(p, S::pow2(n));
+    }
+    static float exp1(float x) {
+        float lanes[L];
+        S::store(lanes, exp(S::set1(x)));
+        return lanes[0];
+    }
+    static F sigmoid(F x) {
+        const F one = S::set1(1.0f);
+        return S::div(one, S::add(one, exp(S::sub(S::set1(0.0f), x))));
+    }
+
+    static float sum_squares(const float* x, int n) {
+        F sum = S::set1(0.0f);
+        for (int i = 0; i < n; i += L) {
+            const F v = S::load(x + i);
+            sum = S::fma(sum, v, v);
+        }
+        return S::reduce_add(sum);
+    }
+
+    static void rms_norm(const float* x, const float* weight, int n, float eps, float* out) {
+        const F scale = S::set1(1.0f / sqrtf(sum_squares(x, n) / static_cast<float>(n) + eps));
+        for (int i = 0; i < n; i += L) S::store(out + i, S::mul(S::mul(S::load(x + i), scale), S::load(weight + i)));
+    }
+
+    static void l2_norm(float* x, int n, float scale) {
+        const F by = S::set1(scale / sqrtf(sum_squares(x, n) + 1e-6f));
+        for (int i = 0; i < n; i += L) S::store(x + i, S::mul(S::load(x + i), by));
+    }
+
+    static void gated_norm(const float* x, const float* weight, const float* gate, int n, float eps, float* out) {
+        const F scale = S::set1(1.0f / sqrtf(sum_squares(x, n) / static_cast<float>(n) + eps));
+        for (int i = 0; i < n; i += L) {
+            const F g = S::load(gate + i);
+            const F normed = S::mul(S::mul(S::load(x + i), scale), S::load(weight + i));
+            S::store(out + i, S::mul(normed, S::mul(g, sigmoid(g))));
+        }
+    }
+
+    static void silu_mul(const float* gate, const float* up, int n, float* out) {
+        for (int i = 0; i < n; i += L) {
+            const F g = S::load(gate + i);
+            S::store(out + i, S::mul(S::mul(g, sigmoid(g)), S::load(up + i)));
+        }
+    }
+
+    static void sigmoid_mul(const float* gate, const float* x, int n, float* out) {
+        for (int i = 0; i < n; i += L) S::store(out + i, S::mul(sigmoid(S::load(gate + i)), S::load(x + i)));
+    }
+
+    static void add(const float* x, int n, float* to) {
+        for (int i = 0; i < n; i += L) S::store(to + i, S::add(S::load(to + i), S::load(x + i)));
+    }
+
+    static void conv(const float* const* rows, const float* weight, int taps, int channels, int count, float* out) {
+        for (int i = 0; i < count; i += L) {
+            F sum = S::mul(S::load(weight + i), S::load(rows[0] + i));
+            for (int t = 1; t < taps; t++) {
+                sum = S::fma(sum, S::load(weight + static_cast<size_t>(t) * channels + i), S::load(rows[t] + i));
+            }
+            S::store(out + i, S::mul(sum, sigmoid(sum)));
+        }
+    }
+
+    // n values -> int8 with one scale; sums[i] is the sum of the i-th sixteen of them.
+    static float quantize_run(const float* x, int n, int8_t* q, int32_t* sums) {
+        F peak = S::set1(0.0f);
+        for (int i = 0; i < n; i += L) peak = S::max(peak, S::abs(S::load(x + i)));
+        const float most = S::reduce_max(peak);
+        const F by = S::set1(most > 0 ? 127.0f / most : 0.0f);
+        for (int i = 0; i < n; i += L) S::store_i8(q + i, S::round(S::mul(S::load(x + i), by)));
+        for (int i = 0; i < n / 16; i++) {
+            int32_t sum = 0;
+            for (int j = 0; j < 16; j++) sum += q[16 * i + j];
+            sums[i] = sum;
+        }
+        return most / 127.0f;
+    }
+
+    static void quantize(const float* x, int column, int forms, Acts& to) {
+        int32_t sums[16];
+        if (forms & kQ8Per256) {
+            for (int b = 0; b < to.k / 256; b++) {
+                const size_t at = static_cast<size_t>(b) * to.n + column;
+                to.d256[at] = quantize_run(x + 256 * b, 256, to.q256 + at * 256, sums);
+                for (int i = 0; i < 16; i++) to.minus32[at * 16 + i] = -32 * sums[i];
+                for (int i = 0; i < 8; i++) to.sum32[at * 8 + i] = static_cast<int16_t>(sums[2 * i] + sums[2 * i + 1]);
+            }
+        }
+        if (forms & kQ8Per32) {
+            for (int b = 0; b < to.k / 32; b++) {
+                const size_t at = static_cast<size_t>(b) * to.n + column;
+                to.d32[at] = quantize_run(x + 32 * b, 32, to.q32 + at * 32, sums);
+                to.minus8[at] = -8 * (sums[0] + sums[1]);
+            }
+        }
+    }
+
+    // A column block of one head's state S [dk][W]: u = k^T S; d = beta (v - decay u); S <- decay S + k d^T; o = q^T S.
+    template <int W, bool kKeep, bool kOutput>
+    static void step(const float* state, float* after, const DeltaStep& s) {
+        constexpr int N = W / L;
+        F read[N], out[N], write[N];
+        for (int i = 0; i < N; i++) read[i] = out[i] = S::set1(0.0f);
+        for (int r = 0; r < s.dk; r++) {
+            const F k = S::set1(s.k[r]);
+            for (int i = 0; i < N; i++) read[i] = S::fma(read[i], k, S::load(state + r * W + i * L));
+        }
+        const F decay = S::set1(s.decay), beta = S::set1(s.beta);
+        for (int i = 0; i < N; i++) write[i] = S::mul(beta, S::fnma(S::load(s.v + i * L), decay, read[i]));
+        for (int r = 0; r < s.dk; r++) {
+            const F k = S::set1(s.k[r]);
+            const F q = kOutput ? S::set1(s.q[r]) : k;
+            for (int i = 0; i < N; i++) {
+                const F now = S::fma(S::mul(decay, S::load(state + r * W + i * L)), k, write[i]);
+                if (kKeep) S::store(after + r * W + i * L, now);
+                if (kOutput) out[i] = S::fma(out[i], q, now);
+            }
+        }
+        if (kOutput) {
+            for (int i = 0; i < N; i++) S::store(s.out + i * L, out[i]);
+        }
+    }
+
+    template <int W>
+    static void step_of(const float* state, float* after, const DeltaStep& s) {
+        if (after && s.q) step<W, true, true>(state, after, s);
+        else if (after) step<W, true, false>(state, after, s);
+        else step<W, false, true>(state, after, s);
+    }
+    static void delta_step(const float* state, float* after, const DeltaStep& s) {
+        s.width == 32 ? step_of<32>(state, after, s) : step_of<16>(state, after, s);
+    }
+
+    static void to_f16(const float* x, int n, uint8_t* out) {
+        for (int i = 0; i < n; i += L) S::store_f16(out + 2 * i, S::load(x + i));
+    }
+    static void from_f16(const uint8_t* x, int n, float* out) {
+        for (int i = 0; i < n; i += L) S::store(out + i, S::load_f16(x + 2 * i));
+    }
+
+    // Products of one query with C keys; each is one chain of lanes over the width, whatever C is.
+    template <int C>
+    static void products(const float* q, const float* keys, int width, float* scores) {
+        F acc[C];
+        for (int c = 0; c < C; c++) acc[c] = S::set1(0.0f);
+        for (int i = 0; i < width; i += L) {
+            const F x = S::load(q + i);
+            for (int c = 0; c < C; c++) acc[c] = S::fma(acc[c], x, S::load(keys + static_cast<size_t>(c) * width + i));
+        }
+        for (int c = 0; c < C; c++) scores[c] = S::reduce_add(acc[c]);
+    }
+
+    static void attend(const float* q, const float* keys, const float* values, int count, int width, float* running) {
+        alignas(64) float weight[kChunkKeys];
+        for (int j = count; j < kChunkKeys; j++) weight[j] = -INFINITY;
+        int j = 0;
+        for (; j + 4 <= count; j += 4) products<4>(q, keys + static_cast<size_t>(j) * width, width, weight + j);
+        for (; j < count; j++) products<1>(q, keys + static_cast<size_t>(j) * width, width, weight + j);
+        float& peak = running[width];
+        float& sum = running[width + 1];
+        F most = S::set1(peak);
+        for (int i = 0; i < kChunkKeys; i += L) most = S::max(most, S::load(weight + i));
+        const float now = S::reduce_max(most);
+        const float fade = exp1(peak - now);
+        for (int i = 0; i < kChunkKeys; i += L) S::store(weight + i, exp(S::sub(S::load(weight + i), S::set1(now))));
+        sum *= fade;
+        for (int i = 0; i < count; i++) sum += weight[i];
+        peak = now;
+        const F f = S::set1(fade);
+        constexpr int N = 32 / L;
+        for (int i = 0; i < width; i += 32) {
+            F acc[N];
+            for (int p = 0; p < N; p++) acc[p] = S::mul(S::load(running + i + p * L), f);
+            for (int c = 0; c < count; c++) {
+                const F w = S::set1(weight[c]);
+                for (int p = 0; p < N; p++) {
+                    acc[p] = S::fma(acc[p], w, S::load(values + static_cast<size_t>(c) * width + i + p * L));
+                }
+            }
+            for (int p = 0; p < N; p++) S::store(running + i + p * L, acc[p]);
+        }
+    }
+
+    static void merge(const float* part, int width, float* running) {
+        if (part[width + 1] == 0.0f) return;  // it saw no key
+        const float now = part[width] > running[width] ? part[width] : running[width];
+        const float old = exp1(running[width] - now), fresh = exp1(part[width] - now);
+        for (int i = 0; i < width; i += L) {
+            const F scaled = S::mul(S::load(running + i), S::set1(old));
+            S::store(running + i, S::fma(scaled, S::load(part + i), S::set1(fresh)));
+        }
+        running[width] = now;
+        running[width + 1] = running[width + 1] * old + part[width + 1] * fresh;
+    }
+
+    static float exp_sum(const float* x, int n, float peak) {
+        const F top = S::set1(peak);
+        F sum = S::set1(0.0f);
+        int i = 0;
+        for (; i + L <= n; i += L) sum = S::add(sum, exp(S::sub(S::load(x + i), top)));
+        float total = S::reduce_add(sum);
+        for (; i < n; i++) total += exp1(x[i] - peak);
+        return total;
+    }
+};
+
+template <class S>
+constexpr Kernels kernels_of(const char* name) {
+    using P = Panel<S>;
+    using V = Vector<S>;
+    return {
+        name,
+        {P::template floats<typename P::LoadF32>, P::template floats<typename P::LoadF16>,
+         P::template floats<typename P::LoadBF16>, P::template small_blocks<Type::Q8_0>,
+         P::template small_blocks<Type::Q4_0>, P::template large_blocks<Type::Q4_K>,
+         P::template large_blocks<Type::Q5_K>, P::template large_blocks<Type::Q6_K>},
+        V::rms_norm, V::quantize, V::silu_mul, V::sigmoid_mul, V::add, V::conv, V::l2_norm, V::delta_step,
+        V::gated_norm, V::to_f16, V::from_f16, V::attend, V::merge, V::exp_sum,
+    };
+}
+
+}  // namespace
+}  // namespace warpsmith

@@ -1,0 +1,213 @@
+#include "packing.h"
+
+#include <cstring>
+
+#include "simd_generic.h"
+
+namespace warpsmith {
+namespace {
+
+uint32_t word(const uint8_t* p) {
+    uint32_t v;
+    std::memcpy(&v, p, 4);
+    return v;
+}
+void put(uint8_t* p, uint32_t v) { std::memcpy(p, &v, 4); }
+
+float half_at(const uint8_t* p) {
+    uint16_t h;
+    std::memcpy(&h, p, 2);
+    return Generic::half(h);
+}
+
+constexpr uint32_t kLow = 0x0f0f0f0fu, kPair = 0x03030303u, kBit = 0x01010101u;
+
+// The eight 6-bit scales and mins that Q4_K and Q5_K keep in 12 bytes.
+void unpack_scales(const uint8_t* sc, uint8_t* scale, uint8_t* min) {
+    for (int s = 0; s < 4; s++) {
+        scale[s] = sc[s] & 63;
+        min[s] = sc[s + 4] & 63;
+        scale[s + 4] = static_cast<uint8_t>((sc[s + 8] & 15) | (sc[s] >> 6) << 4);
+        min[s + 4] = static_cast<uint8_t>((sc[s + 8] >> 4) | (sc[s + 4] >> 6) << 4);
+    }
+}
+
+void pack_q45(const uint8_t* src, int r, uint8_t* block, bool five) {
+    std::memcpy(block + 2 * r, src, 2);
+    std::memcpy(block + 32 + 2 * r, src + 2, 2);
+    uint8_t scale[8], min[8];
+    unpack_scales(src + 4, scale, min);
+    for (int s = 0; s < 8; s++) {
+        block[kScales + 16 * s + r] = scale[s];
+        block[kMins + 16 * s + r] = min[s];
+    }
+    const uint8_t* qs = src + (five ? 48 : 16);
+    for (int p = 0; p < 4; p++) {
+        uint8_t* out = block + kQuads45 + 512 * p + 4 * r;
+        for (int j = 0; j < 4; j++) {
+            const uint32_t a = word(qs + 32 * p + 4 * j), b = word(qs + 32 * p + 16 + 4 * j);
+            put(out + 64 * j, (a & kLow) | (b & kLow) << 4);
+            put(out + 256 + 64 * j, (a >> 4 & kLow) | (b & ~kLow));
+        }
+    }
+    if (!five) return;
+    const uint8_t* qh = src + 16;
+    for (int j = 0; j < 4; j++) {
+        const uint32_t a = word(qh + 4 * j), b = word(qh + 16 + 4 * j);
+        for (int g = 0; g < 2; g++) {
+            uint32_t bits = 0;
+            for (int i = 0; i < 4; i++) {
+                bits |= (a >> (4 * g + i) & kBit) << 2 * i | (b >> (4 * g + i) & kBit) << (2 * i + 1);
+            }
+            put(block + kHigh5 + 256 * g + 64 * j + 4 * r, bits);
+        }
+    }
+}
+
+void pack_q6(const uint8_t* src, int r, uint8_t* block) {
+    std::memcpy(block + 2 * r, src + 208, 2);
+    for (int i = 0; i < 16; i++) block[kScales + 16 * i + r] = src[192 + i];
+    for (int n = 0; n < 2; n++) {
+        const uint8_t* ql = src + 64 * n;
+        const uint8_t* qh = src + 128 + 32 * n;
+        for (int j = 0; j < 4; j++) {
+            uint32_t low[4][2], high[4][2];  // [sub-block of this half][weights 0-15, 16-31]
+            for (int h = 0; h < 2; h++) {
+                const uint32_t a = word(ql + 16 * h + 4 * j), b = word(ql + 32 + 16 * h + 4 * j);
+                const uint32_t c = word(qh + 16 * h + 4 * j);
+                low[0][h] = a & kLow;
+                low[1][h] = b & kLow;
+                low[2][h] = a >> 4 & kLow;
+                low[3][h] = b >> 4 & kLow;
+                for (int i = 0; i < 4; i++) high[i][h] = c >> 2 * i & kPair;
+            }
+            for (int i = 0; i < 4; i++) {
+                put(block + kQuads6 + 256 * (4 * n + i) + 64 * j + 4 * r, low[i][0] | low[i][1] << 4);
+            }
+            for (int i = 0; i < 2; i++) {
+                put(block + kHigh6 + 256 * (2 * n + i) + 64 * j + 4 * r,
+                    high[2 * i][0] | high[2 * i][1] << 2 | high[2 * i + 1][0] << 4 | high[2 * i + 1][1] << 6);
+            }
+        }
+    }
+}
+
+template <class T>
+void pack_floats(const uint8_t* stored, int first, int count, int cols, uint8_t* panel) {
+    constexpr int kTile = 64;  // columns transposed while 16 lines are in the nearest cache
+    const T* rows = reinterpret_cast<const T*>(stored) + static_cast<size_t>(first) * cols;
+    T* out = reinterpret_cast<T*>(panel);
+    for (int k0 = 0; k0 < cols; k0 += kTile) {
+        const int k1 = k0 + kTile < cols ? k0 + kTile : cols;
+        for (int r = 0; r < count; r++) {
+            for (int k = k0; k < k1; k++) out[static_cast<size_t>(k) * kPanel + r] = rows[static_cast<size_t>(r) * cols + k];
+        }
+        for (int r = count; r < kPanel; r++) {
+            for (int k = k0; k < k1; k++) out[static_cast<size_t>(k) * kPanel + r] = 0;
+        }
+    }
+}
+
+}  // namespace
+
+size_t panel_bytes(Type type, int cols) {
+    return static_cast<size_t>(cols / layout_of(type).elems) * layout_of(type).packed_bytes;
+}
+
+void pack_panel(Type type, const uint8_t* stored, int rows, int cols, int index, uint8_t* panel) {
+    const int first = index * kPanel, count = rows - first < kPanel ? rows - first : kPanel;
+    if (type == Type::F32) return pack_floats<uint32_t>(stored, first, count, cols, panel);
+    if (type == Type::F16 || type == Type::BF16) return pack_floats<uint16_t>(stored, first, count, cols, panel);
+    const Layout& layout = layout_of(type);
+    const int blocks = cols / layout.elems;
+    if (count < kPanel || type == Type::Q6_K) std::memset(panel, 0, panel_bytes(type, cols));
+    for (int b = 0; b < blocks; b++) {
+        uint8_t* block = panel + static_cast<size_t>(b) * layout.packed_bytes;
+        for (int r = 0; r < count; r++) {
+            const uint8_t* src = stored + (static_cast<size_t>(first + r) * blocks + b) * layout.stored_bytes;
+            switch (type) {
+                case Type::Q4_K: pack_q45(src, r, block, false); break;
+                case Type::Q5_K: pack_q45(src, r, block, true); break;
+                case Type::Q6_K: pack_q6(src, r, block); break;
+                default: {  // Q8_0, Q4_0: quads as they come
+                    std::memcpy(block + 2 * r, src, 2);
+                    const int quads = type == Type::Q8_0 ? 8 : 4;
+                    for (int j = 0; j < quads; j++) put(block + 32 + 64 * j + 4 * r, word(src + 2 + 4 * j));
+                }
+            }
+        }
+    }
+}
+
+void unpack_row(const Matrix& matrix, int row, float* out) {
+    const uint8_t* panel = matrix.panel(row / kPanel);
+    const int r = row % kPanel;
+    const Layout& layout = layout_of(matrix.type);
+    for (int b = 0; b < matrix.cols / layout.elems; b++) {
+        const uint8_t* block = panel + static_cast<size_t>(b) * layout.packed_bytes;
+        float* y = out + static_cast<size_t>(b) * layout.elems;
+        switch (matrix.type) {
+            case Type::F32: std::memcpy(y, block + 4 * r, 4); break;
+            case Type::F16: *y = half_at(block + 2 * r); break;
+            case Type::BF16: {
+                uint16_t h;
+                std::memcpy(&h, block + 2 * r, 2);
+                const uint32_t bits = static_cast<uint32_t>(h) << 16;
+                std::memcpy(y, &bits, 4);
+                break;
+            }
+            case Type::Q8_0: {
+                const float d = half_at(block + 2 * r);
+                for (int k = 0; k < 32; k++) {
+                    y[k] = static_cast<float>(static_cast<int8_t>(block[32 + 64 * (k / 4) + 4 * r + k % 4])) * d;
+                }
+                break;
+            }
+            case Type::Q4_0: {
+                const float d = half_at(block + 2 * r);
+                for (int k = 0; k < 16; k++) {
+                    const uint8_t q = block[32 + 64 * (k / 4) + 4 * r + k % 4];
+                    y[k] = static_cast<float>((q & 15) - 8) * d;
+                    y[k + 16] = static_cast<float>((q >> 4) - 8) * d;
+                }
+                break;
+            }
+            case Type::Q4_K: case Type::Q5_K: {
+                const float d = half_at(block + 2 * r), dmin = half_at(block + 32 + 2 * r);
+                for (int s = 0; s < 8; s++) {
+                    const float scale = d * block[kScales + 16 * s + r], min = dmin * block[kMins + 16 * s + r];
+                    for (int k = 0; k < 16; k++) {
+                        const int at = 64 * (k / 4) + 4 * r + k % 4;
+                        const uint8_t q = block[kQuads45 + 256 * s + at];
+                        int low = q & 15, high = q >> 4;
+                        if (matrix.type == Type::Q5_K) {
+                            const int bits = block[kHigh5 + 256 * (s / 4) + at] >> 2 * (s % 4);
+                            low |= (bits & 1) << 4;
+                            high |= (bits >> 1 & 1) << 4;
+                        }
+                        y[32 * s + k] = scale * static_cast<float>(low) - min;
+                        y[32 * s + 16 + k] = scale * static_cast<float>(high) - min;
+                    }
+                }
+                break;
+            }
+            case Type::Q6_K: {
+                const float d = half_at(block + 2 * r);
+                for (int s = 0; s < 8; s++) {
+                    const float first = d * static_cast<int8_t>(block[kScales + 32 * s + r]);
+                    const float second = d * static_cast<int8_t>(block[kScales + 32 * s + 16 + r]);
+                    for (int k = 0; k < 16; k++) {
+                        const int at = 64 * (k / 4) + 4 * r + k % 4;
+                        const uint8_t q = block[kQuads6 + 256 * s + at];
+                        const int bits = block[kHigh6 + 256 * (s / 2) + at] >> 4 * (s % 2);
+                        y[32 * s + k] = first * static_cast<float>(((q & 15) | (bits & 3) << 4) - 32);
+                        y[32 * s + 16 + k] = second * static_cast<float>(((q >> 4) | (bits >> 2 & 3) << 4) - 32);
+                    }
+                }
+                break;
+            }
+        }
+    }
+}
+
+}  // namespace warpsmith

@@ -1,0 +1,41 @@
+// How matrices lie in memory once loaded: panels of 16 rows, so that one pass over contiguous bytes gives 16 dot
+// products and no vector is ever summed across its lanes. All processors share the layout.
+//
+// A panel is a sequence of blocks along K. "k-quad" j holds weights 4j .. 4j+3 of each of the 16 rows: byte 4r+t is
+// row r, weight 4j+t. A nibble quad stores weight k in the low and weight k+16 in the high half of a byte (k < 16).
+//   F32/F16/BF16   one block a weight: 16 values, one a row
+//   Q8_0   32 K   d f16[16], 8 quads of bytes
+//   Q4_0   32 K   d f16[16], 4 nibble quads
+//   Q4_K  256 K   d f16[16], dmin f16[16], scale u8[8][16], min u8[8][16], 8 x 4 nibble quads
+//   Q5_K  256 K   as Q4_K, then the fifth bits: [2][4 quads][64], bits 2(s%4) (k < 16) and 2(s%4)+1 of sub-block s
+//   Q6_K  256 K   d f16[16] and 32 bytes of nothing, scale i8[16][16], 8 x 4 nibble quads, then the high bit pairs:
+//                 [4][4 quads][64], bits 4(s%2) .. +1 (k < 16) and 4(s%2)+2 .. +3 of sub-block s
+#pragma once
+#include "types.h"
+
+namespace warpsmith {
+
+struct Layout {
+    int elems;         // weights a row has in one block
+    int stored_bytes;  // bytes of one row's block in the file
+    int packed_bytes;  // bytes of 16 rows' blocks in a panel
+};
+constexpr Layout kLayouts[kTypes] = {
+    {1, 4, 64}, {1, 2, 32}, {1, 2, 32}, {32, 34, 544}, {32, 18, 288}, {256, 144, 2368}, {256, 176, 2880}, {256, 210, 3392},
+};
+constexpr const Layout& layout_of(Type type) { return kLayouts[static_cast<int>(type)]; }
+
+// Offsets inside a K-quant block.
+constexpr int kScales = 64, kMins = 192;       // Q4_K, Q5_K
+constexpr int kQuads45 = 320, kHigh5 = 2368;   // Q4_K, Q5_K
+constexpr int kQuads6 = 320, kHigh6 = 2368;    // Q6_K (scales at 64 too, 16 x 16 of them)
+
+size_t panel_bytes(Type type, int cols);
+
+// Pack rows 16*index .. 16*index+15 of a stored matrix. Rows past the end become zeros.
+void pack_panel(Type type, const uint8_t* stored, int rows, int cols, int index, uint8_t* panel);
+
+// One row as floats, by the formulas (and in the order) of the file format.
+void unpack_row(const Matrix& matrix, int row, float* out);
+
+}  // namespace warpsmith

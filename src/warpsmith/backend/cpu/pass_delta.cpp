@@ -1,0 +1,172 @@
+// The convolution and the gated delta rule, one value head at a time: a head's inputs, states and outputs meet no
+// other head's, so a unit of work is a head for all nodes, and a node's arithmetic is that of decoding it alone.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "pass.h"
+
+namespace warpsmith {
+namespace {
+
+float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+
+// The convolution's input rows for a node: `taps` of them, the oldest first, from the tree or from before it.
+void window(const State& state, const Tree& tree, int index, int node, const float* qkv, const float** rows) {
+    const Config& c = state.config;
+    for (int tap = 0; tap < c.conv_kernel; tap++) {
+        const int depth = tree.depth[node] - (c.conv_kernel - 1) + tap;
+        rows[tap] = depth >= 0 ? qkv + static_cast<size_t>(tree.path[node][depth]) * c.channels()
+                               : state.conv(index) + static_cast<size_t>(c.conv_kernel - 1 + depth) * c.channels();
+    }
+}
+
+// One head's inputs of one node after convolution, norms and gates.
+struct HeadInputs {
+    const Config& c;
+    const Kernels& kernels;
+    const Layer& layer;
+    int head;
+
+    void part(const float* const* rows, int channel, int width, float* out) const {
+        const float* at[16];
+        for (int tap = 0; tap < c.conv_kernel; tap++) at[tap] = rows[tap] + channel;
+        kernels.conv(at, layer.conv + channel, c.conv_kernel, c.channels(), width, out);
+    }
+    void query(const float* const* rows, float* out) const {
+        part(rows, head % c.key_heads * c.key_head_dim, c.key_head_dim, out);
+        kernels.l2_norm(out, c.key_head_dim, 1.0f / std::sqrt(static_cast<float>(c.key_head_dim)));
+    }
+    void key(const float* const* rows, float* out) const {
+        part(rows, c.key_dim() + head % c.key_heads * c.key_head_dim, c.key_head_dim, out);
+        kernels.l2_norm(out, c.key_head_dim, 1.0f);
+    }
+    void value(const float* const* rows, float* out) const {
+        part(rows, 2 * c.key_dim() + head * c.value_head_dim, c.value_head_dim, out);
+    }
+    float beta(const float* gates) const { return sigmoid(gates[head]); }
+    float decay(const float* gates, int stride) const {
+        return std::exp(layer.a[head] * softplus(gates[stride / 2 + head] + layer.dt[head]));
+    }
+};
+
+}  // namespace
+
+float* Pass::qkv_rows(int index) const { return in_place ? w.qkv : state.qkv(index); }
+float* Pass::gate_rows(int index) const { return in_place ? w.gates : state.gates(index); }
+
+void Pass::delta_mix(int thread, int index) {
+    pool.share(c.value_heads, 1, [&](int head) { delta_head(thread, index, head); });
+    if (!in_place) return;
+    // the rows that the next chunk's convolution looks back on; nobody reads them before the next barrier
+    const int keep = c.conv_kernel - 1;
+    if (thread == 0) {
+        float* conv = state.conv(index);
+        const int old = std::max(0, keep - n);
+        std::memmove(conv, conv + static_cast<size_t>(keep - old) * c.channels(), old * c.channels() * sizeof(float));
+        std::memcpy(conv + static_cast<size_t>(old) * c.channels(),
+                    w.qkv + static_cast<size_t>(n - (keep - old)) * c.channels(), (keep - old) * c.channels() * sizeof(float));
+    }
+}
+
+void Pass::delta_head(int thread, int index, int head) {
+    const HeadInputs inputs{c, kernels, m.layers[index], head};
+    const int dk = c.key_head_dim, dv = c.value_head_dim, stride = state.gate_stride();
+    const float *qkv = qkv_rows(index), *gates = gate_rows(index);
+    float* q = w.scratch(thread);
+    float *k = q + kMaxNodes * dk, *v = k + kMaxNodes * dk, *out = v + kMaxNodes * dv;
+    float *decay = out + kMaxNodes * dv, *beta = decay + kMaxNodes, *slots = beta + kMaxNodes;
+    for (int i = 0; i < n; i++) {
+        const float* rows[16];
+        window(state, tree, index, i, qkv, rows);
+        inputs.query(rows, q + i * dk);
+        inputs.key(rows, k + i * dk);
+        inputs.value(rows, v + i * dv);
+        beta[i] = inputs.beta(gates + static_cast<size_t>(i) * stride);
+        decay[i] = inputs.decay(gates + static_cast<size_t>(i) * stride, stride);
+    }
+    const int width = delta_width(dv);
+    const size_t block = static_cast<size_t>(dk) * width;
+    for (int part = 0; part < dv / width; part++) {
+        const size_t at = (static_cast<size_t>(head) * (dv / width) + part) * block;
+        float* committed = state.delta(index) + at;
+        float* after_root = state.delta_after_root(index) + at;
+        const auto place = [&](int slot) -> float* {
+            if (slot == Tree::kNowhere) return nullptr;
+            return slot == Tree::kCommitted ? committed : slot == Tree::kRoot ? after_root : slots + slot * block;
+        };
+        const int column = part * width;
+        const auto step = [&](int i) {
+            return DeltaStep{dk, width, k + i * dk, q + i * dk, v + i * dv + column, decay[i], beta[i], out + i * dv + column};
+        };
+        if (in_place) {
+            for (int i = 0; i < n; i++) kernels.delta_step(committed, committed, step(i));
+        } else {
+            for (const Tree::Visit& visit : tree.visits) {
+                kernels.delta_step(place(visit.from), place(visit.to), step(visit.node));
+            }
+        }
+    }
+    for (int i = 0; i < n; i++) {
+        const size_t at = static_cast<size_t>(i) * c.value_dim() + head * dv;
+        kernels.gated_norm(out + i * dv, m.layers[index].ssm_norm, w.z + at, dv, c.eps, w.y + at);
+    }
+}
+
+void Pass::commit(Model& model, Workspace& work, State& state, const int32_t* nodes, int count) {
+    const Config& c = model.config;
+    const Kernels& kernels = model.kernels;
+    const Tree& tree = state.tree;
+    const int keep = c.conv_kernel - 1, dk = c.key_head_dim, dv = c.value_head_dim, width = delta_width(dv);
+    const int stride = state.gate_stride();
+    state.swap_delta();  // the state after the root is there already
+    if (count > 1) {
+        std::vector<int> layers;
+        for (int i = 0; i < c.layers; i++) {
+            if (c.recurrent[i]) layers.push_back(i);
+        }
+        model.pool.run([&](int thread) {
+            model.pool.share(static_cast<int>(layers.size()) * c.value_heads, 1, [&](int unit) {
+                const int index = layers[unit / c.value_heads], head = unit % c.value_heads;
+                const HeadInputs inputs{c, kernels, model.layers[index], head};
+                float *k = work.scratch(thread), *v = k + dk;
+                for (int i = 1; i < count; i++) {
+                    const float* rows[16];
+                    window(state, tree, index, nodes[i], state.qkv(index), rows);
+                    inputs.key(rows, k);
+                    inputs.value(rows, v);
+                    const float* gates = state.gates(index) + static_cast<size_t>(nodes[i]) * stride;
+                    const float decay = inputs.decay(gates, stride), beta = inputs.beta(gates);
+                    for (int part = 0; part < dv / width; part++) {
+                        float* s = state.delta(index) + (static_cast<size_t>(head) * dv + part * width) * dk;
+                        kernels.delta_step(s, s, DeltaStep{dk, width, k, nullptr, v + part * width, decay, beta, nullptr});
+                    }
+                }
+            });
+        });
+    }
+    for (int index = 0; index < c.layers; index++) {
+        if (c.recurrent[index]) {
+            float* conv = state.conv(index);
+            const int fresh = std::min(count, keep), old = keep - fresh;
+            std::memmove(conv, conv + static_cast<size_t>(fresh) * c.channels(), old * c.channels() * sizeof(float));
+            for (int i = 0; i < fresh; i++) {
+                std::memcpy(conv + static_cast<size_t>(old + i) * c.channels(),
+                            state.qkv(index) + static_cast<size_t>(nodes[count - fresh + i]) * c.channels(),
+                            c.channels() * sizeof(float));
+            }
+        } else {
+            for (int i = 0; i < count; i++) {
+                for (int head = 0; head < c.kv_heads; head++) {
+                    std::memcpy(state.key_row(index, head, state.length + i), state.pending_key(index, nodes[i], head), state.row_bytes());
+                    std::memcpy(state.value_row(index, head, state.length + i), state.pending_value(index, nodes[i], head), state.row_bytes());
+                }
+            }
+        }
+    }
+    state.length += count;
+    state.tree.n = 0;
+}
+
+}  // namespace warpsmith

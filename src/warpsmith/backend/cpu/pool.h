@@ -1,0 +1,55 @@
+// A team of threads that runs one job together, many short stages with a barrier after each.
+//
+// Waiting spins first, because a stage takes microseconds and the next one is about to begin, then sleeps, because
+// the next call may be seconds away or the processor may be busy with something else.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace warpsmith {
+
+class Pool {
+public:
+    explicit Pool(int threads);
+    ~Pool();
+    int threads() const { return threads_; }
+
+    // Call job(thread) on every thread, the caller being thread 0; returns when all have finished.
+    void run(const std::function<void(int)>& job);
+
+    // From inside a job, by every thread alike: units 0 .. units-1 in runs of `grain`, each on whichever thread is
+    // free, then wait for all. Who computes a unit must not matter to its result.
+    template <class Unit>
+    void share(int units, int grain, const Unit& unit) {
+        for (;;) {
+            const int first = next_.fetch_add(grain, std::memory_order_relaxed);
+            if (first >= units) break;
+            const int last = first + grain < units ? first + grain : units;
+            for (int i = first; i < last; i++) unit(i);
+        }
+        barrier();
+    }
+
+    void barrier();
+
+private:
+    void work(int thread);
+
+    const int threads_;
+    const int spins_;
+    const std::function<void(int)>* job_ = nullptr;
+    bool stop_ = false;
+    std::vector<std::thread> workers_;
+    alignas(64) std::atomic<int> next_{0};
+    alignas(64) std::atomic<int> arrived_{0};
+    alignas(64) std::atomic<unsigned> phase_{0};
+    std::atomic<int> sleepers_{0};
+    std::mutex mutex_;
+    std::condition_variable wake_;
+};
+
+}  // namespace warpsmith

@@ -1,0 +1,151 @@
+// Eight lanes in plain C++, for any processor; also the definition of what every operation of a Simd struct means.
+//
+// F is `lanes` floats, I `lanes` 32-bit integers, W `lanes` rows of 4 weights in bytes (row r in bytes 4r .. 4r+3).
+// dot<J>(acc, w, x): lane r gains the product of w's row r with bytes 4J .. 4J+3 of x; w is unsigned and below 64
+// (dot_signed: a signed byte). fma_x<J>(acc, w, x): lane r gains w[r] * x[J].
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+namespace warpsmith {
+namespace {
+
+struct Generic {
+    static constexpr int lanes = 8;
+    typedef float F __attribute__((vector_size(32)));
+    typedef int32_t I __attribute__((vector_size(32)));
+    struct W { uint8_t v[32]; };
+    using X4 = const float*;
+    using X16 = const int8_t*;
+    using M = I;
+
+    static F load(const float* p) { F v; std::memcpy(&v, p, 32); return v; }
+    static void store(float* p, F v) { std::memcpy(p, &v, 32); }
+    static F set1(float v) { return F{v, v, v, v, v, v, v, v}; }
+    static F add(F x, F y) { return x + y; }
+    static F sub(F x, F y) { return x - y; }
+    static F mul(F x, F y) { return x * y; }
+    static F div(F x, F y) { return x / y; }
+    static F max(F x, F y) { return x > y ? x : y; }
+    static F min(F x, F y) { return x < y ? x : y; }
+    static F abs(F x) { return max(x, -x); }
+    static F fma(F acc, F x, F y) { return acc + x * y; }
+    static F fnma(F acc, F x, F y) { return acc - x * y; }
+    static float reduce_add(F x) { return ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7])); }
+    static float reduce_max(F x) {
+        float m = x[0];
+        for (int i = 1; i < lanes; i++) m = x[i] > m ? x[i] : m;
+        return m;
+    }
+
+    static X4 load_x4(const float* p) { return p; }
+    template <int J>
+    static F fma_x(F acc, F w, X4 x) { return acc + w * set1(x[J]); }
+
+    static float half(uint16_t h) {
+        // widen by scaling: subnormal halves become normal floats
+        const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, rest = h & 0x7fff;
+        uint32_t bits = rest << 13;
+        float v;
+        std::memcpy(&v, &bits, 4);
+        v *= 0x1p112f;
+        std::memcpy(&bits, &v, 4);
+        if (rest >= 0x7c00) bits |= 0x7f800000u;
+        bits |= sign;
+        std::memcpy(&v, &bits, 4);
+        return v;
+    }
+    static uint16_t to_half(float f) {
+        // round to nearest even; values past the largest half become infinite
+        uint32_t bits;
+        std::memcpy(&bits, &f, 4);
+        const uint32_t sign = bits >> 16 & 0x8000;
+        bits &= 0x7fffffffu;
+        if (bits > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00);
+        if (bits >= 0x47800000u) return static_cast<uint16_t>(sign | 0x7c00);
+        if (bits < 0x38800000u) {  // subnormal: let the float adder do the rounding
+            float v;
+            std::memcpy(&v, &bits, 4);
+            v += 0.5f;
+            std::memcpy(&bits, &v, 4);
+            return static_cast<uint16_t>(sign | (bits - 0x3f000000u));
+        }
+        bits += 0xfffu + (bits >> 13 & 1);
+        return static_cast<uint16_t>(sign | ((bits - 0x38000000u) >> 13));
+    }
+    static F load_bf16(const uint8_t* p) {
+        F v;
+        for (int i = 0; i < lanes; i++) {
+            uint16_t h;
+            std::memcpy(&h, p + 2 * i, 2);
+            const uint32_t bits = static_cast<uint32_t>(h) << 16;
+            float f;
+            std::memcpy(&f, &bits, 4);
+            v[i] = f;
+        }
+        return v;
+    }
+    static F load_f16(const uint8_t* p) {
+        F v;
+        for (int i = 0; i < lanes; i++) {
+            uint16_t h;
+            std::memcpy(&h, p + 2 * i, 2);
+            v[i] = half(h);
+        }
+        return v;
+    }
+    static void store_f16(uint8_t* p, F v) {
+        for (int i = 0; i < lanes; i++) {
+            const uint16_t h = to_half(v[i]);
+            std::memcpy(p + 2 * i, &h, 2);
+        }
+    }
+
+    static I zero() { return I{}; }
+    static I set1(int32_t v) { return I{v, v, v, v, v, v, v, v}; }
+    static I load(const int32_t* p) { I v; std::memcpy(&v, p, 32); return v; }
+    static void store(int32_t* p, I v) { std::memcpy(p, &v, 32); }
+    static I mul(I x, I y) { return x * y; }
+    static I mla(I acc, I x, I y) { return acc + x * y; }
+    static I load_u8(const uint8_t* p) { I v; for (int i = 0; i < lanes; i++) v[i] = p[i]; return v; }
+    static I load_i8(const uint8_t* p) { I v; for (int i = 0; i < lanes; i++) v[i] = static_cast<int8_t>(p[i]); return v; }
+    static F to_float(I x) { return __builtin_convertvector(x, F); }
+    static I round(F x) {  // to nearest even, for |x| < 2^22
+        const F magic = set1(12582912.0f);
+        return __builtin_convertvector((x + magic) - magic, I);
+    }
+    static F pow2(I n) { const I bits = (n + set1(127)) << 23; F v; std::memcpy(&v, &bits, 32); return v; }
+    static void store_i8(int8_t* p, I v) { for (int i = 0; i < lanes; i++) p[i] = static_cast<int8_t>(v[i]); }
+
+    static M load_mins(const uint8_t* p) { return load_u8(p); }
+    static I mins_dot(const M* m, const int16_t* sums) {
+        I acc = zero();
+        for (int s = 0; s < 8; s++) acc = mla(acc, m[s], set1(static_cast<int32_t>(sums[s])));
+        return acc;
+    }
+
+    static W load_w(const uint8_t* p) { W w; std::memcpy(w.v, p, 32); return w; }
+    static W and_n(W w, uint8_t mask) { for (auto& b : w.v) b &= mask; return w; }
+    template <int N>
+    static W shr(W w) { for (auto& b : w.v) b = static_cast<uint8_t>(b >> N); return w; }
+    static W insert_high(W low, W high) {
+        for (int i = 0; i < 32; i++) low.v[i] = static_cast<uint8_t>((low.v[i] & 15) | high.v[i] << 4);
+        return low;
+    }
+    static X16 load_x(const int8_t* p) { return p; }
+    template <int J>
+    static I dot(I acc, const W& w, X16 x) {
+        for (int t = 0; t < 4; t++) {
+            I column;
+            for (int r = 0; r < lanes; r++) column[r] = static_cast<int8_t>(w.v[4 * r + t]);
+            acc += column * set1(static_cast<int32_t>(x[4 * J + t]));
+        }
+        return acc;
+    }
+    template <int J>
+    static I dot_signed(I acc, const W& w, X16 x) { return dot<J>(acc, w, x); }
+    static void prefetch(const uint8_t*) {}
+};
+
+}  // namespace
+}  // namespace warpsmith

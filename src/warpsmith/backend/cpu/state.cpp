@@ -1,0 +1,99 @@
+#include "state.h"
+
+#include <cstring>
+
+namespace warpsmith {
+namespace {
+void copy(uint8_t* to, const uint8_t* from, size_t bytes) {
+    if (bytes) std::memcpy(to, from, bytes);
+}
+}  // namespace
+
+Tree Tree::chain(int n) {
+    int32_t parents[kMaxNodes];
+    for (int i = 0; i < n; i++) parents[i] = i - 1;
+    return of(parents, n);
+}
+
+Tree Tree::of(const int32_t* parents, int n) {
+    Tree tree;
+    tree.n = n;
+    std::array<std::vector<int>, kMaxNodes> children;
+    for (int i = 0; i < n; i++) {
+        const int parent = parents[i];
+        if (parent >= 0) {
+            tree.depth[i] = tree.depth[parent] + 1;
+            tree.path[i] = tree.path[parent];
+            children[parent].push_back(i);
+        }
+        tree.path[i][tree.depth[i]] = static_cast<uint8_t>(i);
+    }
+    // Depth first. A node's state takes over its parent's slot when it is the last child to need it, unless that is
+    // the root's, which commit wants to find.
+    struct Todo { int node, from; bool last; };
+    std::vector<Todo> todo{{0, kCommitted, false}};
+    std::vector<int> free_slots;
+    while (!todo.empty()) {
+        const Todo at = todo.back();
+        todo.pop_back();
+        const bool leaf = children[at.node].empty();
+        int to = kNowhere;
+        if (at.node == 0) {
+            to = kRoot;
+        } else if (!leaf) {
+            if (at.last && at.from >= 0) to = at.from;
+            else if (!free_slots.empty()) { to = free_slots.back(); free_slots.pop_back(); }
+            else to = tree.slots++;
+        }
+        tree.visits.push_back({at.node, at.from, to});
+        if (at.last && leaf && at.from >= 0) free_slots.push_back(at.from);
+        const auto& next = children[at.node];
+        for (size_t i = next.size(); i-- > 0;) todo.push_back({next[i], to, i + 1 == next.size()});
+    }
+    return tree;
+}
+
+State::State(const Model& model, int room, Kv type) : config(model.config), context(room), kv(type) {
+    for (int i = 0; i < config.layers + (config.mtp_layers ? 1 : 0); i++) {
+        const bool recurrent = i < config.layers && config.recurrent[i];
+        slot_.push_back(recurrent ? recurrent_++ : attention_++);
+    }
+    const size_t width = static_cast<size_t>(config.head_dim);
+    row_bytes_ = kv == Kv::F16 ? 2 * width : kv == Kv::F32 ? 4 * width : width / 32 * 34;
+    const size_t rows = static_cast<size_t>(attention_) * 2 * config.kv_heads;
+    kv_ = Memory(rows * context * row_bytes_);
+    pending_kv_ = Memory(rows * kMaxNodes * row_bytes_);
+    conv_ = Memory(recurrent_ * conv_floats() * sizeof(float));
+    for (auto& delta : delta_) delta = Memory(recurrent_ * delta_floats() * sizeof(float));
+    pending_qkv_ = Memory(static_cast<size_t>(recurrent_) * kMaxNodes * config.channels() * sizeof(float));
+    pending_gates_ = Memory(static_cast<size_t>(recurrent_) * kMaxNodes * gate_stride() * sizeof(float));
+}
+
+size_t State::row_bytes() const { return row_bytes_; }
+
+size_t State::snapshot_bytes() const {
+    const size_t rows = static_cast<size_t>(attention_) * 2 * config.kv_heads * length;
+    return rows * row_bytes_ + recurrent_ * (conv_floats() + delta_floats()) * sizeof(float);
+}
+
+void State::save(uint8_t* to) const {
+    const size_t run = static_cast<size_t>(length) * row_bytes_;
+    for (int plane = 0; plane < attention_ * 2 * config.kv_heads; plane++, to += run) {
+        copy(to, kv_.data() + static_cast<size_t>(plane) * context * row_bytes_, run);
+    }
+    copy(to, conv_.data(), conv_.size());
+    copy(to + conv_.size(), delta_[current_].data(), delta_[current_].size());
+}
+
+void State::load(const uint8_t* from, int saved) {
+    const size_t run = static_cast<size_t>(saved) * row_bytes_;
+    for (int plane = 0; plane < attention_ * 2 * config.kv_heads; plane++, from += run) {
+        copy(kv_.data() + static_cast<size_t>(plane) * context * row_bytes_, from, run);
+    }
+    copy(conv_.data(), from, conv_.size());
+    copy(delta_[current_].data(), from + conv_.size(), delta_[current_].size());
+    length = saved;
+    tree.n = 0;
+}
+
+}  // namespace warpsmith

@@ -1,0 +1,87 @@
+// The committed past of one sequence, and the rows of the last tree until one of its paths is committed.
+//
+// Keys and values, per attention layer: [kv head][position] rows of head_dim numbers as f16, f32 or Q8_0 blocks.
+// DeltaNet states, per DeltaNet layer: [value head][dv / width][dk][width] floats (delta_width), twice: the committed state, and the one
+// after the root of the last tree, which a commit makes the committed one by swapping. Convolution inputs: the last
+// taps-1 rows of channels, oldest first.
+#pragma once
+#include <array>
+#include <vector>
+
+#include "memory.h"
+#include "model.h"
+
+namespace warpsmith {
+
+enum class Kv : int { F16, F32, Q8_0 };
+
+// A tree of 1 to 64 nodes with what every layer asks about it.
+struct Tree {
+    int n = 0;
+    std::array<int, kMaxNodes> depth{};
+    std::array<std::array<uint8_t, kMaxNodes>, kMaxNodes> path{};  // path[i][d]: the ancestor of i at depth d
+
+    // The order in which DeltaNet states are computed: depth first. Slots are places for states: kCommitted is the
+    // state before the tree, kRoot the one after its root, 0 and up are scratch; kNowhere: no child needs it.
+    static constexpr int kCommitted = -1, kRoot = -2, kNowhere = -3;
+    struct Visit { int node, from, to; };
+    std::vector<Visit> visits;
+    int slots = 0;
+
+    static Tree of(const int32_t* parents, int n);
+    static Tree chain(int n);
+};
+
+struct State {
+    State(const Model& model, int context, Kv kv);
+
+    const Config& config;
+    const int context;
+    const Kv kv;
+    int length = 0;
+
+    size_t row_bytes() const;  // one key or value
+    uint8_t* key_row(int layer, int head, int position) const { return kv_row(layer, 0, head, position); }
+    uint8_t* value_row(int layer, int head, int position) const { return kv_row(layer, 1, head, position); }
+    float* conv(int layer) const { return conv_.floats() + static_cast<size_t>(slot_[layer]) * conv_floats(); }
+    float* delta(int layer) const { return delta_[current_].floats() + static_cast<size_t>(slot_[layer]) * delta_floats(); }
+    float* delta_after_root(int layer) const {
+        return delta_[1 - current_].floats() + static_cast<size_t>(slot_[layer]) * delta_floats();
+    }
+    void swap_delta() { current_ = 1 - current_; }
+
+    // rows of the last tree
+    Tree tree;
+    float* qkv(int layer) const { return pending_qkv_.floats() + static_cast<size_t>(slot_[layer]) * kMaxNodes * config.channels(); }
+    float* gates(int layer) const {  // [node][beta: value heads | alpha: value heads], padded
+        return pending_gates_.floats() + static_cast<size_t>(slot_[layer]) * kMaxNodes * gate_stride();
+    }
+    int gate_stride() const { return 2 * round_up(config.value_heads, kPanel); }
+    uint8_t* pending_key(int layer, int node, int head) const { return pending_row(layer, 0, node, head); }
+    uint8_t* pending_value(int layer, int node, int head) const { return pending_row(layer, 1, node, head); }
+
+    // A snapshot is every committed byte in one buffer: all keys and values, then convolution inputs, then states.
+    size_t snapshot_bytes() const;
+    void save(uint8_t* to) const;
+    void load(const uint8_t* from, int length);
+
+    size_t conv_floats() const { return static_cast<size_t>(config.conv_kernel - 1) * config.channels(); }
+    size_t delta_floats() const { return static_cast<size_t>(config.value_heads) * config.key_head_dim * config.value_head_dim; }
+
+private:
+    uint8_t* kv_row(int layer, int which, int head, int position) const {
+        const size_t plane = (static_cast<size_t>(slot_[layer]) * 2 + which) * config.kv_heads + head;
+        return kv_.data() + (plane * context + position) * row_bytes_;
+    }
+    uint8_t* pending_row(int layer, int which, int node, int head) const {
+        const size_t plane = (static_cast<size_t>(slot_[layer]) * 2 + which) * kMaxNodes + node;
+        return pending_kv_.data() + (plane * config.kv_heads + head) * row_bytes_;
+    }
+
+    std::vector<int> slot_;  // of a layer, among the layers of its kind
+    int recurrent_ = 0, attention_ = 0, current_ = 0;
+    size_t row_bytes_;
+    Memory kv_, conv_, delta_[2], pending_qkv_, pending_gates_, pending_kv_;
+};
+
+}  // namespace warpsmith

@@ -1,0 +1,55 @@
+// Shared vocabulary of the engine: weight types, packed matrices, prepared activations.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace warpsmith {
+
+constexpr int kPanel = 16;     // rows of a matrix that are stored, and computed, together
+constexpr int kMaxNodes = 64;  // columns of one pass
+
+enum class Type : int { F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K };
+constexpr int kTypes = 8;
+
+// Forms of the activations that a matrix multiplication may read. A stage prepares those its weights need.
+enum Form : int { kFloat = 1, kQ8Per256 = 2, kQ8Per32 = 4 };
+
+constexpr int form_of(Type type) {
+    switch (type) {
+        case Type::F32: case Type::F16: case Type::BF16: return kFloat;
+        case Type::Q8_0: case Type::Q4_0: return kQ8Per32;
+        default: return kQ8Per256;
+    }
+}
+
+// A weight matrix [rows, cols] as panels of 16 rows. packing.h says what is inside a panel.
+struct Matrix {
+    Type type = Type::F32;
+    int rows = 0, cols = 0;
+    const uint8_t* data = nullptr;
+    size_t panel_bytes = 0;
+    int panels() const { return (rows + kPanel - 1) / kPanel; }
+    const uint8_t* panel(int i) const { return data + static_cast<size_t>(i) * panel_bytes; }
+};
+
+// n columns of k activations, in the forms asked for. Columns lie side by side inside a block of the K axis, so that
+// a panel walks through memory once whatever n is. A column's numbers depend on nothing but that column.
+//   f       float [n][stride]
+//   q256    int8 [k/256][n][256], value = d256[k/256][n] * q;  sum32: int16 [k/256][n][8], sums of 32 q's;
+//           minus32: int32 [k/256][n][16], -32 times the sums of 16 q's (what Q6_K's offset takes away)
+//   q32     int8 [k/32][n][32], value = d32[k/32][n] * q;      minus8: int32 [k/32][n], -8 times the sums of 32 q's
+struct Acts {
+    int k = 0, n = 0, stride = 0;
+    float* f = nullptr;
+    int8_t* q256 = nullptr;
+    float* d256 = nullptr;
+    int16_t* sum32 = nullptr;
+    int32_t* minus32 = nullptr;
+    int8_t* q32 = nullptr;
+    float* d32 = nullptr;
+    int32_t* minus8 = nullptr;
+};
+
+inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+}  // namespace warpsmith

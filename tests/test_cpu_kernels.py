@@ -1,0 +1,120 @@
+"""The CPU engine's matrix kernels and packed layouts, type by type."""
+
+import dataclasses
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from random_models import random_tensors, small_config
+from warpsmith.backend.cpu import _cpu
+from warpsmith.backend.cpu.loading import PACKED, as_q8, load
+from warpsmith.checkpoint.blocks import TYPES, dequantize
+from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.model.synthetic import random_blocks
+
+ROWS, COLS = 161, 768  # the last panel of 16 rows holds one
+
+
+def stored(kind: str) -> Tensor:
+    """Random bytes of a type with sensible scales, every quantised value possible."""
+    block_type, random = TYPES[kind], np.random.SFC64(9)
+    if kind in ("F32", "F16", "BF16"):
+        values = np.random.default_rng(9).standard_normal((ROWS, COLS)).astype(np.float32)
+        raw = {
+            "F32": lambda: values,
+            "F16": lambda: values.astype(np.float16),
+            "BF16": lambda: np.ascontiguousarray(values.view(np.uint16)[:, 1::2]),
+        }[kind]().view(np.uint8)
+    else:
+        raw = random_blocks(block_type, random, ROWS * COLS // block_type.elems).reshape(ROWS, -1)
+    return Tensor("token_embd.weight", block_type, (ROWS, COLS), lambda: raw)
+
+
+@cache
+def engine(kind: str, generic: bool = False, threads: int = 2) -> _cpu.Engine:
+    """A model whose embedding is the matrix under test; the rest of it only makes it loadable."""
+    config = small_config(2, hidden=COLS, vocab=ROWS)
+    tensors = random_tensors(config) | {"token_embd.weight": stored(kind)}
+    made = _cpu.Engine(config, threads, [] if generic else _cpu.features())
+    load(made, config, tensors, None)
+    return made
+
+
+def multiply(made: _cpu.Engine, x: np.ndarray) -> np.ndarray:
+    out = np.full((len(x), -(-ROWS // 16) * 16), np.nan, np.float32)
+    made.multiply("token_embd.weight", x, out)
+    return out[:, :ROWS]
+
+
+def quantised(x: np.ndarray, run: int) -> np.ndarray:
+    """Activations after rounding to 8 bits with one scale for `run` of them."""
+    blocks = x.reshape(len(x), -1, run)
+    most = np.abs(blocks).max(axis=2, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        q = np.where(most > 0, np.rint(blocks * (np.float32(127) / most)), 0)
+    return (q.astype(np.float64) * (most / np.float32(127))).reshape(x.shape)
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_packed_row_unpacks_to_the_stored_weights(kind: str) -> None:
+    expected, row = stored(kind).float32(), np.empty(COLS, np.float32)
+    for i in range(ROWS):
+        engine(kind).unpack_row(i, row)
+        assert (row == expected[i]).all()
+
+
+@pytest.mark.parametrize("generic", [False, True])
+@pytest.mark.parametrize("kind", PACKED)
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 1 << 20), columns=st.integers(1, 64))
+def test_products_are_those_of_the_rounded_activations(kind: str, generic: bool, seed: int, columns: int) -> None:
+    """Float weights: float sums. Quantised ones: exact, but for the float operations of a block."""
+    rng = np.random.default_rng(seed)
+    x = (rng.standard_normal((columns, COLS)) * np.exp(rng.standard_normal((columns, COLS)))).astype(np.float32)
+    x[0, :256] = 0
+    run = {"Q8_0": 32, "Q4_0": 32, "Q4_K": 256, "Q5_K": 256, "Q6_K": 256}.get(kind)
+    rounded = quantised(x, run) if run else x.astype(np.float64)
+    weights = stored(kind).float32().astype(np.float64)
+    found = multiply(engine(kind, generic), x)
+    scale = np.abs(rounded) @ np.abs(weights).T  # what the rounding of float sums is relative to
+    assert (np.abs(found - rounded @ weights.T) <= 2e-6 * scale + 1e-30).all()
+
+
+@pytest.mark.parametrize("generic", [False, True])
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_column_does_not_depend_on_its_neighbours(kind: str, generic: bool) -> None:
+    x = np.random.default_rng(3).standard_normal((64, COLS)).astype(np.float32)
+    whole = multiply(engine(kind, generic), x)
+    for columns in (1, 2, 3, 5, 31):
+        for first in (0, 7, 33):
+            assert (multiply(engine(kind, generic), x[first : first + columns]) == whole[first : first + columns]).all()
+    assert (multiply(engine(kind, generic, threads=3), x) == whole).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "bound"), [("Q5_0", 0), ("IQ4_NL", 0), ("IQ4_XS", 6e-4), ("Q4_1", 5e-3), ("Q5_1", 5e-3)]
+)
+def test_types_without_kernels_become_q8(kind: str, bound: float) -> None:
+    tensor = stored(kind)
+    exact, held = tensor.float32(), dequantize(TYPES["Q8_0"], as_q8(tensor))
+    assert np.abs(held - exact).max() <= bound * np.abs(exact).max()
+
+
+def test_a_conversion_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    config = dataclasses.replace(small_config(2), hidden=COLS, vocab=ROWS)
+    load(_cpu.Engine(config, 1, []), config, random_tensors(config) | {"token_embd.weight": stored("Q4_1")}, None)
+    assert "1 tensors of type Q4_1 are held as Q8_0" in caplog.text
+
+
+def test_a_matrix_of_the_wrong_size_is_refused() -> None:
+    made = _cpu.Engine(small_config(2), 1, [])
+    made.reserve(1 << 16)
+    with pytest.raises(ValueError, match="size of its shape"):
+        made.add_matrix("x", "Q8_0", 4, 64, np.zeros((4, 67), np.uint8))
+    with pytest.raises(ValueError, match="no kernels"):
+        made.add_matrix("x", "Q5_0", 4, 64, np.zeros((4, 44), np.uint8))
+    with pytest.raises(ValueError, match="reserved"):
+        made.add_matrix("x", "F32", 1 << 12, 64, np.zeros((1 << 12, 256), np.uint8))
