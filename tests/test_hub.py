@@ -161,6 +161,9 @@ def test_an_existing_path_is_itself(tmp_path: Path) -> None:
     assert resolve(tmp_path) == tmp_path
     with pytest.raises(ModelNotFound, match=r"missing\.gguf"):
         resolve(tmp_path / "missing.gguf")
+    for name in ("~no-such-user/model", "x" * 10_000, "a\0b", "", "\udc80"):
+        with pytest.raises(ModelNotFound, match="no model at"):
+            resolve(name)
 
 
 def test_fetching_gguf(command: Command) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import glob
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -42,9 +43,9 @@ def resolve(name: str | Path, offline: bool = False, progress: bool = True, refr
 
     What the cache holds is used as it is; `refresh` asks the Hub whether there is something newer.
     """
-    path = Path(name).expanduser()
-    if path.exists():
-        return path
+    path = os.path.expanduser(name)
+    if os.path.exists(path):  # unlike Path's methods, these take any string
+        return Path(path)
     wanted = parse(str(name))
     if wanted is None:
         raise ModelNotFound(f"There is no model at {name}.", "Check the path, or name a repository as user/repo.")
@@ -126,18 +127,17 @@ def _cached(wanted: HubName, cache: Path) -> Path | None:
         return snapshot / parts[0] if len(parts) == (int(count[1]) if count else 1) else None
     if wanted.file or wanted.quant or "config.json" not in files:
         return None
-    return snapshot if _shards(snapshot) <= set(files) else None
+    return snapshot if _has_all_weights(snapshot, set(files)) else None
 
 
-def _shards(directory: Path) -> set[str]:
-    """Files that a directory of safetensors cannot do without."""
-    index = directory / "model.safetensors.index.json"
-    if not index.exists():
-        return {"model.safetensors"}
+def _has_all_weights(directory: Path, files: set[str]) -> bool:
+    index = "model.safetensors.index.json"
+    if index not in files:
+        return any(file.endswith(".safetensors") for file in files)
     try:
-        return set(json.loads(index.read_text())["weight_map"].values())
+        return set(json.loads((directory / index).read_text())["weight_map"].values()) <= files
     except (OSError, ValueError, LookupError, AttributeError, TypeError):
-        return {index.name + " is unreadable"}  # no such file: fetch the model again
+        return False  # fetch it again
 
 
 def _download(wanted: HubName, progress: bool) -> Path:
