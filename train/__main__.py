@@ -39,7 +39,7 @@ def main() -> None:
     pretrain = ["--data", args.data, "--out", args.out, *extra]
     if args.run == "smoke":
         stage("probe")
-        stage("pretrain", *pretrain, "--minutes", 1.0, "--log-every", 5)
+        stage("pretrain", *pretrain, "--minutes", 0.8, "--log-every", 5)
         stage(
             "draft",
             "--target",
@@ -48,7 +48,7 @@ def main() -> None:
             "--generate-minutes",
             0.1,
             "--minutes",
-            0.4,
+            0.7,
             "--sequences",
             4096,
         )

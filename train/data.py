@@ -249,7 +249,7 @@ def write_report(packages: list[Package], kept: dict[str, int], reasons: collect
     (HERE / "DATA.md").write_text("\n".join(lines) + "\n")
 
 
-def pack(corpus: Path, tokenizer_dir: Path, out: Path, shares: list[float]) -> None:
+def pack(corpus: Path, tokenizer_dir: Path, out: Path, pack_tokens: int) -> None:
     """Tokenise both splits; the training split is cut into packs that travel one at a time."""
     from tokenizers import Tokenizer
 
@@ -267,7 +267,8 @@ def pack(corpus: Path, tokenizer_dir: Path, out: Path, shares: list[float]) -> N
             write_heldout(out / "heldout.npz", documents, ids)
             continue
         random.Random(SEED).shuffle(ids)
-        edges = [0, *np.cumsum([int(s * len(ids)) for s in shares])]
+        packs = -(-sum(map(len, ids)) // pack_tokens)
+        edges = [len(ids) * i // packs for i in range(packs + 1)]
         for i, (low, high) in enumerate(itertools.pairwise(edges)):
             tokens = np.concatenate(ids[low:high])
             packed = lzma.compress(tokens.tobytes(), format=lzma.FORMAT_XZ, filters=MINIMAL_LZMA)
@@ -303,7 +304,7 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, default=Path("corpus"))
     parser.add_argument("--tokenizer", type=Path, default=Path("tokenizer"))
     parser.add_argument("--out", type=Path, default=Path("carry"))
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.5], help="of documents, one a pack")
+    parser.add_argument("--pack-tokens", type=int, default=75_000_000, help="most tokens a pack, roughly")
     parser.add_argument("--benchmark", type=Path, help="jsonl with `prompt` fields that must not be trained on")
     args = parser.parse_args()
     if args.step == "fetch":
@@ -311,7 +312,7 @@ def main() -> None:
     elif args.step == "build":
         build(args.wheels, args.corpus, Benchmark(args.benchmark))
     else:
-        pack(args.corpus, args.tokenizer, args.out, args.shares)
+        pack(args.corpus, args.tokenizer, args.out, args.pack_tokens)
 
 
 if __name__ == "__main__":

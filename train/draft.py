@@ -6,7 +6,6 @@ python -m train.draft --target PREFIX --data DIR --tokenizer DIR --out DIR --min
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import time
@@ -269,10 +268,7 @@ def train_draft(
         if step == 3:  # compilation is over: time counts from here
             first = time.monotonic() - started
     shards.save(out / "draft", draft.state_dict(), config.to_json())
-    with open(out / "draft.csv", "w", newline="") as f:
-        writer = csv.DictWriter(f, history[0])
-        writer.writeheader()
-        writer.writerows(history)
+    (out / "draft.json").write_text(json.dumps(history))
     return draft
 
 

@@ -6,7 +6,6 @@ python -m train.pretrain --data DIR --out DIR --minutes 9
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import time
 from dataclasses import asdict, dataclass
@@ -106,14 +105,8 @@ class Trainer:
         s = self.s
         config = self.model.config.to_json()
         shards.save(s.out / "wisp", self.model.state_dict(), config)
-        with open(s.out / "pretrain.csv", "w", newline="") as f:
-            rows = [r for r in self.history if "loss" in r]
-            writer = csv.DictWriter(f, ["step", "tokens", "loss", "mtp", "rate", "tokens_per_second", "seconds"])
-            writer.writeheader()
-            writer.writerows(rows)
-        evaluations = [r for r in self.history if "evaluation" in r]
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(s).items()}
-        (s.out / "pretrain.json").write_text(json.dumps({"settings": settings, "evaluations": evaluations}, indent=1))
+        (s.out / "pretrain.json").write_text(json.dumps({"settings": settings, "history": self.history}))
         if final and s.state:
             s.state.mkdir(parents=True, exist_ok=True)
             state = {
@@ -126,7 +119,8 @@ class Trainer:
             torch.save(state, s.state / "state.pt")
 
     def evaluate(self, heldout: dict[str, np.ndarray]) -> None:
-        result = bits_per_byte(self.model, heldout, self.s.length, self.s.micro_tokens // self.s.length)
+        with torch.compiler.set_stance("force_eager"):  # compiling once more for a few batches would not pay
+            result = bits_per_byte(self.model, heldout, self.s.length, max(1, 65_536 // self.s.length))
         self.history.append({"step": self.step, "tokens": self.seen, "evaluation": result})
         print(
             f"held out at step {self.step}: " + ", ".join(f"{k} {v:.4f}" for k, v in result.items()),
