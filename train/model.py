@@ -208,7 +208,6 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.width)).transpose(1, 2)
         q = rotate(self.q_norm(q), rope).to(v.dtype).transpose(1, 2)
         k = rotate(self.k_norm(k), rope).to(v.dtype).transpose(1, 2)
-        causal = length > 1
         if cache is not None:
             cache["k"][:, :, start : start + length] = k
             cache["v"][:, :, start : start + length] = v
@@ -219,8 +218,12 @@ class Attention(nn.Module):
                 cache["v"][:, :, : start + length].to(v.dtype),
             )
         ratio = self.heads // self.kv_heads
-        k, v = k.repeat_interleave(ratio, 1), v.repeat_interleave(ratio, 1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        if length == 1:  # one query: heads that share keys stand in for a sequence of queries
+            grouped = F.scaled_dot_product_attention(q.squeeze(2).unflatten(1, (self.kv_heads, ratio)), k, v)
+            out = grouped.flatten(1, 2).unsqueeze(2)
+        else:
+            k, v = k.repeat_interleave(ratio, 1), v.repeat_interleave(ratio, 1)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out = out.transpose(1, 2) * gate.sigmoid()
         return self.o_proj(out.flatten(-2))
 
