@@ -73,14 +73,42 @@ def time_backend(backend: CudaBackend, depths: list[int], sizes: list[int]) -> N
         print(f"  forward of {nodes:2} nodes at 520: {ms * 1e3:7.1f} us", flush=True)
 
 
+MARKS = 160
+
+
+def print_profile(config: Config, tensors: dict[str, Tensor], nodes: int) -> None:
+    """Where a forward pass spends its time: the mean over SMs and layers of each stage, from clocks in the kernel."""
+    backend = CudaBackend(config, tensors, options={"PROFILE": MARKS})
+    state = fake_length(backend, 520)
+    for _ in range(5):
+        backend.forward(state, Tree.chain(range(nodes)))
+    names = ["embed"]
+    for recurrent in config.recurrent:
+        kind = "delta" if recurrent else "attention"
+        mix = ["delta_mix"] if recurrent else ["attention_parts", "attention_merge"]
+        names += [f"{kind}_in", *mix, f"{kind}_out", "mlp_in", "mlp_out"]
+    names.append("head")
+    clocks = backend.profile.read(np.int64, (backend.chip.sms, MARKS))[:, : len(names) + 1]
+    spent = np.diff(clocks, axis=1) / 1980.0  # us at the boost clock
+    print(f"  profile of {nodes} nodes, us (mean, slowest SM), and a token's total at 1.98 GHz:")
+    for name in dict.fromkeys(names):
+        columns = [i for i, n in enumerate(names) if n == name]
+        part = spent[:, columns]
+        print(f"    {name:16} {part.mean():7.2f} {part.max(axis=0).mean():7.2f} {part.mean(axis=0).sum():8.1f}")
+    print(f"    {'all':16} {'':15} {spent.mean(axis=0).sum():8.1f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--in-flight", type=int, nargs="+", default=[2])
     parser.add_argument("--depths", type=int, nargs="+", default=[520, 4096, 32768])
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 16, 22, 32, 64])
+    parser.add_argument("--profile", type=int, nargs="*", default=[], help="node counts to profile")
     arguments = parser.parse_args()
     config = dataclasses.replace(SIZES["0.8B"], context=65536)
     tensors = random_bf16(config)
+    for nodes in arguments.profile:
+        print_profile(config, tensors, nodes)
     for in_flight in arguments.in_flight:
         start = time.perf_counter()
         backend = CudaBackend(config, tensors, in_flight=in_flight, options={"WATCHDOG_CYCLES": "4000000000ll"})

@@ -99,6 +99,8 @@ class CudaBackend(Backend):
         self.features = self.device.allocate(MAX_FEATURES * MAX_NODES * config.hidden * 4)
         self.hidden = self.device.allocate(MAX_NODES * config.hidden * 4)
         self.ring = HostRing(self.device, 1 + max(BURST, MAX_NODES))
+        marks = int(str(self.options.get("PROFILE", 0)))  # a profiling build keeps that many clocks an SM
+        self.profile = self.device.zeros(self.chip.sms * marks * 8)
         self.tag = 1
         self._last: tuple[CudaState, Tree] | None = None
 
@@ -262,7 +264,8 @@ class CudaBackend(Backend):
     def _variant(self, nodes: int) -> dict[str, object]:
         """Ring and scratch of the build that takes up to `nodes` nodes, as deep as shared memory allows."""
         group = self.config.heads // self.config.kv_heads
-        scratch = max(group * (8 * HEAD_DIM + 16 * 16) * 4, nodes * (2 * STATE_DIM + 3 * COLUMNS + 4) * 4, nodes * 1024)
+        scratch = max(group * (4 * HEAD_DIM + 8 * 16) * 4, nodes * (2 * STATE_DIM + 3 * COLUMNS + 4) * 4, nodes * 2048)
+        scratch = max(scratch, 32 << 10)
         scratch = -(-scratch // 1024) * 1024
         own = -(-(self.config.hidden // 8) // self.chip.sms)
         other = nodes * (own * 32 + 2 * WARPS * 4 + 40) + 1024
@@ -289,7 +292,7 @@ class CudaBackend(Backend):
             "vectors": at(self.vectors), "rope": at(self.rope), "delta": at(state.delta), "history": at(state.history),
             "keys": at(state.keys), "values": at(state.values), "out_count": self.ring.pointer,
             "out_tokens": self.ring.pointer + 4, "out_logits": at(self.logits), "out_features": at(self.features),
-            "out_hidden": at(self.hidden),
+            "out_hidden": at(self.hidden), "profile": at(self.profile),
         }  # fmt: skip
         pointers |= {name: at(buffer) for name, buffer in (self.packets | self.pending).items()}
         return Params(context=state.context, **pointers)

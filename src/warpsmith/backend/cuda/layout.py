@@ -243,7 +243,7 @@ POINTERS_BEFORE_CONTEXT = (
 POINTERS_AFTER_CONTEXT = (
     "x", "in", "y", "squares", "x_mid", "h", "part", "best",
     "pending_raw", "pending_key", "pending_write", "pending_fade", "pending_keys", "pending_values", "branch_state",
-    "out_tokens", "out_count", "out_logits", "out_features", "out_hidden",
+    "out_tokens", "out_count", "out_logits", "out_features", "out_hidden", "profile",
 )  # fmt: skip
 
 

@@ -5,13 +5,14 @@
 // of every node, and publishes unnormalised sums with their maximum and weight. A second step merges the splits in a
 // fixed order, divides, and applies the output gate. A key at position p is worked on in chunk p / 16 by warp p mod 16,
 // whether it is committed or a drafted ancestor, so plain and tree runs agree to the bit.
-// Bytes: 1 KB of fp16 keys and values a position and key head, read once for 8 nodes.
-// Scratch: q [8 nodes][GROUP][256], scores [2][8 nodes][GROUP][16].
+// Bytes: 1 KB of fp16 keys and values a position and key head, read once for 4 nodes.
+// Scratch: q [4 nodes][GROUP][256], scores [2][4 nodes][GROUP][16].
 #pragma once
 #include "block.cuh"
 
-constexpr int Q_FLOATS = 8 * GROUP * HEAD_DIM, SCORE_FLOATS = 8 * GROUP * KEYS;
-static_assert((Q_FLOATS + 2 * SCORE_FLOATS) * 4 <= SCRATCH_BYTES, "queries of eight nodes must fit in the scratch");
+constexpr int TOGETHER_NODES = 4;  // nodes that share a walk over the keys
+constexpr int Q_FLOATS = TOGETHER_NODES * GROUP * HEAD_DIM, SCORE_FLOATS = TOGETHER_NODES * GROUP * KEYS;
+static_assert((Q_FLOATS + 2 * SCORE_FLOATS) * 4 <= SCRATCH_BYTES, "queries of the nodes must fit in the scratch");
 static_assert(HEAD_DIM == 256 && ROTARY == 64, "a lane has eight dimensions; the rotated ones are in lanes 0 to 7");
 constexpr float ATTENTION_SCALE = 0.0625f;  // 256 ** -0.5
 
@@ -49,6 +50,13 @@ __device__ __forceinline__ const u32* key_row(const Block& b, const u32* cache, 
     if (position < b.length || b.decoding()) return cache + (size_t)position * (HEAD_DIM / 2);
     while (b.length + b.s.depth[node] > position) node = b.s.parent[node];
     return pending + (size_t)node * (HEAD_DIM / 2);
+}
+
+// One pair of dimensions of `count` value rows, all asked for before any is used; the rest are zero.
+template <class Row>
+__device__ __forceinline__ void load_values(u32 (&packed)[KEYS], int count, Row row) {
+#pragma unroll
+    for (int n = 0; n < KEYS; n++) packed[n] = n < count ? __ldcg(row(n)) : 0u;
 }
 
 __device__ __forceinline__ void attention_item(Block& b, int index, int item, const float* vectors, u32 in_tag) {
@@ -90,8 +98,8 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int item, co
         }
     }
 
-    for (int base = 0; base < b.nodes; base += 8) {
-        const int count = min(8, b.nodes - base);
+    for (int base = 0; base < b.nodes; base += TOGETHER_NODES) {
+        const int count = min(TOGETHER_NODES, b.nodes - base);
         b.sync();
         for (int task = b.warp; task < count * GROUP; task += WARPS) {
             const int node = base + task / GROUP, head = kv_head * GROUP + task % GROUP;
@@ -107,19 +115,22 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int item, co
         // A thread of the second half-step: one query head of the group, two dimensions, every node.
         const int dims = threadIdx.x % (HEAD_DIM / 2), lane_head = threadIdx.x / (HEAD_DIM / 2);
         constexpr int PASSES = (GROUP + 3) / 4;  // 512 threads cover four heads at a time
-        float2 sum[PASSES][8] = {};
-        float peak[PASSES][8], weight[PASSES][8] = {};
+        float2 sum[PASSES][TOGETHER_NODES] = {};
+        float peak[PASSES][TOGETHER_NODES], weight[PASSES][TOGETHER_NODES] = {};
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++)
 #pragma unroll
-            for (int i = 0; i < 8; i++) peak[pass][i] = MINUS_INFINITY;
+            for (int i = 0; i < TOGETHER_NODES; i++) peak[pass][i] = MINUS_INFINITY;
 
         int turn = 0;
         for (int chunk = split; chunk < chunks; chunk += SPLITS, turn ^= 1) {
             const int position = chunk * KEYS + b.warp;
+            const bool committed = (chunk + 1) * KEYS <= b.length;  // every key of the chunk is every node's
             float* score = scores + turn * SCORE_FLOATS;
             uint4 packed = {};
-            if (position < b.length) packed = __ldcg((const uint4*)key_row(b, keys, pending_keys, 0, position) + b.lane);
+            u32 packed_values[KEYS];
+            if (position < b.length) packed = __ldcg((const uint4*)(keys + (size_t)position * (HEAD_DIM / 2)) + b.lane);
+            if (committed) load_values(packed_values, KEYS, [&](int n) { return values + (size_t)(chunk * KEYS + n) * (HEAD_DIM / 2) + dims; });
             for (int i = 0; i < count; i++) {
                 const int node = base + i;
                 const bool seen = position <= b.length + b.s.depth[node];
@@ -139,25 +150,25 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int item, co
             }
             b.sync();
 #pragma unroll
-            for (int pass = 0; pass < PASSES; pass++) {
-                const int g = pass * 4 + lane_head;
-                if (g >= GROUP) break;
+            for (int i = 0; i < TOGETHER_NODES; i++) {
+                const int last = i < count ? b.length + b.s.depth[base + i] - chunk * KEYS : -1;  // of the keys it sees
+                if (last < 0) continue;
+                if (!committed) load_values(packed_values, last + 1, [&](int n) { return key_row(b, values, pending_values, base + i, chunk * KEYS + n) + dims; });
 #pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    if (i >= count || chunk * KEYS > b.length + b.s.depth[base + i]) continue;
+                for (int pass = 0; pass < PASSES; pass++) {
+                    const int g = pass * 4 + lane_head;
+                    if (g >= GROUP) break;
                     const float* mine = score + (i * GROUP + g) * KEYS;
-                    float top = mine[0];
+                    float top = peak[pass][i];
 #pragma unroll
-                    for (int n = 1; n < KEYS; n++) top = fmaxf(top, mine[n]);
-                    top = fmaxf(top, peak[pass][i]);
+                    for (int n = 0; n < KEYS; n++) top = fmaxf(top, mine[n]);
                     const float keep = expf(peak[pass][i] - top);
                     float2 acc = {sum[pass][i].x * keep, sum[pass][i].y * keep};
                     float total = weight[pass][i] * keep;
-                    for (int n = 0; n < KEYS; n++) {
-                        const int at = chunk * KEYS + n;
-                        if (at > b.length + b.s.depth[base + i]) break;
+#pragma unroll
+                    for (int n = 0; n < KEYS; n++) {  // a key that is not seen has weight exp(-inf) = 0 and value 0
                         const float p = expf(mine[n] - top);
-                        const float2 value = unpack_half(__ldcg(key_row(b, values, pending_values, base + i, at) + dims));
+                        const float2 value = unpack_half(packed_values[n]);
                         acc.x = fmaf(p, value.x, acc.x), acc.y = fmaf(p, value.y, acc.y);
                         total += p;
                     }
@@ -170,7 +181,7 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int item, co
         for (int pass = 0; pass < PASSES; pass++) {
             const int head = kv_head * GROUP + pass * 4 + lane_head;
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
+            for (int i = 0; i < TOGETHER_NODES; i++) {
                 const float x = __shfl_down_sync(~0u, sum[pass][i].x, 1), y = __shfl_down_sync(~0u, sum[pass][i].y, 1);
                 if (i >= count || pass * 4 + lane_head >= GROUP) continue;
                 if (split * KEYS > b.length + b.s.depth[base + i]) continue;
@@ -201,21 +212,38 @@ __device__ __forceinline__ void attention_merge(Block& b, u32 in_tag, u32 part_t
         const int splits = min(SPLITS, (b.length + b.s.depth[node]) / KEYS + 1);
         float4 sum = {};
         float weight = 0.0f, peak = MINUS_INFINITY;
+        constexpr int EACH = SPLITS / 32;
         const Packet* part = b.p.part + (size_t)node * PART_PACKETS + (size_t)head * SPLITS * (HEAD_DIM / 4 + 1);
-        float4 stat[SPLITS / 32], acc[SPLITS / 32];
+        const Packet* gate_at = b.p.in + (size_t)node * IN_PACKETS + (head * 2 + 1) * HEAD_DIM / 4 + piece;
+        Packet stats[EACH], sums[EACH], gates;
+        Watchdog dog;
+        bool missing;
+        do {
+            missing = false;
+            gates = load_packet(gate_at);
 #pragma unroll
-        for (int i = 0; i < SPLITS / 32; i++) {
-            const int split = i * 32 + b.lane;
-            stat[i] = {MINUS_INFINITY, 0, 0, 0}, acc[i] = {};
-            if (split < splits) {
-                stat[i] = poll_one(part + split * (HEAD_DIM / 4 + 1) + HEAD_DIM / 4, part_tag);
-                acc[i] = poll_one(part + split * (HEAD_DIM / 4 + 1) + piece, part_tag);
-            }
+            for (int i = 0; i < EACH; i++)
+                if (i * 32 + b.lane < splits) {
+                    const Packet* at = part + (i * 32 + b.lane) * (HEAD_DIM / 4 + 1);
+                    stats[i] = load_packet(at + HEAD_DIM / 4), sums[i] = load_packet(at + piece);
+                }
+#pragma unroll
+            for (int i = 0; i < EACH; i++)
+                if (i * 32 + b.lane < splits) missing |= !arrived(stats[i], part_tag) | !arrived(sums[i], part_tag);
+            missing |= !arrived(gates, in_tag);
+            dog.check();
+        } while (missing);
+        float4 stat[EACH], acc[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const bool live = i * 32 + b.lane < splits;
+            stat[i] = live ? values(stats[i]) : float4{MINUS_INFINITY, 0, 0, 0};
+            acc[i] = live ? values(sums[i]) : float4{};
             peak = fmaxf(peak, stat[i].x);
         }
         peak = warp_max(peak);
 #pragma unroll
-        for (int i = 0; i < SPLITS / 32; i++) {
+        for (int i = 0; i < EACH; i++) {
             const float share = expf(stat[i].x - peak);
             weight = fmaf(share, stat[i].y, weight);
             sum.x = fmaf(share, acc[i].x, sum.x), sum.y = fmaf(share, acc[i].y, sum.y);
@@ -224,8 +252,7 @@ __device__ __forceinline__ void attention_merge(Block& b, u32 in_tag, u32 part_t
         weight = warp_sum(weight);
         sum = {warp_sum(sum.x), warp_sum(sum.y), warp_sum(sum.z), warp_sum(sum.w)};
         if (b.lane == 0) {
-            const Packet* row = b.p.in + (size_t)node * IN_PACKETS + (head * 2 + 1) * HEAD_DIM / 4 + piece;
-            const float4 gate = poll_one(row, in_tag);
+            const float4 gate = values(gates);
             const float inverse = 1.0f / weight;
             publish(b.p.y + (size_t)node * Y_PACKETS + packet,
                     {sum.x * inverse * sigmoid(gate.x), sum.y * inverse * sigmoid(gate.y),

@@ -35,4 +35,14 @@ struct Block {
     // All consumer warps; the producer takes no part.
     __device__ void sync() const { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
     __device__ bool decoding() const { return r.steps > 0; }
+
+    // In a profiling build: when this SM got here.
+    __device__ void mark() {
+#ifdef PROFILE
+        if (threadIdx.x == 0 && marks < PROFILE) p.profile[sm * PROFILE + marks++] = clock64();
+#endif
+    }
+#ifdef PROFILE
+    int marks = 0;
+#endif
 };

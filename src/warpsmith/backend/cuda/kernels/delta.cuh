@@ -22,24 +22,41 @@ __device__ __forceinline__ float4 write_state(float4 s, float4 k, float write) {
 }
 __device__ __forceinline__ float dot4(float4 a, float4 b) { return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, a.w * b.w))); }
 
-// Four channels of a node after convolution and silu. `row` is where the channels' packet is in a node's row, `slot`
-// where they are in the block's history.
-__device__ __forceinline__ float4 convolve(const Block& b, int node, int row, int slot, const float* history, float* keep,
-                                           const float* weight, u32 tag) {
-    float4 w[4], tap[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) w[i] = __ldg((const float4*)weight + i);  // channel i's four taps, oldest first
+// Four channels of a node and of its three predecessors, oldest first: from packets where the predecessor is in the
+// tree, from the block's history where it is committed. `row` is the channels' packet, `slot` their place in the history.
+__device__ __forceinline__ void load_taps(const Block& b, float4 (&tap)[4], int node, int row, int slot, const float* history,
+                                          bool convolved, u32 tag) {
+    const Packet* from[4];
 #pragma unroll
     for (int age = 3; age >= 0; age--) {
         const int source = b.s.path[node][age];
-        if (source < 0) {
-            const int position = b.length + source;  // source is -1 for the last committed token
-            tap[3 - age] = *(const float4*)(history + ((position + HISTORY) % HISTORY) * BLOCK_CHANNELS + slot);
-        } else {
-            tap[3 - age] = poll_one(b.p.in + (size_t)source * IN_PACKETS + row, tag);
+        from[age] = nullptr;
+        if (source >= 0) {
+            if (convolved || age == 0) from[age] = b.p.in + (size_t)source * IN_PACKETS + row;
+        } else if (convolved) {  // source is -1 for the last committed token
+            tap[3 - age] = *(const float4*)(history + (b.length + source + HISTORY) % HISTORY * BLOCK_CHANNELS + slot);
         }
     }
-    *(float4*)(keep + slot) = tap[3];
+    Watchdog dog;
+    bool missing;
+    Packet got[4];
+    do {
+        missing = false;
+#pragma unroll
+        for (int age = 0; age < 4; age++)
+            if (from[age]) got[age] = load_packet(from[age]);
+#pragma unroll
+        for (int age = 0; age < 4; age++)
+            if (from[age]) missing |= !arrived(got[age], tag);
+        dog.check();
+    } while (missing);
+#pragma unroll
+    for (int age = 0; age < 4; age++)
+        if (from[age]) tap[3 - age] = values(got[age]);
+}
+
+// Convolution and silu; `w[i]` are channel i's four taps, oldest first.
+__device__ __forceinline__ float4 convolve(const float4 (&tap)[4], const float4 (&w)[4]) {
     float4 sum;
     sum.x = fmaf(w[0].w, tap[3].x, fmaf(w[0].z, tap[2].x, fmaf(w[0].y, tap[1].x, w[0].x * tap[0].x)));
     sum.y = fmaf(w[1].w, tap[3].y, fmaf(w[1].z, tap[2].y, fmaf(w[1].y, tap[1].y, w[1].x * tap[0].y)));
@@ -64,34 +81,41 @@ __device__ __forceinline__ void delta_block(Block& b, int index, int block, cons
     float* history = b.p.history + at * HISTORY * BLOCK_CHANNELS;
     float* pending = b.p.pending_raw + at * MAX_NODES * BLOCK_CHANNELS;
 
-    // Rows of every node: one warp takes q, one k, one the rest.
+    // Rows of every node: one warp takes q, one k, one the rest (lanes 0-3 v, 4-7 z, 8 beta, 9 alpha).
     for (int task = b.warp; task < 3 * b.nodes; task += WARPS) {
         const int node = task / 3, kind = task % 3;
         const int position = b.length + b.s.depth[node];
         float* keep = b.decoding() ? history + position % HISTORY * BLOCK_CHANNELS : pending + node * BLOCK_CHANNELS;
-        const Packet* row = b.p.in + (size_t)node * IN_PACKETS;
+        const int gate_row = CONV_CHANNELS + VALUE_DIM + (b.lane == 8 ? 0 : VALUE_HEADS) + head;
+        const bool convolved = kind < 2 || b.lane < 4;
+        const int channel = kind < 2     ? kind * KEY_DIM + key_head * STATE_DIM + b.lane * 4
+                            : b.lane < 4 ? 2 * KEY_DIM + column0 + b.lane * 4
+                            : b.lane < 8 ? CONV_CHANNELS + column0 + (b.lane - 4) * 4
+                                         : gate_row / 4 * 4;
+        const int slot = kind * STATE_DIM + b.lane * 4;
+        if (kind == 2 && b.lane > 9) continue;
+        float4 w[4] = {}, tap[4];
+        if (convolved) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) w[i] = __ldg((const float4*)(vectors + CONV_AT + 4 * channel) + i);
+        }
+        load_taps(b, tap, node, channel / 4, slot, history, convolved, in_tag);
+        if (convolved) *(float4*)(keep + slot) = tap[3];
         if (kind < 2) {
-            const int channel = kind * KEY_DIM + key_head * STATE_DIM + b.lane * 4;
-            float4 c = convolve(b, node, channel / 4, kind * STATE_DIM + b.lane * 4, history, keep,
-                                vectors + CONV_AT + 4 * channel, in_tag);
+            float4 c = convolve(tap, w);
             const float scale = rsqrtf(warp_sum(dot4(c, c)) + 1e-6f) * (kind == 0 ? 0.08838834764831845f : 1.0f);
             c = {c.x * scale, c.y * scale, c.z * scale, c.w * scale};
             *(float4*)((kind == 0 ? q : k) + node * STATE_DIM + b.lane * 4) = c;
             if (kind == 1 && !b.decoding()) *(float4*)(b.p.pending_key + (at * MAX_NODES + node) * STATE_DIM + b.lane * 4) = c;
         } else if (b.lane < 4) {
-            const int channel = 2 * KEY_DIM + column0 + b.lane * 4;
-            *(float4*)(v + node * COLUMNS + b.lane * 4) = convolve(b, node, channel / 4, 2 * STATE_DIM + b.lane * 4, history,
-                                                                   keep, vectors + CONV_AT + 4 * channel, in_tag);
+            *(float4*)(v + node * COLUMNS + b.lane * 4) = convolve(tap, w);
         } else if (b.lane < 8) {
-            const float4 gate = poll_one(row + (CONV_CHANNELS + column0) / 4 + b.lane - 4, in_tag);
-            *(float4*)(z + node * COLUMNS + (b.lane - 4) * 4) = {silu(gate.x), silu(gate.y), silu(gate.z), silu(gate.w)};
-        } else if (b.lane < 10) {
-            const bool is_beta = b.lane == 8;
-            const int at_row = CONV_CHANNELS + VALUE_DIM + (is_beta ? 0 : VALUE_HEADS) + head;
-            const float4 four = poll_one(row + at_row / 4, in_tag);
-            const int i = at_row % 4;
-            const float raw = i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
-            if (is_beta) {
+            const float4 g = tap[3];
+            *(float4*)(z + node * COLUMNS + (b.lane - 4) * 4) = {silu(g.x), silu(g.y), silu(g.z), silu(g.w)};
+        } else {
+            const int i = gate_row % 4;
+            const float raw = i == 0 ? tap[3].x : i == 1 ? tap[3].y : i == 2 ? tap[3].z : tap[3].w;
+            if (b.lane == 8) {
                 beta[node] = sigmoid(raw);
             } else {
                 const float f = expf(__ldg(vectors + A_AT + head) * softplus(raw + __ldg(vectors + DT_AT + head)));
@@ -150,33 +174,3 @@ __device__ __forceinline__ void delta_mix(Block& b, int index, const float* vect
         b.sync();
     }
 }
-
-// 1 / rms of a head for the four lanes of each token: the scale of the output projection.
-struct HeadScale {
-    const Block& b;
-    u32 tag;
-    int head[HALVES];
-    float scale[HALVES];
-
-    __device__ HeadScale(const Block& block, u32 from_tag) : b(block), tag(from_tag) {
-#pragma unroll
-        for (int i = 0; i < HALVES; i++) head[i] = -1;
-    }
-    __device__ float operator()(int half, int k) {
-        const int wanted = k / STATE_DIM;
-        if (head[half] != wanted) {
-            head[half] = wanted;
-            const int token = half * 8 + (b.lane >> 2);
-            float sum = 0.0f;
-            if (token < b.nodes && wanted < VALUE_HEADS) {
-                Packet got[2];
-                poll(got, b.p.squares + (size_t)token * SQUARE_PACKETS + wanted * BLOCKS_PER_HEAD + (b.lane & 3) * 2, 1, tag);
-                sum = value(got[0], 0) + value(got[1], 0);
-            }
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            scale[half] = rsqrtf(sum / STATE_DIM + EPS);
-        }
-        return scale[half];
-    }
-};

@@ -32,8 +32,10 @@ __device__ __forceinline__ void prepare_tree(Block& b) {
 __device__ __forceinline__ bool forward_pass(Block& b) {
     constexpr int CHUNKS = chunks_of(HIDDEN);
     int left = b.r.stop_after;
-#define STAGE_DONE \
+#define STAGE_DONE  \
+    b.mark();       \
     if (left-- == 0) return false
+    b.mark();
     embed(b);
     u32 x_tag = b.tag++;
     STAGE_DONE;
@@ -62,15 +64,15 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
             delta_mix(b, index, vectors, in_tag);
             const u32 y_tag = b.tag++;
             STAGE_DONE;
-            project_to_residual<VALUE_DIM>(b, b.p.y, Y_PACKETS, y_tag, b.p.x_mid, nullptr, HeadScale(b, y_tag));
+            project_to_residual<VALUE_DIM, true>(b, b.p.y, Y_PACKETS, y_tag, b.p.x_mid, nullptr);
         } else {
             attention_parts(b, index, vectors, in_tag);
             const u32 part_tag = b.tag++;
+            b.mark();
             attention_merge(b, in_tag, part_tag);
             const u32 y_tag = b.tag++;
             STAGE_DONE;
-            project_to_residual<ATTENTION_DIM>(b, b.p.y, Y_PACKETS, y_tag, b.p.x_mid, nullptr,
-                                               [](int, int) { return 1.0f; });
+            project_to_residual<ATTENTION_DIM, false>(b, b.p.y, Y_PACKETS, y_tag, b.p.x_mid, nullptr);
         }
         const u32 mid_tag = b.tag++;
         STAGE_DONE;
@@ -91,12 +93,13 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
         }
         const u32 h_tag = b.tag++;
         STAGE_DONE;
-        project_to_residual<FFN>(b, b.p.h, H_PACKETS, h_tag, b.p.x, feature, [](int, int) { return 1.0f; });
+        project_to_residual<FFN, false>(b, b.p.h, H_PACKETS, h_tag, b.p.x, feature);
         x_tag = b.tag++;
         STAGE_DONE;
     }
 #undef STAGE_DONE
     lm_head(b, b.p.vectors + vectors_before(LAYERS), x_tag);
+    b.mark();
     return true;
 }
 

@@ -10,16 +10,70 @@
 #pragma once
 #include "block.cuh"
 
+template <bool CONDITION, class A, class B>
+struct Select {
+    typedef A type;
+};
+template <class A, class B>
+struct Select<false, A, B> {
+    typedef B type;
+};
+
 template <int CHUNKS>
 struct Activations {
     u32 pair[CHUNKS][HALVES][4];  // [chunk][token / 8][pair of k]
 };
 
+// What is asked for together with a token's values: nothing, or
+struct NoCompanion {
+    __device__ explicit NoCompanion(int = 0) {}
+    __device__ float at(int, int) const { return 1.0f; }
+    __device__ void load(const Block&, int) {}
+    __device__ bool missing(u32) const { return false; }
+    __device__ void finish(const Block&, int) {}
+};
+
+// the sums of squares of the DeltaNet heads that COUNT chunks from k on belong to; then 1 / rms of each, per half.
+template <int COUNT>
+struct HeadScales {
+    static constexpr int N = COUNT * 32 > STATE_DIM ? COUNT * 32 / STATE_DIM : 1;
+    static_assert(COUNT * 32 % STATE_DIM == 0 || STATE_DIM % (COUNT * 32) == 0, "a warp's k are whole heads, or lie in one");
+    int first;
+    Packet got[N][2];
+    float inverse[N][HALVES];
+
+    __device__ explicit HeadScales(int k) : first(k / STATE_DIM) {}
+    __device__ void load(const Block& b, int token) {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const int head = min(first + i, VALUE_HEADS - 1);  // past the end the values are zero
+            const Packet* at = b.p.squares + (size_t)token * SQUARE_PACKETS + head * BLOCKS_PER_HEAD + (b.lane & 3) * 2;
+            got[i][0] = load_packet(at), got[i][1] = load_packet(at + 1);
+        }
+    }
+    __device__ bool missing(u32 tag) const {
+        bool any = false;
+#pragma unroll
+        for (int i = 0; i < N; i++) any |= !arrived(got[i][0], tag) | !arrived(got[i][1], tag);
+        return any;
+    }
+    __device__ void finish(const Block& b, int half) {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            float sum = half * 8 + (b.lane >> 2) < b.nodes ? value(got[i][0], 0) + value(got[i][1], 0) : 0.0f;
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            inverse[i][half] = rsqrtf(sum / STATE_DIM + EPS);
+        }
+    }
+    __device__ float at(int half, int chunk) const { return inverse[N > 1 ? chunk * 32 / STATE_DIM : 0][half]; }
+};
+
 // The tokens' inputs from packets, for COUNT chunks of a K cut in CHUNKS a warp. All packets of a token are asked for at
 // once. `transform(value, half, chunk, i)` is applied to the i-th of a lane's eight values before rounding to bf16.
-template <int CHUNKS, int COUNT, int K, class Transform>
+template <int CHUNKS, int COUNT, int K, class Companion, class Transform>
 __device__ __forceinline__ void load_activations(const Block& b, Activations<COUNT>& a, int first_chunk, const Packet* from,
-                                                 int packets, u32 tag, Transform transform) {
+                                                 int packets, u32 tag, Companion& companion, Transform transform) {
     const int k0 = b.warp * (CHUNKS * 32) + first_chunk * 32 + (b.lane & 3) * 8;
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
@@ -30,18 +84,20 @@ __device__ __forceinline__ void load_activations(const Block& b, Activations<COU
             Watchdog dog;
             bool missing;
             do {
-                missing = false;
 #pragma unroll
                 for (int c = 0; c < COUNT; c++) {
                     const int at = k0 + c * 32 < K ? (k0 + c * 32) / 4 : 0;  // past the end: any packet, then zero
                     got[c][0] = load_packet(row + at);
                     got[c][1] = load_packet(row + at + 1);
                 }
+                companion.load(b, token);
+                missing = companion.missing(tag);
 #pragma unroll
                 for (int c = 0; c < COUNT; c++) missing |= !arrived(got[c][0], tag) | !arrived(got[c][1], tag);
                 dog.check();
             } while (missing);
         }
+        companion.finish(b, half);
 #pragma unroll
         for (int c = 0; c < COUNT; c++) {
             float v[8];
@@ -185,7 +241,8 @@ __device__ __forceinline__ void load_normed(Block& b, Activations<CHUNKS>& a, co
         for (int i = 0; i < 8; i += 4) *(float4*)&w[c][i] = k < HIDDEN ? __ldg((const float4*)(weight + k + i)) : float4{};
     }
     float squares[HALVES] = {};
-    load_activations<CHUNKS, CHUNKS, HIDDEN>(b, a, 0, x, X_PACKETS, tag, [&](float v, int half, int c, int i) {
+    NoCompanion none;
+    load_activations<CHUNKS, CHUNKS, HIDDEN>(b, a, 0, x, X_PACKETS, tag, none, [&](float v, int half, int c, int i) {
         squares[half] += v * v;
         return v * w[c][i];
     });
@@ -201,11 +258,12 @@ __device__ __forceinline__ void load_normed(Block& b, Activations<CHUNKS>& a, co
 }
 
 // A projection back to the residual stream: few units an SM and K large, so activations are fetched a few chunks at a
-// time. `scale(half, k)` multiplies the sums over 32 k of a token (the DeltaNet's head norm); it is asked for in order.
+// time. SCALED: the inputs are DeltaNet outputs before their head norm, whose 1 / rms multiplies the sums over a head; its
+// sum of squares comes in packets beside the values and is asked for together with them.
 // The new residual is kept, published to `out`, and stored as a feature if asked.
-template <int K, class Scale>
+template <int K, bool SCALED>
 __device__ __forceinline__ void project_to_residual(Block& b, const Packet* from, int packets, u32 from_tag, Packet* out,
-                                                    float* feature, Scale scale) {
+                                                    float* feature) {
     constexpr int CHUNKS = chunks_of(K), TOGETHER = HALVES == 1 ? CHUNKS : HALVES == 2 ? 4 : HALVES == 4 ? 2 : 1;
     const int first = first_unit(HIDDEN_UNITS, b.sm), units = first_unit(HIDDEN_UNITS, b.sm + 1) - first;
     const int batch = batch_units(b);
@@ -216,17 +274,17 @@ __device__ __forceinline__ void project_to_residual(Block& b, const Packet* from
 #pragma unroll
             for (int c0 = 0; c0 < CHUNKS; c0 += TOGETHER) {
                 Activations<TOGETHER> a;
-                load_activations<CHUNKS, TOGETHER, K>(b, a, c0, from, packets, from_tag,
+                typename Select<SCALED, HeadScales<TOGETHER>, NoCompanion>::type scales(b.warp * (CHUNKS * 32) + c0 * 32);
+                load_activations<CHUNKS, TOGETHER, K>(b, a, c0, from, packets, from_tag, scales,
                                                       [](float v, int, int, int) { return v; });
 #pragma unroll
                 for (int c = c0; c < c0 + TOGETHER && c < CHUNKS; c++) {
                     const uint4 w = take_chunk(b, (base + unit) * CHUNKS + c, units * CHUNKS);
                     float acc[TILES][4] = {};
                     multiply_chunk<TOGETHER>(acc, a, c - c0, w);
-                    const int k = b.warp * (CHUNKS * 32) + c * 32;
 #pragma unroll
                     for (int t = 0; t < TILES; t++) {
-                        const float low = scale(2 * t, k), high = HALVES > 1 ? scale(2 * t + 1, k) : 0.0f;
+                        const float low = scales.at(2 * t, c - c0), high = scales.at(HALVES > 1 ? 2 * t + 1 : 0, c - c0);
                         total[t][0] = fmaf(low, acc[t][0], total[t][0]);
                         total[t][1] = fmaf(low, acc[t][1], total[t][1]);
                         total[t][2] = fmaf(high, acc[t][2], total[t][2]);

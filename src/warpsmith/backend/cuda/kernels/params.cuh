@@ -50,4 +50,5 @@ struct Params {
     float* out_logits;          // [nodes][VOCAB]
     float* out_features;        // [features][nodes][HIDDEN]
     float* out_hidden;          // [nodes][HIDDEN]
+    long long* profile;         // [SMS][PROFILE] clocks, in a profiling build
 };

@@ -51,20 +51,28 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 
 // --- copies from global to shared memory that finish on an mbarrier -------------------------------------------------
 
+// Weights are read once a token: they must not push states, vectors and packets out of the L2 cache.
+__device__ __forceinline__ u64 evict_first() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+    return policy;
+}
+
 #if __CUDA_ARCH__ >= 900
 // One thread copies `bytes` (a multiple of 16).
-__device__ __forceinline__ void copy_slot(u32 dst, const void* src, u32 bytes, u32 barrier) {
+__device__ __forceinline__ void copy_slot(u32 dst, const void* src, u32 bytes, u32 barrier, u64 policy) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(dst), "l"(src), "r"(bytes), "r"(barrier) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                 ::"r"(dst), "l"(src), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
 constexpr u32 COPY_LANES = 1;
 #else
 // A whole warp copies, 16 bytes a lane at a time.
-__device__ __forceinline__ void copy_slot(u32 dst, const void* src, u32 bytes, u32 barrier) {
+__device__ __forceinline__ void copy_slot(u32 dst, const void* src, u32 bytes, u32 barrier, u64 policy) {
     const u32 lane = threadIdx.x & 31;
     for (u32 at = lane * 16; at < bytes; at += 512)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst + at), "l"((const u8*)src + at) : "memory");
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
+                     ::"r"(dst + at), "l"((const u8*)src + at), "l"(policy) : "memory");
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 constexpr u32 COPY_LANES = 32;

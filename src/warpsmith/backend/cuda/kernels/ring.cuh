@@ -59,6 +59,7 @@ struct Producer {
     u32 oldest_parity = 0;
     int landed = 0;
     volatile const int* stopped;
+    const u64 policy = evict_first();
 
     __device__ Producer(const Ring& r, const volatile int* stop) : ring(r), source(nullptr), stopped(stop) {}
 
@@ -79,7 +80,7 @@ struct Producer {
                 }
             }
             const u32 bytes = chunks >= 2 ? SLOT_BYTES : CHUNK_BYTES;
-            copy_slot(ring.data(), source, bytes, ring.full + 8 * ring.slot);
+            copy_slot(ring.data(), source, bytes, ring.full + 8 * ring.slot, policy);
             source += bytes;
             ring.advance();
             issued++;
