@@ -178,6 +178,14 @@ def test_mtp_runs_its_chain_the_same_way_whole_or_in_steps() -> None:
         BACKENDS[2].mtp(BACKENDS[2].new_state(4), [1], hidden[:1], 0)
 
 
+def test_embeddings_and_head_are_lent_as_the_model_uses_them() -> None:
+    backend = BACKENDS[2]
+    state, tokens = backend.new_state(8), [3, 9, 3]
+    np.testing.assert_array_equal(backend.embed(tokens), backend.trace(state, Tree.chain(tokens), "embed")["x"])
+    run = backend.forward(state, Tree.chain(tokens), Want("logits", hidden=True))
+    np.testing.assert_allclose(backend.head(run.hidden, LOGITS).logits, run.logits, rtol=1e-4, atol=1e-5)
+
+
 def test_trace_stops_where_asked() -> None:
     backend = BACKENDS[2]
     state, tree = backend.new_state(10), Tree.chain([1, 2])

@@ -139,6 +139,15 @@ class ReferenceBackend(Backend):
             layer.conv, layer.delta = saved.conv.copy(), saved.delta.copy()
         state.length, state.pending = snapshot.length, None
 
+    def embed(self, tokens: Sequence[int]) -> np.ndarray:
+        ids = np.asarray(tokens, dtype=np.int32)
+        check_tokens(self.config, ids)
+        return self._embed(self.plan[0], ids).astype(np.float32)
+
+    def head(self, hidden: np.ndarray, want: Want = ARGMAX) -> Output:
+        weight = self.weight(self.plan[-1].weights["head"])
+        return output_from_logits(project_chunk(hidden.astype(self.dtype), weight).astype(np.float32), want)
+
     def mtp(
         self, state: State, tokens: Sequence[int], hidden: np.ndarray, position: int, want: Want = ARGMAX
     ) -> Output:
