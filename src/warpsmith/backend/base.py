@@ -137,11 +137,13 @@ class Backend(ABC):
 
     def embed(self, tokens: Sequence[int]) -> np.ndarray:
         """Embedding rows, float32 [n, hidden]: what a draft without embeddings of its own starts from."""
-        raise BadRequest(f"The {self.name} backend does not lend its embeddings.", "Use another draft, or --draft none.")
+        raise BadRequest(
+            f"The {self.name} backend does not lend its embeddings.", "Use another draft, or --draft none."
+        )
 
     def head(self, hidden: np.ndarray, want: Want = ARGMAX) -> Output:
         """The LM head on rows [n, hidden] that are normed already: how a draft without a head of its own speaks."""
-        raise BadRequest(f"The {self.name} backend does not lend its LM head.", "Use another draft, or --draft none.")
+        raise BadRequest(f"The {self.name} backend does not lend its LM head.", "Use --draft none.")
 
     def decode(self, state: State, token: int, count: int, stop: frozenset[int] = frozenset()) -> Iterator[int]:
         """Greedy decoding: commit `token`, yield the next, and so on, up to `count` tokens or one in `stop`.
