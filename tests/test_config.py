@@ -106,6 +106,14 @@ def test_metadata_round_trips(size: str, mtp: int) -> None:
         assert metadata == expected
 
 
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(88, 30), (104, 60), (256, 64), (2, 2), (6, 2)])
+def test_the_rotary_share_survives_rounding(head_dim: int, rotary_dim: int) -> None:
+    """88 * (30 / 88) is less than 30, and what reads a configuration rounds down."""
+    config = small_config(head_dim=head_dim, rotary_dim=rotary_dim)
+    written = hf.config_from_metadata(config_to_metadata(config), config.vocab, config.tied)
+    assert from_config(written, config).rotary_dim == rotary_dim
+
+
 def test_mtp_blocks_are_not_layers() -> None:
     config = replace(SIZES["27B"], mtp_layers=1)
     read = from_metadata(real_metadata(config), config)
@@ -251,6 +259,20 @@ def test_absurd_numbers_are_named(key: str, value: Any) -> None:
     (text if key == "rms_norm_eps" else text["rope_parameters"])[key] = value
     with pytest.raises(BadFile, match=rf"^config\.json: {key} is .*, expected a number"):
         from_config(config)
+
+
+def test_values_too_deep_to_print_are_refused_all_the_same() -> None:
+    deep: list[Any] = []
+    for _ in range(10_000):
+        deep = [deep]
+    config, metadata = real_config(SIZES["9B"]), real_metadata(SIZES["9B"])
+    for key in ("hidden_size", "rope_parameters", "model_type", "hidden_act", "layer_types"):
+        changed = config | {"text_config": config["text_config"] | {key: deep}}
+        with pytest.raises(BadFile, match=rf"^config\.json: {key} "):
+            from_config(changed)
+    for key in ("general.architecture", "qwen35.block_count", "qwen35.attention.recurrent_layers"):
+        with pytest.raises(BadFile, match=f"^model.gguf: {key} "):
+            from_metadata(metadata | {key: deep})
 
 
 @pytest.mark.parametrize(

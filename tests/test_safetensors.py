@@ -217,6 +217,16 @@ def test_frequencies_that_old_files_hold_are_skipped(tmp_path: Path) -> None:
     same_values(open_checkpoint(write_model(tmp_path, real_config(CONFIG), values)), canonical_values(VALUES, CONFIG))
 
 
+@pytest.mark.parametrize(
+    "name", [name for name in VALUES if name.startswith("layers.0.linear_attn.") and "norm" not in name]
+)
+def test_shapes_that_the_heads_do_not_fit_are_refused_before_they_are_read(tmp_path: Path, name: str) -> None:
+    axis = 1 if name.endswith("out_proj.weight") else 0
+    values = VALUES | {name: np.delete(VALUES[name], 0, axis)}
+    with pytest.raises(BadFile, match=rf"tensor model\.language_model\.{name} has shape .*, and the configured heads"):
+        open_checkpoint(write_model(tmp_path, real_config(CONFIG), prefixed(values)))
+
+
 # -- tied embeddings --------------------------------------------------------------------------------------------------
 
 
