@@ -268,6 +268,14 @@ def test_a_full_context_ends_with_length(sampling: Sampling) -> None:
         assert conversation.state.length == 31
 
 
+def test_a_draft_deeper_than_the_room_that_is_left_is_cut() -> None:
+    prompt = prompt_of(10, 6)
+    truth = plain(prompt, max_tokens=22)
+    for right in (0.0, 1.0):
+        conversation = Conversation(BACKEND, 32, Scripted(guessing(prompt + truth, right, MAX_NODES)))
+        assert run(conversation, prompt) == truth
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "words"),
     [
@@ -367,17 +375,16 @@ def test_where_prompts_part_a_snapshot_is_left() -> None:
 def test_snapshots_are_bounded_and_the_least_used_go_first() -> None:
     conversation = Conversation(BACKEND, 256)
     prompts = [prompt_of(100, seed) for seed in range(MAX_SNAPSHOTS + 2)]
-    for prompt in prompts:
-        run(conversation, prompt, max_tokens=1)
-        run(conversation, prompts[0], max_tokens=1)
-        assert len(conversation._saved) <= MAX_SNAPSHOTS
 
     def cached(prompt: list[int]) -> int:
         generation = Generation(conversation, prompt, max_tokens=1)
         tokens_of(generation)
         return generation.stats.cached_tokens
 
-    assert cached(prompts[0]) == PREFILL_CHUNK, "used all the time"
+    for prompt in prompts:
+        assert cached(prompt) == 0
+        assert cached(prompts[0]) == PREFILL_CHUNK, "used all the time, never dropped"
+        assert len(conversation._saved) <= MAX_SNAPSHOTS
     assert cached(prompts[-1]) == PREFILL_CHUNK
     assert cached(prompts[1]) == 0, "long ago"
 
@@ -486,13 +493,19 @@ def test_a_backend_that_runs_ahead_comes_back_when_the_text_ends() -> None:
 
     assert run(conversation, prompt, max_tokens=20, until=until) == truth[:8]
     assert conversation.committed == prompt + truth[:7]
-    left = Generation(conversation, prompt, max_tokens=20)
-    runs = iter(left)
-    for _ in range(5):
-        next(runs)
-    assert run(conversation, prompt + truth[:5], max_tokens=15)[:3] == truth[5:8], "while the other still stands open"
-    with pytest.raises(BadRequest, match="Another request"):
-        next(runs)
+    # another request while this one stands open goes on from what was given out, not from what was run ahead
+    expected = Conversation(BACKEND, 256)
+    answers = []
+    for each in (conversation, expected):
+        runs = iter(Generation(each, prompt, max_tokens=20))
+        taken = [token for _ in range(5) for token in next(runs)]
+        follow_up = Generation(each, [*prompt, *taken, 1, 2], max_tokens=6)
+        answers.append(tokens_of(follow_up))
+        assert follow_up.stats.cached_tokens == len(prompt) + 4
+        with pytest.raises(BadRequest, match="Another request"):
+            next(runs)
+    assert answers[0] == answers[1]
+    assert states_equal(conversation.state, expected.state)
 
 
 def test_an_old_request_cannot_go_on_once_another_has_begun() -> None:

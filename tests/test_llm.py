@@ -127,6 +127,21 @@ def test_end_tokens_end_the_text_and_do_not_show(llm: LLM) -> None:
     assert llm.generate("abc", max_tokens=9, logit_bias={end: 1000.0}, stop_ids=[]).finish_reason == "length"
 
 
+def test_what_is_held_back_comes_out_at_the_end(llm: LLM) -> None:
+    always_a = {"max_tokens": 5, "logit_bias": {ord("a"): 1000.0}}
+    assert llm.generate("x", stop="aaab", **always_a).text == "aaaaa"  # type: ignore[arg-type]
+    assert llm.generate("x", stop="aaa", **always_a).text == ""  # type: ignore[arg-type]
+    half_a_character = llm.generate("x", max_tokens=1, logit_bias={0xE4: 1000.0})
+    assert half_a_character.text == "\ufffd"
+
+
+def test_special_tokens_do_not_show(llm: LLM) -> None:
+    start = llm.tokenizer.token_id("<|im_start|>")
+    assert start is not None
+    completion = llm.generate("x", max_tokens=2, logit_bias={start: 1000.0})
+    assert (completion.text, completion.token_ids) == ("", [start, start])
+
+
 def test_messages_go_through_the_chat_template(llm: LLM) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
