@@ -10,7 +10,25 @@ from typing import Any
 import numpy as np
 
 from warpsmith.backend.base import State, Want
-from warpsmith.backend.tree import Tree
+from warpsmith.backend.tree import MAX_NODES, Tree
+
+
+@dataclass(frozen=True)
+class ScoredTree(Tree):
+    """A tree that says how much it believes in itself, its nodes in the order in which they are worth verifying:
+    the first n are the draft's best n, whatever n is."""
+
+    scores: np.ndarray  # float64 [n]: the log of the probability of the path to each node; 0 for the root
+
+    def first(self, nodes: int) -> ScoredTree:
+        """The tree cut to the root and its best `nodes`."""
+        end = nodes + 1
+        return ScoredTree(self.tokens[:end], self.parents[:end], self.scores[:end])
+
+    def conditionals(self) -> np.ndarray:
+        """float64 [n]: how likely the draft thinks each node is, given that its parent is right."""
+        above = np.where(self.parents < 0, 0.0, self.scores[self.parents])
+        return np.exp(np.minimum(self.scores - above, 0.0))
 
 
 @dataclass(frozen=True)
@@ -37,6 +55,11 @@ class Proposer(ABC):
     name: str
     wants: Want = Want(tokens="none")  # the layers' features and the hidden rows to observe; `tokens` is not used
 
+    @property
+    def off(self) -> str | None:
+        """Why nothing is being guessed at present, in a few words; None while it is."""
+        return None
+
     @abstractmethod
     def propose(self, context: Context) -> Tree | None:
         """A tree whose node 0 is the root, or None to guess nothing this time."""
@@ -45,6 +68,10 @@ class Proposer(ABC):
         self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
     ) -> None:
         """`tokens` were committed at `position` onwards; a row of each array belongs to each token."""
+        return None
+
+    def catch_up(self, state: State) -> None:
+        """A piece of a prompt was observed: the time to work through it, rather than when the first guess is due."""
         return None
 
     def reset(self) -> None:
@@ -58,3 +85,12 @@ class Proposer(ABC):
     def restore(self, saved: Any) -> None:
         """Go back to the time of `snapshot`. A proposer that keeps nothing of its own need not do anything else."""
         self.reset()
+
+
+class Draft(Proposer):
+    """A proposer that knows how likely its guesses are, so that a budget can tell how many of them pay."""
+
+    nodes: int = MAX_NODES - 1  # besides the root, at most
+
+    @abstractmethod
+    def propose(self, context: Context) -> ScoredTree | None: ...

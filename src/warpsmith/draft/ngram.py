@@ -1,0 +1,147 @@
+"""N-gram lookup: what followed the last time the text looked like this. No weights; good at edits and quotes.
+
+The index grows by one entry a token and can be cut back, so a step costs the same at any length of text. Each token
+closes one n-gram of each length in `KEYS`; an n-gram remembers where it was last closed, and each place the one
+before it. The places found are then compared backwards with the text, so that the longest match counts most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from warpsmith.backend.tree import MAX_NODES
+from warpsmith.draft.base import Context, Draft, ScoredTree
+
+KEYS = (6, 3, 2)  # lengths of n-grams that are looked up, the longest first
+PLACES = 8  # earlier places that may speak at a time
+LOOKED_AT = 32  # places compared for each length
+LONGEST = 32  # tokens compared backwards
+DOUBT = 6.0  # how much weight is kept for something new; a match of n tokens has weight n^2
+
+
+class NGram(Draft):
+    """Continues the text as it went on where its last few tokens stood before."""
+
+    name = "ngram"
+
+    def __init__(self, nodes: int = MAX_NODES - 1) -> None:
+        self.nodes = nodes
+        self.reset()
+
+    def reset(self) -> None:
+        self._tokens: list[int] = []
+        self._last: list[dict[tuple[int, ...], int]] = [{} for _ in KEYS]  # n-gram -> the last place it ended at
+        self._before: list[list[int]] = [[] for _ in KEYS]  # place -> the place before with the same n-gram, or -1
+
+    def observe(
+        self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
+    ) -> None:
+        if position != len(self._tokens):
+            self.reset()
+        for token in tokens:
+            self._append(token)
+
+    def snapshot(self) -> Any:
+        return np.array(self._tokens, dtype=np.int32)
+
+    def restore(self, saved: Any) -> None:
+        now = np.array(self._tokens, dtype=np.int32)
+        length = min(len(now), len(saved))
+        differ = np.flatnonzero(now[:length] != saved[:length])
+        shared = int(differ[0]) if len(differ) else length
+        while len(self._tokens) > shared:
+            self._drop()
+        for token in saved[shared:].tolist():
+            self._append(token)
+
+    def propose(self, context: Context) -> ScoredTree | None:
+        text = [*self._tokens[1 - LONGEST :], context.root]
+        depth = min(context.depth, self.nodes)
+        trie = _Trie(context.root)
+        for place, matched in self._places(text):
+            trie.add(self._continuation(place, context.root, depth), matched)
+        if len(trie.tokens) == 1:
+            return None
+        scores = trie.scores()
+        best = np.argsort(-scores, kind="stable")[: self.nodes + 1]  # stable: a parent is never behind its child
+        index = np.full(len(scores) + 1, -1)  # one more for the root's parent, -1
+        index[best] = np.arange(len(best))
+        return ScoredTree(np.array(trie.tokens)[best], index[np.array(trie.parents)[best]], scores[best])
+
+    def _continuation(self, place: int, root: int, length: int) -> list[int]:
+        """What followed `place`; where that runs into the present, the text goes round in circles."""
+        following = [*self._tokens[place + 1 : place + 1 + length], root][:length]
+        circle = len(self._tokens) - place
+        while len(following) < length:
+            following.append(following[-circle])
+        return following
+
+    def _places(self, text: list[int]) -> Iterator[tuple[int, int]]:
+        """Where the end of `text` stood before and how many tokens agreed; the latest places of the longest n-gram."""
+        for key, last, before in zip(KEYS, self._last, self._before, strict=True):
+            place = last.get(tuple(text[-key:]), -1) if len(text) >= key else -1
+            found: list[tuple[int, int]] = []
+            while place >= 0 and len(found) < LOOKED_AT:
+                found.append((place, self._agreement(text, place, key)))
+                place = before[place]
+            if found:
+                found.sort(key=lambda each: -each[1])  # stable: of equals the latest
+                yield from found[:PLACES]
+                return
+
+    def _agreement(self, text: list[int], place: int, known: int) -> int:
+        count, longest = known, min(len(text), place + 1)
+        while count < longest and self._tokens[place - count] == text[-1 - count]:
+            count += 1
+        return count
+
+    def _append(self, token: int) -> None:
+        self._tokens.append(token)
+        place = len(self._tokens) - 1
+        for key, last, before in zip(KEYS, self._last, self._before, strict=True):
+            gram = tuple(self._tokens[-key:])
+            before.append(last.get(gram, -1) if len(gram) == key else -1)
+            if len(gram) == key:
+                last[gram] = place
+
+    def _drop(self) -> None:
+        for key, last, before in zip(KEYS, self._last, self._before, strict=True):
+            gram, earlier = tuple(self._tokens[-key:]), before.pop()
+            if earlier >= 0:
+                last[gram] = earlier
+            else:
+                last.pop(gram, None)
+        self._tokens.pop()
+
+
+class _Trie:
+    """Continuations that share their beginnings, each with the weight of the places that speak for it."""
+
+    def __init__(self, root: int) -> None:
+        self.tokens, self.parents = [root], [-1]
+        self._children: dict[tuple[int, int], int] = {}
+        self._arriving, self._leaving = [0.0], [0.0]  # weight that reaches a node, and that goes on from it
+
+    def add(self, continuation: list[int], matched: int) -> None:
+        node = 0
+        for step, token in enumerate(continuation):
+            weight = float(matched + step) ** 2  # if all of it holds so far, so many tokens agree
+            self._leaving[node] += weight
+            child = self._children.setdefault((node, token), len(self.tokens))
+            if child == len(self.tokens):
+                self.tokens.append(token)
+                self.parents.append(node)
+                self._arriving.append(0.0)
+                self._leaving.append(0.0)
+            self._arriving[child] += weight
+            node = child
+
+    def scores(self) -> np.ndarray:
+        """Log-probabilities of the paths: each child has its share of the weight, and doubt has one too."""
+        scores = np.zeros(len(self.tokens))
+        for node, parent in enumerate(self.parents[1:], start=1):
+            scores[node] = scores[parent] + np.log(self._arriving[node] / (self._leaving[parent] + DOUBT))
+        return scores

@@ -1,0 +1,78 @@
+"""Which draft speaks: what `--draft` and `--spec-budget` mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from warpsmith.backend.base import Backend
+from warpsmith.backend.tree import MAX_NODES
+from warpsmith.draft.base import Draft, Proposer
+from warpsmith.errors import BadRequest, WarpsmithError
+
+BESIDE = "draft"  # the folder of a model's directory in which its own draft lies
+
+
+def make_proposer(
+    draft: str | Path,
+    budget: int | Literal["auto"],
+    backend: Backend,
+    *,
+    model: Path | None = None,
+    offline: bool = False,
+) -> Proposer | None:
+    """The proposer that a user asks for, ready to run; None for plain decoding.
+
+    `draft` is auto, none, ngram, mtp, a path, or a name on the Hub; `budget` how many nodes it may guess a step, or
+    auto for as many as pay. `model` is where the model lies, whose own draft `auto` prefers.
+    """
+    if budget != "auto" and not 0 <= budget < MAX_NODES:
+        raise BadRequest(f"A budget of {budget} nodes is outside [0, {MAX_NODES - 1}].", "Or use auto.")
+    if draft == "none" or budget == 0:
+        return None
+    chosen = _best_of(backend, model) if draft == "auto" else _named(draft, backend, offline)
+    if budget != "auto":
+        chosen.nodes = budget
+        return chosen
+    from warpsmith.draft.budget import Budgeted
+    from warpsmith.draft.costs import costs_of
+
+    return Budgeted(chosen, costs_of(backend, chosen.wants))
+
+
+def _named(draft: str | Path, backend: Backend, offline: bool) -> Draft:
+    if draft == "ngram":
+        from warpsmith.draft.ngram import NGram
+
+        return NGram()
+    if draft == "mtp":
+        from warpsmith.draft.mtp import MTP
+
+        return MTP(backend)
+    if "/" not in str(draft) and not Path(draft).exists():
+        raise BadRequest(f"There is no draft {str(draft)!r}.", "Use auto, none, ngram, mtp, a path, or user/repo.")
+    from warpsmith.checkpoint.hub import resolve
+
+    return _dflash(resolve(draft, offline=offline), backend)
+
+
+def _best_of(backend: Backend, model: Path | None) -> Draft:
+    """The model's own draft if it has one that can be used here, then its MTP head, then the text itself."""
+    choices: list[Callable[[], Draft]] = [lambda: _named("mtp", backend, True)]
+    if model is not None:
+        beside = (model if model.is_dir() else model.parent) / BESIDE
+        if beside.is_dir():
+            choices.insert(0, lambda: _dflash(beside, backend))
+    for choice in choices:
+        with suppress(WarpsmithError):
+            return choice()
+    return _named("ngram", backend, True)
+
+
+def _dflash(path: Path, backend: Backend) -> Draft:
+    from warpsmith.draft.dflash import DFlash
+    from warpsmith.draft.dflash_files import open_draft
+
+    return DFlash(open_draft(path), backend)
