@@ -27,7 +27,7 @@ from warpsmith.draft.costs import Costs
 from warpsmith.draft.dflash import DFlash
 from warpsmith.draft.mtp import MTP
 from warpsmith.draft.ngram import KEYS, LOOKED_AT, NGram
-from warpsmith.draft.select import make_proposer
+from warpsmith.draft.select import find_draft, make_proposer
 from warpsmith.engine.conversation import Conversation
 from warpsmith.engine.loop import Generation
 from warpsmith.errors import BadFile, BadRequest, ModelNotFound
@@ -495,11 +495,12 @@ def test_names_and_paths_choose_drafts(tmp_path: Path) -> None:
     config = draft_config(CONFIG)
     path = write_draft(tmp_path / "model" / "draft", "safetensors", config, random_weights(config))
     assert isinstance(make_proposer(path, 4, on), DFlash)
-    assert isinstance(make_proposer(str(path), 4, on), DFlash)
-    assert isinstance(make_proposer("auto", 4, on, model=tmp_path / "model"), DFlash), "and its own draft before that"
-    assert isinstance(make_proposer("auto", 4, on, model=tmp_path / "model" / "file.gguf"), DFlash)
+    assert find_draft(str(path), "auto") == path
+    assert [find_draft(name, 3) for name in ("auto", "none", "ngram", "mtp")] == ["auto", "none", "ngram", "mtp"]
+    assert isinstance(make_proposer("auto", 4, on, tmp_path / "model"), DFlash), "and its own draft before that"
+    assert isinstance(make_proposer("auto", 4, on, tmp_path / "model" / "file.gguf"), DFlash)
     headless = ReferenceBackend(small_config(vocab=24), random_tensors(small_config(vocab=24)))
-    assert isinstance(make_proposer("auto", 4, headless, model=tmp_path / "model"), NGram), "made for another model"
+    assert isinstance(make_proposer("auto", 4, headless, tmp_path / "model"), NGram), "made for another model"
 
 
 def test_an_automatic_budget_measures_the_machine(tmp_path: Path) -> None:
@@ -523,7 +524,7 @@ def test_an_automatic_budget_measures_the_machine(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_chosen_is_refused(draft: str, budget: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        make_proposer(draft, budget, backend("reference"), offline=True)
+        find_draft(draft, budget, offline=True)
 
 
 def test_drafts_that_do_not_fit_are_refused(tmp_path: Path) -> None:

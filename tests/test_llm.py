@@ -320,7 +320,7 @@ def test_auto_takes_the_first_device_that_works(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"context": 1}, "context"), ({"context": 1 << 40}, "context"), ({"draft": "some/draft"}, "draft")],
+    [({"context": 1}, "context"), ({"context": 1 << 40}, "context"), ({"draft": "no-such-draft"}, "draft")],
 )
 def test_load_refuses_what_it_cannot_do(options: dict, words: str) -> None:
     with pytest.raises(BadRequest, match=words):

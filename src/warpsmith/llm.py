@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +18,7 @@ from importlib import import_module
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from warpsmith.backend.base import Backend, Sampling, Want, check_tokens
 from warpsmith.checkpoint.canonical import Checkpoint, open_checkpoint
 from warpsmith.draft.base import Proposer
 from warpsmith.engine.conversation import Conversation
-from warpsmith.engine.loop import FinishReason, Generation
+from warpsmith.engine.loop import FinishReason, Generation, Step
 from warpsmith.engine.stats import Stats
 from warpsmith.engine.stop import StopStrings
 from warpsmith.errors import BadRequest, NoDevice
@@ -83,13 +83,15 @@ class Options(TypedDict, total=False):
     repeat_last_n: int
     logit_bias: Mapping[int, float] | None
     seed: int | None
+    on_step: Callable[[Step], None] | None
 
 
 def load(
     model: str | Path | None = None,
     *,
     device: str = "auto",
-    draft: Proposer | str | None = None,
+    draft: Proposer | str | Path | None = None,
+    spec_budget: int | Literal["auto"] = "auto",
     context: int | None = None,
     threads: int | None = None,
     offline: bool = False,
@@ -99,13 +101,21 @@ def load(
     `model` is a GGUF file, a directory of safetensors, or a name on the Hugging Face Hub (`user/repo`,
     `user/repo:QUANT`, `user/repo/file.gguf`); None is a tiny model with random weights that needs no download.
     `device` is one of auto, cuda, cpu, reference; naming `threads` chooses the cpu. `context` is how many tokens of
-    prompt and answer there is room for. `draft` is a `Proposer`, or None to decode plainly.
+    prompt and answer there is room for.
+
+    `draft` guesses ahead so that one forward pass can decide several tokens; the text stays the same to the byte. It
+    is auto (the model's own draft, else its MTP head, else n-grams), ngram, mtp, a DFlash draft by path or Hub name,
+    or a `Proposer`; None or none decode plainly. `spec_budget` is how many tokens it may guess a step, at most 63;
+    auto chooses what pays on this machine, which may be nothing.
 
     >>> llm = load(device="reference", context=256)
     >>> llm.device, llm.context
     ('reference', 256)
     """
-    proposer = _proposer(draft)
+    if isinstance(draft, str | Path):
+        from warpsmith.draft.select import find_draft
+
+        draft = find_draft(draft, spec_budget, offline)
     if model is None:
         from warpsmith.model.synthetic import tiny_model
 
@@ -121,7 +131,12 @@ def load(
         raise BadRequest(
             f"A context of {context} is outside [2, {config.context}].", "Choose one the model was made for."
         )
-    return LLM(backend_for(device, checkpoint, config, threads), checkpoint, context, proposer)
+    backend = backend_for(device, checkpoint, config, threads)
+    if isinstance(draft, str | Path):
+        from warpsmith.draft.select import make_proposer
+
+        draft = make_proposer(draft, spec_budget, backend, checkpoint.path)
+    return LLM(backend, checkpoint, context, draft)
 
 
 def backend_for(device: str, checkpoint: Checkpoint, config: Config, threads: int | None = None) -> Backend:
@@ -148,14 +163,6 @@ def _backend_class(name: str) -> Any:
         raise NoDevice(
             f"The {name} device is not part of this installation ({error}).", "Use --device auto to see what is."
         ) from None
-
-
-def _proposer(draft: Proposer | str | None) -> Proposer | None:
-    if draft is None or isinstance(draft, Proposer):
-        return draft
-    if draft in ("none", "auto"):
-        return None
-    raise BadRequest(f"The draft {draft!r} cannot be used: drafts from files are not supported yet.", "Use none.")
 
 
 class LLM:
@@ -208,6 +215,7 @@ class LLM:
         repeat_last_n: int = 64,
         logit_bias: Mapping[int, float] | None = None,
         seed: int | None = None,
+        on_step: Callable[[Step], None] | None = None,
     ) -> Iterator[Chunk]:
         """Generate piece by piece. The last chunk carries `finish_reason` and `stats`.
 
@@ -218,6 +226,7 @@ class LLM:
         Temperature 0 takes the likeliest token. What is left out of temperature, top_k, top_p and min_p is what the
         model's file declares, else 0, 20, 0.95 and 0; `top_k=0, top_p=1` turns truncation off. Without a `seed` each
         call draws its own, and `stats.seed` tells it; the same seed gives the same text, with and without a draft.
+        `on_step` is shown every step of the decode loop: the tree that was drafted and what was accepted of it.
 
         >>> llm = load(context=256)
         >>> for chunk in llm.stream([{"role": "user", "content": "Hello!"}], max_tokens=3, stop_ids=[], seed=1):
@@ -253,6 +262,7 @@ class LLM:
             max_tokens=max_tokens,
             stop_ids=frozenset(stop_ids),
             until=text.push,
+            on_step=on_step,
         )
         return _chunks(generation, text)
 

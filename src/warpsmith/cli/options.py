@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from warpsmith.cli.terminal import aside
 from warpsmith.errors import BadRequest
@@ -23,7 +23,16 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-c", "--ctx-size", type=natural, metavar="N", help="tokens of context to make room for")
     group.add_argument("-t", "--threads", type=natural, metavar="N", help="CPU threads")
     group.add_argument("--device", choices=DEVICES, default="auto", help="who computes (default: auto)")
-    group.add_argument("--draft", default="auto", metavar="D", help="auto, none, or a draft model (default: auto)")
+    group.add_argument(
+        "--draft", default="auto", metavar="D", help="auto, none, ngram, mtp, or a draft model (default: auto)"
+    )
+    group.add_argument(
+        "--spec-budget",
+        type=budget,
+        default="auto",
+        metavar="N",
+        help="tokens drafted a step; 0 is off (default: auto)",
+    )
     group.add_argument("--offline", action="store_true", help="use the network for nothing")
 
 
@@ -90,6 +99,7 @@ def open_model(args: argparse.Namespace) -> LLM:
         args.model,
         device=args.device,
         draft=args.draft,
+        spec_budget=args.spec_budget,
         context=args.ctx_size,
         threads=args.threads,
         offline=args.offline,
@@ -112,6 +122,11 @@ def natural(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return number
+
+
+def budget(text: str) -> int | Literal["auto"]:
+    """An argparse type: how many tokens may be drafted."""
+    return "auto" if text == "auto" else int(text)
 
 
 def _bias(text: str) -> tuple[int, float]:

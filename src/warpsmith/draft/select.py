@@ -12,27 +12,37 @@ from warpsmith.backend.tree import MAX_NODES
 from warpsmith.draft.base import Draft, Proposer
 from warpsmith.errors import BadRequest, WarpsmithError
 
+NAMES = ("auto", "none", "ngram", "mtp")
 BESIDE = "draft"  # the folder of a model's directory in which its own draft lies
 
 
-def make_proposer(
-    draft: str | Path,
-    budget: int | Literal["auto"],
-    backend: Backend,
-    *,
-    model: Path | None = None,
-    offline: bool = False,
-) -> Proposer | None:
-    """The proposer that a user asks for, ready to run; None for plain decoding.
+def find_draft(draft: str | Path, budget: int | Literal["auto"], offline: bool = False) -> str | Path:
+    """What a user calls a draft as one of `NAMES` or the path of its files, fetched if need be.
 
-    `draft` is auto, none, ngram, mtp, a path, or a name on the Hub; `budget` how many nodes it may guess a step, or
-    auto for as many as pay. `model` is where the model lies, whose own draft `auto` prefers.
+    Cheap, and worth doing before a model is loaded: everything that can be wrong with the name is found out here.
     """
     if budget != "auto" and not 0 <= budget < MAX_NODES:
         raise BadRequest(f"A budget of {budget} nodes is outside [0, {MAX_NODES - 1}].", "Or use auto.")
+    if draft in NAMES:
+        return draft
+    if "/" not in str(draft) and not Path(draft).exists():
+        raise BadRequest(f"There is no draft {str(draft)!r}.", f"Use one of {', '.join(NAMES)}, a path, or user/repo.")
+    from warpsmith.checkpoint.hub import resolve
+
+    return resolve(draft, offline=offline)
+
+
+def make_proposer(
+    draft: str | Path, budget: int | Literal["auto"], backend: Backend, model: Path | None = None
+) -> Proposer | None:
+    """The proposer for what `find_draft` found, ready to run; None for plain decoding.
+
+    `budget` is how many nodes it may guess a step, or auto for as many as pay. `model` is where the model lies, whose
+    own draft `auto` prefers.
+    """
     if draft == "none" or budget == 0:
         return None
-    chosen = _best_of(backend, model) if draft == "auto" else _named(draft, backend, offline)
+    chosen = _best_of(backend, model) if draft == "auto" else _named(draft, backend)
     if budget != "auto":
         chosen.nodes = budget
         return chosen
@@ -42,7 +52,7 @@ def make_proposer(
     return Budgeted(chosen, costs_of(backend, chosen.wants))
 
 
-def _named(draft: str | Path, backend: Backend, offline: bool) -> Draft:
+def _named(draft: str | Path, backend: Backend) -> Draft:
     if draft == "ngram":
         from warpsmith.draft.ngram import NGram
 
@@ -51,28 +61,20 @@ def _named(draft: str | Path, backend: Backend, offline: bool) -> Draft:
         from warpsmith.draft.mtp import MTP
 
         return MTP(backend)
-    if "/" not in str(draft) and not Path(draft).exists():
-        raise BadRequest(f"There is no draft {str(draft)!r}.", "Use auto, none, ngram, mtp, a path, or user/repo.")
-    from warpsmith.checkpoint.hub import resolve
+    from warpsmith.draft.dflash import DFlash
+    from warpsmith.draft.dflash_files import open_draft
 
-    return _dflash(resolve(draft, offline=offline), backend)
+    return DFlash(open_draft(draft), backend)
 
 
 def _best_of(backend: Backend, model: Path | None) -> Draft:
     """The model's own draft if it has one that can be used here, then its MTP head, then the text itself."""
-    choices: list[Callable[[], Draft]] = [lambda: _named("mtp", backend, True)]
+    choices: list[Callable[[], Draft]] = [lambda: _named("mtp", backend)]
     if model is not None:
         beside = (model if model.is_dir() else model.parent) / BESIDE
         if beside.is_dir():
-            choices.insert(0, lambda: _dflash(beside, backend))
+            choices.insert(0, lambda: _named(beside, backend))
     for choice in choices:
         with suppress(WarpsmithError):
             return choice()
-    return _named("ngram", backend, True)
-
-
-def _dflash(path: Path, backend: Backend) -> Draft:
-    from warpsmith.draft.dflash import DFlash
-    from warpsmith.draft.dflash_files import open_draft
-
-    return DFlash(open_draft(path), backend)
+    return _named("ngram", backend)

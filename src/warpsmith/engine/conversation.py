@@ -90,6 +90,8 @@ class Conversation:
             with self.changing():
                 output = self.backend.prefill(self.state, self.ids[start:cut], wanted)
                 self._observe(start, output, slice(None))
+                if self.proposer is not None:
+                    self.proposer.catch_up(self.state)
             if cut in points:
                 self._save()
             start = cut

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Literal
 
@@ -18,6 +18,15 @@ from warpsmith.engine.stats import PLAIN, Stats
 from warpsmith.errors import BadRequest
 
 FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What became of a draft: the tree, the nodes whose tokens became text, and the tokens that were decided."""
+
+    tree: Tree
+    accepted: list[int]  # the root among them
+    decided: list[int]
 
 
 class Generation:
@@ -38,8 +47,10 @@ class Generation:
         max_tokens: int | None = None,
         stop_ids: frozenset[int] = frozenset(),
         until: Callable[[int], bool] | None = None,
+        on_step: Callable[[Step], None] | None = None,
     ) -> None:
-        """`until` sees every token once, in order, but for stop ids; when it returns True that token is the last."""
+        """`until` sees every token once, in order, but for stop ids; when it returns True that token is the last.
+        `on_step` sees every step of a request with a draft, once it is committed."""
         self.conversation, self.prompt = conversation, prompt
         self.sampling = sampling or Sampling()
         conversation.check(prompt)
@@ -48,7 +59,7 @@ class Generation:
         if max_tokens is not None and max_tokens < 1:
             raise BadRequest(f"max_tokens is {max_tokens}.", "Ask for at least one token, or leave it out.")
         self.limit = room if max_tokens is None else min(max_tokens, room)
-        self.stop_ids, self.until = stop_ids, until
+        self.stop_ids, self.until, self.on_step = stop_ids, until, on_step
         self.finish_reason: FinishReason | None = None
         proposer = conversation.proposer
         self.want = replace(
@@ -85,6 +96,10 @@ class Generation:
         stats.verify_seconds += verified - drafted
         stats.commit_seconds += committed - verified
         stats.decode_seconds += committed - start
+        if conversation.proposer is not None and self.finish_reason is not None:
+            stats.speculation_off = conversation.proposer.off
+        if self.on_step is not None:
+            self.on_step(Step(tree, path[: len(run)], run))
         return run
 
     def _first(self) -> list[int]:

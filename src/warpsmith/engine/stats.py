@@ -18,7 +18,7 @@ class Stats:
 
     device: str = ""
     mode: str = PLAIN  # "plain", or the name of the draft
-    speculation_off: str | None = None  # why, when mode is "plain"
+    speculation_off: str | None = None  # why nothing is drafted: at all, or any more by the end
     seed: int | None = None  # of a sampled completion, so that it can be repeated
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt: taken from an earlier request, not computed again
@@ -26,6 +26,7 @@ class Stats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0  # from the first token to the last; the consumer's own time is not counted
     steps: int = 0
+    drafted_steps: int = 0  # steps in which a draft was verified; the others decided one token each
     drafted_tokens: int = 0
     histogram: list[int] = field(default_factory=list)
     draft_seconds: float = 0.0
@@ -35,6 +36,7 @@ class Stats:
     def count_step(self, drafted: int, decided: int) -> None:
         """One forward pass over `drafted` tokens besides the root decided `decided` tokens."""
         self.steps += 1
+        self.drafted_steps += drafted > 0
         self.drafted_tokens += drafted
         self.histogram.extend([0] * (decided - len(self.histogram)))
         self.histogram[decided - 1] += 1
@@ -79,6 +81,8 @@ class Stats:
             parts.append(f"plain ({self.speculation_off})" if self.speculation_off else PLAIN)
         else:
             parts.append(f"{self.mode}, {self.acceptance_length:.2f} tokens a step")
+            if self.speculation_off:
+                parts.append(f"drafted in {self.drafted_steps} of {self.steps} steps: {self.speculation_off}")
         if self.device:
             parts.append(self.device)
         return " | ".join(parts)
