@@ -9,6 +9,13 @@
 
 #include "types.h"
 
+// Loops over the registers of a tile: unrolled early, or the compiler keeps the tile in memory.
+#if defined(__clang__)
+#define WARPSMITH_UNROLL _Pragma("unroll")
+#else
+#define WARPSMITH_UNROLL _Pragma("GCC unroll 16")
+#endif
+
 namespace warpsmith {
 
 // Value dimensions of a DeltaNet state that are stored, and stepped, together.

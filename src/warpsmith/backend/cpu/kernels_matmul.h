@@ -15,6 +15,8 @@ struct Panel {
     using I = typename S::I;
     using W = typename S::W;
     static constexpr int kParts = kPanel / S::lanes;
+    // A single column is a stream from memory: how far ahead of the arithmetic it is fetched, a few lines at a time.
+    static constexpr int kAhead = 4096;
 
     // -- float weights -----------------------------------------------------------------------------------------------
 
@@ -33,8 +35,10 @@ struct Panel {
 
     template <class L, int C, int J>
     static inline void float_step(const uint8_t* w, const typename S::X4 (&x)[C], F (&acc)[C][kParts]) {
+        WARPSMITH_UNROLL
         for (int part = 0; part < kParts; part++) {
             const F weight = L::load(w + (J * kPanel + part * S::lanes) * L::bytes);
+            WARPSMITH_UNROLL
             for (int c = 0; c < C; c++) acc[c][part] = S::template fma_x<J>(acc[c][part], weight, x[c]);
         }
     }
@@ -42,25 +46,29 @@ struct Panel {
     template <class L, int C>
     static inline void float_columns(const uint8_t* panel, const Acts& x, int first, float* out, int stride) {
         F acc[C][kParts];
+        WARPSMITH_UNROLL
         for (int c = 0; c < C; c++) {
+            WARPSMITH_UNROLL
             for (int part = 0; part < kParts; part++) acc[c][part] = S::set1(0.0f);
         }
         const float* columns = x.f + static_cast<size_t>(first) * x.stride;
-        constexpr int kAhead = 1024;  // bytes; helps the single-column stream, costs nothing
         for (int k = 0; k < x.k; k += 4) {
             const uint8_t* w = panel + static_cast<size_t>(k) * kPanel * L::bytes;
             if (C == 1) {
-                S::prefetch(w + kAhead);
-                S::prefetch(w + kAhead + 64);
+                WARPSMITH_UNROLL
+                for (int i = 0; i < 4 * kPanel * L::bytes; i += 64) S::prefetch(w + kAhead / 4 + i);
             }
             typename S::X4 v[C];
+            WARPSMITH_UNROLL
             for (int c = 0; c < C; c++) v[c] = S::load_x4(columns + static_cast<size_t>(c) * x.stride + k);
             float_step<L, C, 0>(w, v, acc);
             float_step<L, C, 1>(w, v, acc);
             float_step<L, C, 2>(w, v, acc);
             float_step<L, C, 3>(w, v, acc);
         }
+        WARPSMITH_UNROLL
         for (int c = 0; c < C; c++) {
+            WARPSMITH_UNROLL
             for (int part = 0; part < kParts; part++) {
                 S::store(out + static_cast<size_t>(first + c) * stride + part * S::lanes, acc[c][part]);
             }
@@ -104,6 +112,7 @@ struct Panel {
     }
 
     static inline void nibbles(const uint8_t* quads, W (&w)[8]) {
+        WARPSMITH_UNROLL
         for (int j = 0; j < 4; j++) {
             const W raw = S::load_w(quads + 64 * j);
             w[j] = S::and_n(raw, 15);
@@ -117,21 +126,24 @@ struct Panel {
         constexpr int bytes = layout_of(T).packed_bytes;
         const int n = kOne ? 1 : x.n;
         F total[kParts];
+        WARPSMITH_UNROLL
         for (int part = 0; part < kParts; part++) total[part] = S::set1(0.0f);
         for (int b = 0; b < x.k / 32; b++) {
             const uint8_t* block = panel + static_cast<size_t>(b) * bytes;
             if (kOne) {
-                for (int i = 0; i < bytes; i += 64) S::prefetch(block + 2048 + i);
+                for (int i = 0; i < bytes; i += 64) S::prefetch(block + kAhead + i);
             }
             const int8_t* q = x.q32 + static_cast<size_t>(b) * x.n * 32;
             const float* dx = x.d32 + static_cast<size_t>(b) * x.n;
             const int32_t* offset = x.minus8 + static_cast<size_t>(b) * x.n;
+            WARPSMITH_UNROLL
             for (int part = 0; part < kParts; part++) {
                 W w[8];
                 const uint8_t* quads = block + 32 + 4 * S::lanes * part;
                 if constexpr (kNibbles) {
                     nibbles(quads, w);
                 } else {
+                    WARPSMITH_UNROLL
                     for (int j = 0; j < 8; j++) w[j] = S::load_w(quads + 64 * j);
                 }
                 const F d = S::load_f16(block + 2 * S::lanes * part);
@@ -150,6 +162,7 @@ struct Panel {
             }
         }
         if constexpr (kOne) {
+            WARPSMITH_UNROLL
             for (int part = 0; part < kParts; part++) S::store(out + part * S::lanes, total[part]);
         }
     }
@@ -165,26 +178,22 @@ struct Panel {
     template <Type T, int kSub>
     static inline void unpack(const uint8_t* block, int group, int part, W (&w)[8]) {
         const int s = 4 * group + kSub, at = 4 * S::lanes * part;
-        const uint8_t* quads = block + kQuads45 + 256 * s + at;
-        static_assert(kQuads45 == kQuads6);
         if constexpr (T == Type::Q4_K) {
-            nibbles(quads, w);
-        } else {
+            nibbles(block + kQuads45 + 256 * s + at, w);
+        } else if constexpr (T == Type::Q5_K) {
+            WARPSMITH_UNROLL
             for (int j = 0; j < 4; j++) {
-                const W raw = S::load_w(quads + 64 * j);
-                W low, high;
-                if constexpr (T == Type::Q5_K) {
-                    const W bits = S::load_w(block + kHigh5 + 256 * group + 64 * j + at);
-                    low = S::and_n(S::template shr<2 * kSub>(bits), 1);
-                    high = kSub == 3 ? S::template shr<7>(bits) : S::and_n(S::template shr<2 * kSub + 1>(bits), 1);
-                } else {
-                    const W bits = S::load_w(block + kHigh6 + 256 * (s / 2) + 64 * j + at);
-                    constexpr int shift = 4 * (kSub % 2);
-                    low = S::and_n(S::template shr<shift>(bits), 3);
-                    high = shift ? S::template shr<6>(bits) : S::and_n(S::template shr<2>(bits), 3);
-                }
+                const W raw = S::load_w(block + kQuads45 + 256 * s + 64 * j + at);
+                const W bits = S::load_w(block + kHigh5 + 256 * group + 64 * j + at);
+                const W low = S::and_n(S::template shr<2 * kSub>(bits), 1);
+                const W high = kSub == 3 ? S::template shr<7>(bits) : S::and_n(S::template shr<2 * kSub + 1>(bits), 1);
                 w[j] = S::insert_high(raw, low);
                 w[j + 4] = S::insert_high(S::template shr<4>(raw), high);
+            }
+        } else {
+            for (int i = 0; i < 2; i++) {
+                const uint8_t* planes = block + kPlanes6 + 192 * (2 * s + i) + at;
+                S::unpack6(S::load_w(planes), S::load_w(planes + 64), S::load_w(planes + 128), w + 4 * i);
             }
         }
     }
@@ -197,11 +206,21 @@ struct Panel {
         return S::template dot<3>(acc, w[3], x);
     }
 
+    static inline I six_offset(int32_t minus32) {
+        if constexpr (S::kSixOffset == 0) return S::zero();
+        else return S::set1(S::kSixOffset * minus32);
+    }
+
     // One sub-block for all columns: sums[c] gains scale * (weights . x).
     template <Type T, int kSub, bool kOne>
     static inline void sub_block(const uint8_t* block, int group, int part, const int8_t* q, const int32_t* minus32, int n,
                                  int32_t* sums, I& one) {
         const int s = 4 * group + kSub;
+        if constexpr (kOne) {  // a sixteenth of what comes kAhead bytes later, at each of the sixteen steps of a block
+            constexpr int share = (layout_of(T).packed_bytes / 16 + 63) / 64 * 64;
+            WARPSMITH_UNROLL
+            for (int i = 0; i < share; i += 64) S::prefetch(block + kAhead + (8 * part + s) * share + i);
+        }
         W w[8];
         unpack<T, kSub>(block, group, part, w);
         if constexpr (T == Type::Q6_K) {
@@ -209,8 +228,9 @@ struct Panel {
             const I first = S::load_i8(scales), second = S::load_i8(scales + 16);
             for (int c = 0; c < n; c++) {
                 const int8_t* x = q + 256 * c + 32 * s;
-                const I a = dot16(S::set1(minus32[16 * c + 2 * s]), w, S::load_x(x));
-                const I b = dot16(S::set1(minus32[16 * c + 2 * s + 1]), w + 4, S::load_x(x + 16));
+                const int32_t* offset = minus32 + 16 * c + 2 * s;
+                const I a = dot16(six_offset(offset[0]), w, S::load_x(x));
+                const I b = dot16(six_offset(offset[1]), w + 4, S::load_x(x + 16));
                 if constexpr (kOne) one = S::mla(S::mla(one, a, first), b, second);
                 else S::store(sums + c * S::lanes, S::mla(S::mla(S::load(sums + c * S::lanes), a, first), b, second));
             }
@@ -231,17 +251,16 @@ struct Panel {
         const int n = kOne ? 1 : x.n;
         alignas(64) int32_t sums[kOne ? 1 : kMaxNodes * S::lanes];
         F total[kParts];
+        WARPSMITH_UNROLL
         for (int part = 0; part < kParts; part++) total[part] = S::set1(0.0f);
         for (int b = 0; b < x.k / 256; b++) {
             const uint8_t* block = panel + static_cast<size_t>(b) * bytes;
-            if (kOne) {  // the next block, while this one is computed
-                for (int i = 0; i < bytes; i += 64) S::prefetch(block + bytes + i);
-            }
             const size_t at = static_cast<size_t>(b) * x.n;
             const int8_t* q = x.q256 + at * 256;
             const int32_t* minus32 = x.minus32 + at * 16;
             const int16_t* sum32 = x.sum32 + at * 8;
             const float* dx = x.d256 + at;
+            WARPSMITH_UNROLL
             for (int part = 0; part < kParts; part++) {
                 I one = S::zero();
                 if constexpr (!kOne) {
@@ -253,7 +272,8 @@ struct Panel {
                     sub_block<T, 2, kOne>(block, group, part, q, minus32, n, sums, one);
                     sub_block<T, 3, kOne>(block, group, part, q, minus32, n, sums, one);
                 }
-                const F d = S::load_f16(block + 2 * S::lanes * part);
+                F d = S::load_f16(block + 2 * S::lanes * part);
+                if constexpr (T == Type::Q6_K) d = S::mul(d, S::set1(1.0f / S::kSixScale));
                 F dmin = d;
                 typename S::M mins[8];
                 if constexpr (kHasMins) {
@@ -275,6 +295,7 @@ struct Panel {
             }
         }
         if constexpr (kOne) {
+            WARPSMITH_UNROLL
             for (int part = 0; part < kParts; part++) S::store(out + part * S::lanes, total[part]);
         }
     }

@@ -132,17 +132,23 @@ struct Vector {
     template <int W, bool kKeep, bool kOutput>
     static void step(const float* state, float* after, const DeltaStep& s) {
         constexpr int N = W / L;
+        const float *keys = s.k, *queries = s.q;
+        const int dk = s.dk;
         F read[N], out[N], write[N];
+        WARPSMITH_UNROLL
         for (int i = 0; i < N; i++) read[i] = out[i] = S::set1(0.0f);
-        for (int r = 0; r < s.dk; r++) {
-            const F k = S::set1(s.k[r]);
+        for (int r = 0; r < dk; r++) {
+            const F k = S::set1(keys[r]);
+            WARPSMITH_UNROLL
             for (int i = 0; i < N; i++) read[i] = S::fma(read[i], k, S::load(state + r * W + i * L));
         }
         const F decay = S::set1(s.decay), beta = S::set1(s.beta);
+        WARPSMITH_UNROLL
         for (int i = 0; i < N; i++) write[i] = S::mul(beta, S::fnma(S::load(s.v + i * L), decay, read[i]));
-        for (int r = 0; r < s.dk; r++) {
-            const F k = S::set1(s.k[r]);
-            const F q = kOutput ? S::set1(s.q[r]) : k;
+        for (int r = 0; r < dk; r++) {
+            const F k = S::set1(keys[r]);
+            const F q = kOutput ? S::set1(queries[r]) : k;
+            WARPSMITH_UNROLL
             for (int i = 0; i < N; i++) {
                 const F now = S::fma(S::mul(decay, S::load(state + r * W + i * L)), k, write[i]);
                 if (kKeep) S::store(after + r * W + i * L, now);
@@ -150,6 +156,7 @@ struct Vector {
             }
         }
         if (kOutput) {
+            WARPSMITH_UNROLL
             for (int i = 0; i < N; i++) S::store(s.out + i * L, out[i]);
         }
     }
@@ -175,11 +182,14 @@ struct Vector {
     template <int C>
     static void products(const float* q, const float* keys, int width, float* scores) {
         F acc[C];
+        WARPSMITH_UNROLL
         for (int c = 0; c < C; c++) acc[c] = S::set1(0.0f);
         for (int i = 0; i < width; i += L) {
             const F x = S::load(q + i);
+            WARPSMITH_UNROLL
             for (int c = 0; c < C; c++) acc[c] = S::fma(acc[c], x, S::load(keys + static_cast<size_t>(c) * width + i));
         }
+        WARPSMITH_UNROLL
         for (int c = 0; c < C; c++) scores[c] = S::reduce_add(acc[c]);
     }
 
@@ -203,13 +213,16 @@ struct Vector {
         constexpr int N = 32 / L;
         for (int i = 0; i < width; i += 32) {
             F acc[N];
+            WARPSMITH_UNROLL
             for (int p = 0; p < N; p++) acc[p] = S::mul(S::load(running + i + p * L), f);
             for (int c = 0; c < count; c++) {
                 const F w = S::set1(weight[c]);
+                WARPSMITH_UNROLL
                 for (int p = 0; p < N; p++) {
                     acc[p] = S::fma(acc[p], w, S::load(values + static_cast<size_t>(c) * width + i + p * L));
                 }
             }
+            WARPSMITH_UNROLL
             for (int p = 0; p < N; p++) S::store(running + i + p * L, acc[p]);
         }
     }

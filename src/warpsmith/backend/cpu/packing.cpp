@@ -68,26 +68,19 @@ void pack_q6(const uint8_t* src, int r, uint8_t* block) {
     std::memcpy(block + 2 * r, src + 208, 2);
     for (int i = 0; i < 16; i++) block[kScales + 16 * i + r] = src[192 + i];
     for (int n = 0; n < 2; n++) {
-        const uint8_t* ql = src + 64 * n;
-        const uint8_t* qh = src + 128 + 32 * n;
-        for (int j = 0; j < 4; j++) {
-            uint32_t low[4][2], high[4][2];  // [sub-block of this half][weights 0-15, 16-31]
-            for (int h = 0; h < 2; h++) {
-                const uint32_t a = word(ql + 16 * h + 4 * j), b = word(ql + 32 + 16 * h + 4 * j);
-                const uint32_t c = word(qh + 16 * h + 4 * j);
-                low[0][h] = a & kLow;
-                low[1][h] = b & kLow;
-                low[2][h] = a >> 4 & kLow;
-                low[3][h] = b >> 4 & kLow;
-                for (int i = 0; i < 4; i++) high[i][h] = c >> 2 * i & kPair;
+        for (int i = 0; i < 8; i++) {  // sub-blocks of 16 in this half of the block
+            const uint8_t* ql = src + 64 * n + 16 * (i % 4);
+            const uint8_t* qh = src + 128 + 32 * n + 16 * (i % 2);
+            uint32_t quad[4];
+            for (int j = 0; j < 4; j++) {
+                const uint32_t low = word(ql + 4 * j) >> (i < 4 ? 0 : 4) & kLow;
+                const uint32_t high = word(qh + 4 * j) >> 2 * (i / 2) & kPair;
+                quad[j] = (low | high << 4) ^ 0x20202020u;  // weight - 32 in six bits
             }
-            for (int i = 0; i < 4; i++) {
-                put(block + kQuads6 + 256 * (4 * n + i) + 64 * j + 4 * r, low[i][0] | low[i][1] << 4);
-            }
-            for (int i = 0; i < 2; i++) {
-                put(block + kHigh6 + 256 * (2 * n + i) + 64 * j + 4 * r,
-                    high[2 * i][0] | high[2 * i][1] << 2 | high[2 * i + 1][0] << 4 | high[2 * i + 1][1] << 6);
-            }
+            uint8_t* out = block + kPlanes6 + 192 * (8 * n + i) + 4 * r;
+            put(out, quad[0] << 2 | (quad[3] >> 4 & kPair));
+            put(out + 64, quad[1] << 2 | (quad[3] >> 2 & kPair));
+            put(out + 128, quad[2] << 2 | (quad[3] & kPair));
         }
     }
 }
@@ -193,15 +186,16 @@ void unpack_row(const Matrix& matrix, int row, float* out) {
             }
             case Type::Q6_K: {
                 const float d = half_at(block + 2 * r);
-                for (int s = 0; s < 8; s++) {
-                    const float first = d * static_cast<int8_t>(block[kScales + 32 * s + r]);
-                    const float second = d * static_cast<int8_t>(block[kScales + 32 * s + 16 + r]);
-                    for (int k = 0; k < 16; k++) {
-                        const int at = 64 * (k / 4) + 4 * r + k % 4;
-                        const uint8_t q = block[kQuads6 + 256 * s + at];
-                        const int bits = block[kHigh6 + 256 * (s / 2) + at] >> 4 * (s % 2);
-                        y[32 * s + k] = first * static_cast<float>(((q & 15) | (bits & 3) << 4) - 32);
-                        y[32 * s + 16 + k] = second * static_cast<float>(((q >> 4) | (bits >> 2 & 3) << 4) - 32);
+                for (int s = 0; s < 16; s++) {
+                    const float scale = d * static_cast<int8_t>(block[kScales + 16 * s + r]);
+                    const uint8_t* planes = block + kPlanes6 + 192 * s + 4 * r;
+                    for (int t = 0; t < 4; t++) {
+                        const uint8_t p[3] = {planes[t], planes[64 + t], planes[128 + t]};
+                        const int last = (p[0] & 3) << 6 | (p[1] & 3) << 4 | (p[2] & 3) << 2;
+                        for (int j = 0; j < 4; j++) {
+                            const int q = static_cast<int8_t>(j < 3 ? p[j] & 0xfc : last) / 4;
+                            y[16 * s + 4 * j + t] = scale * static_cast<float>(q);
+                        }
                     }
                 }
                 break;

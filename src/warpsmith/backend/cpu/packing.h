@@ -8,8 +8,9 @@
 //   Q4_0   32 K   d f16[16], 4 nibble quads
 //   Q4_K  256 K   d f16[16], dmin f16[16], scale u8[8][16], min u8[8][16], 8 x 4 nibble quads
 //   Q5_K  256 K   as Q4_K, then the fifth bits: [2][4 quads][64], bits 2(s%4) (k < 16) and 2(s%4)+1 of sub-block s
-//   Q6_K  256 K   d f16[16] and 32 bytes of nothing, scale i8[16][16], 8 x 4 nibble quads, then the high bit pairs:
-//                 [4][4 quads][64], bits 4(s%2) .. +1 (k < 16) and 4(s%2)+2 .. +3 of sub-block s
+//   Q6_K  256 K   d f16[16] and 32 bytes of nothing, scale i8[16][16], then 16 sub-blocks of 3 byte quads p0 p1 p2:
+//                 weight - 32 of quads 0, 1, 2 in the top six bits of p0, p1, p2; of quad 3 in their low two bits, the
+//                 highest in p0's. Masking the low bits away leaves four times the weight, signed: no shift needed.
 #pragma once
 #include "types.h"
 
@@ -28,7 +29,7 @@ constexpr const Layout& layout_of(Type type) { return kLayouts[static_cast<int>(
 // Offsets inside a K-quant block.
 constexpr int kScales = 64, kMins = 192;       // Q4_K, Q5_K
 constexpr int kQuads45 = 320, kHigh5 = 2368;   // Q4_K, Q5_K
-constexpr int kQuads6 = 320, kHigh6 = 2368;    // Q6_K (scales at 64 too, 16 x 16 of them)
+constexpr int kPlanes6 = 320;                  // Q6_K (scales at 64 too, 16 x 16 of them)
 
 size_t panel_bytes(Type type, int cols);
 

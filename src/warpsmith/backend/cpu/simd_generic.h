@@ -2,7 +2,8 @@
 //
 // F is `lanes` floats, I `lanes` 32-bit integers, W `lanes` rows of 4 weights in bytes (row r in bytes 4r .. 4r+3).
 // dot<J>(acc, w, x): lane r gains the product of w's row r with bytes 4J .. 4J+3 of x; w is unsigned and below 64
-// (dot_signed: a signed byte). fma_x<J>(acc, w, x): lane r gains w[r] * x[J].
+// (dot_signed: a signed byte). unpack6 turns the planes of a Q6_K sub-block into quads that dot multiplies: kSixScale
+// times the weight less 32, once kSixOffset times -32 sum(x) is added. fma_x<J>(acc, w, x): lane r gains w[r] * x[J].
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -131,6 +132,13 @@ struct Generic {
     static W insert_high(W low, W high) {
         for (int i = 0; i < 32; i++) low.v[i] = static_cast<uint8_t>((low.v[i] & 15) | high.v[i] << 4);
         return low;
+    }
+    static constexpr int kSixScale = 4, kSixOffset = 0;
+    static void unpack6(const W& p0, const W& p1, const W& p2, W* w) {
+        for (int i = 0; i < 32; i++) {
+            w[0].v[i] = p0.v[i] & 0xfc, w[1].v[i] = p1.v[i] & 0xfc, w[2].v[i] = p2.v[i] & 0xfc;
+            w[3].v[i] = static_cast<uint8_t>(p0.v[i] << 6 | (p1.v[i] & 3) << 4 | (p2.v[i] & 3) << 2);
+        }
     }
     static X16 load_x(const int8_t* p) { return p; }
     template <int J>

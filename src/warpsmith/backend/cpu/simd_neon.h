@@ -36,8 +36,9 @@ struct Neon {
     static F fma_x(F acc, F w, X4 x) { return {vfmaq_laneq_f32(acc.a, w.a, x, J), vfmaq_laneq_f32(acc.b, w.b, x, J)}; }
 
     static F load_bf16(const uint8_t* p) {
-        const uint16x8_t v = vld1q_u16(reinterpret_cast<const uint16_t*>(p));
-        return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(v), 16)), vreinterpretq_f32_u32(vshll_high_n_u16(v, 16))};
+        // zip with zeros where a shift would do: two of them issue in a cycle, and only one shift
+        const uint16x8_t v = vld1q_u16(reinterpret_cast<const uint16_t*>(p)), zero = vdupq_n_u16(0);
+        return {vreinterpretq_f32_u16(vzip1q_u16(zero, v)), vreinterpretq_f32_u16(vzip2q_u16(zero, v))};
     }
     static F load_f16(const uint8_t* p) {
         const float16x8_t v = vreinterpretq_f16_u16(vld1q_u16(reinterpret_cast<const uint16_t*>(p)));
@@ -94,6 +95,16 @@ struct Neon {
         else return {vshrq_n_u8(w.a, N), vshrq_n_u8(w.b, N)};
     }
     static W insert_high(W low, W high) { return {vsliq_n_u8(low.a, high.a, 4), vsliq_n_u8(low.b, high.b, 4)}; }
+    static constexpr int kSixScale = 4, kSixOffset = 0;
+    static void unpack6(W p0, W p1, W p2, W* w) {
+        w[0] = and_n(p0, 0xfc);
+        w[1] = and_n(p1, 0xfc);
+        w[2] = and_n(p2, 0xfc);
+        w[3] = {last6(p0.a, p1.a, p2.a), last6(p0.b, p1.b, p2.b)};
+    }
+    static uint8x16_t last6(uint8x16_t p0, uint8x16_t p1, uint8x16_t p2) {
+        return vshlq_n_u8(vsliq_n_u8(vsliq_n_u8(p2, p1, 2), p0, 4), 2);
+    }
     static X16 load_x(const int8_t* p) { return vld1q_s8(p); }
     template <int J>
     static I dot(I acc, W w, X16 x) {
