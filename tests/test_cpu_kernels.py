@@ -15,6 +15,13 @@ from warpsmith.checkpoint.blocks import TYPES, dequantize
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.model.synthetic import random_blocks
 
+# Every kind of kernels this processor can run, the best first.
+HERE = _cpu.features()
+SETS = [HERE, []]
+if "avx512vnni" in HERE:
+    SETS.insert(1, ["avx2", "fma", "f16c"])
+ALL_KERNELS = pytest.mark.parametrize("kernels", [tuple(names) for names in SETS], ids=lambda names: "+".join(names))
+
 ROWS, COLS = 161, 768  # the last panel of 16 rows holds one
 
 
@@ -34,11 +41,11 @@ def stored(kind: str) -> Tensor:
 
 
 @cache
-def engine(kind: str, generic: bool = False, threads: int = 2) -> _cpu.Engine:
+def engine(kind: str, kernels: tuple[str, ...] = tuple(HERE), threads: int = 2) -> _cpu.Engine:
     """A model whose embedding is the matrix under test; the rest of it only makes it loadable."""
     config = small_config(2, hidden=COLS, vocab=ROWS)
     tensors = random_tensors(config) | {"token_embd.weight": stored(kind)}
-    made = _cpu.Engine(config, threads, [] if generic else _cpu.features())
+    made = _cpu.Engine(config, threads, kernels)
     load(made, config, tensors, None)
     return made
 
@@ -66,11 +73,13 @@ def test_a_packed_row_unpacks_to_the_stored_weights(kind: str) -> None:
         assert (row == expected[i]).all()
 
 
-@pytest.mark.parametrize("generic", [False, True])
+@ALL_KERNELS
 @pytest.mark.parametrize("kind", PACKED)
 @settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 1 << 20), columns=st.integers(1, 64))
-def test_products_are_those_of_the_rounded_activations(kind: str, generic: bool, seed: int, columns: int) -> None:
+def test_products_are_those_of_the_rounded_activations(
+    kind: str, kernels: tuple[str, ...], seed: int, columns: int
+) -> None:
     """Float weights: float sums. Quantised ones: exact, but for the float operations of a block."""
     rng = np.random.default_rng(seed)
     x = (rng.standard_normal((columns, COLS)) * np.exp(rng.standard_normal((columns, COLS)))).astype(np.float32)
@@ -78,20 +87,20 @@ def test_products_are_those_of_the_rounded_activations(kind: str, generic: bool,
     run = {"Q8_0": 32, "Q4_0": 32, "Q4_K": 256, "Q5_K": 256, "Q6_K": 256}.get(kind)
     rounded = quantised(x, run) if run else x.astype(np.float64)
     weights = stored(kind).float32().astype(np.float64)
-    found = multiply(engine(kind, generic), x)
+    found = multiply(engine(kind, kernels), x)
     scale = np.abs(rounded) @ np.abs(weights).T  # what the rounding of float sums is relative to
     assert (np.abs(found - rounded @ weights.T) <= 2e-6 * scale + 1e-30).all()
 
 
-@pytest.mark.parametrize("generic", [False, True])
+@ALL_KERNELS
 @pytest.mark.parametrize("kind", PACKED)
-def test_a_column_does_not_depend_on_its_neighbours(kind: str, generic: bool) -> None:
+def test_a_column_does_not_depend_on_its_neighbours(kind: str, kernels: tuple[str, ...]) -> None:
     x = np.random.default_rng(3).standard_normal((64, COLS)).astype(np.float32)
-    whole = multiply(engine(kind, generic), x)
+    whole = multiply(engine(kind, kernels), x)
     for columns in (1, 2, 3, 5, 31):
         for first in (0, 7, 33):
-            assert (multiply(engine(kind, generic), x[first : first + columns]) == whole[first : first + columns]).all()
-    assert (multiply(engine(kind, generic, threads=3), x) == whole).all()
+            assert (multiply(engine(kind, kernels), x[first : first + columns]) == whole[first : first + columns]).all()
+    assert (multiply(engine(kind, kernels, threads=3), x) == whole).all()
 
 
 @pytest.mark.parametrize(

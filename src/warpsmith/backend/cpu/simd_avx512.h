@@ -1,0 +1,113 @@
+// AVX-512 with VNNI: sixteen lanes, a whole panel. See simd_generic.h for what each operation means.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace warpsmith {
+namespace {
+
+struct Avx512 {
+    static constexpr int lanes = 16;
+    using F = __m512;
+    using I = __m512i;
+    using W = __m512i;
+    using X4 = const float*;
+    using X16 = const int8_t*;
+    using M = __m512i;
+
+    static F load(const float* p) { return _mm512_loadu_ps(p); }
+    static void store(float* p, F v) { _mm512_storeu_ps(p, v); }
+    static F set1(float v) { return _mm512_set1_ps(v); }
+    static F add(F x, F y) { return _mm512_add_ps(x, y); }
+    static F sub(F x, F y) { return _mm512_sub_ps(x, y); }
+    static F mul(F x, F y) { return _mm512_mul_ps(x, y); }
+    static F div(F x, F y) { return _mm512_div_ps(x, y); }
+    static F max(F x, F y) { return _mm512_max_ps(x, y); }
+    static F min(F x, F y) { return _mm512_min_ps(x, y); }
+    static F abs(F x) { return _mm512_abs_ps(x); }
+    static F fma(F acc, F x, F y) { return _mm512_fmadd_ps(x, y, acc); }
+    static F fnma(F acc, F x, F y) { return _mm512_fnmadd_ps(x, y, acc); }
+    static float reduce_add(F x) { return _mm512_reduce_add_ps(x); }
+    static float reduce_max(F x) { return _mm512_reduce_max_ps(x); }
+
+    static X4 load_x4(const float* p) { return p; }
+    template <int J>
+    static F fma_x(F acc, F w, X4 x) { return _mm512_fmadd_ps(w, _mm512_set1_ps(x[J]), acc); }
+
+    static __m256i load32(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+    static F load_bf16(const uint8_t* p) {
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load32(p)), 16));
+    }
+    static F load_f16(const uint8_t* p) { return _mm512_cvtph_ps(load32(p)); }
+    static void store_f16(uint8_t* p, F v) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+    }
+
+    static I zero() { return _mm512_setzero_si512(); }
+    static I set1(int32_t v) { return _mm512_set1_epi32(v); }
+    static I load(const int32_t* p) { return _mm512_loadu_si512(p); }
+    static void store(int32_t* p, I v) { _mm512_storeu_si512(p, v); }
+    static I mul(I x, I y) { return _mm512_mullo_epi32(x, y); }
+    static I mla(I acc, I x, I y) { return _mm512_add_epi32(acc, _mm512_mullo_epi32(x, y)); }
+    static __m128i load16(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+    static I load_u8(const uint8_t* p) { return _mm512_cvtepu8_epi32(load16(p)); }
+    static I load_i8(const uint8_t* p) { return _mm512_cvtepi8_epi32(load16(p)); }
+    static F to_float(I x) { return _mm512_cvtepi32_ps(x); }
+    static I round(F x) { return _mm512_cvtps_epi32(x); }
+    static F pow2(I n) {
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
+    }
+    static void store_i8(int8_t* p, I v) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(v));
+    }
+
+    static M load_mins(const uint8_t* p) { return load_u8(p); }
+    static I mins_dot(const M* m, const int16_t* sums) {
+        I acc = zero();
+        for (int s = 0; s < 8; s += 2) {  // pairs of sub-blocks: a min in the low half of a lane, the next one's above
+            int32_t pair;
+            std::memcpy(&pair, sums + s, 4);
+            const I both = _mm512_or_si512(m[s], _mm512_slli_epi32(m[s + 1], 16));
+            acc = _mm512_dpwssd_epi32(acc, both, _mm512_set1_epi32(pair));
+        }
+        return acc;
+    }
+
+    static W load_w(const uint8_t* p) { return _mm512_loadu_si512(p); }
+    static W and_n(W w, uint8_t mask) { return _mm512_and_si512(w, _mm512_set1_epi8(static_cast<char>(mask))); }
+    template <int N>
+    static W shr(W w) { return and_n(_mm512_srli_epi16(w, N), static_cast<uint8_t>(0xff >> N)); }
+    static W insert_high(W low, W high) { return _mm512_or_si512(and_n(low, 15), _mm512_slli_epi16(and_n(high, 15), 4)); }
+
+    // Unsigned bytes, four times the weight: the dot product instruction does not saturate.
+    static constexpr int kSixScale = 4, kSixOffset = 4;
+    static void unpack6(W p0, W p1, W p2, W* w) {
+        const W flip = _mm512_set1_epi8(static_cast<char>(0x80));
+        w[0] = _mm512_xor_si512(and_n(p0, 0xfc), flip);
+        w[1] = _mm512_xor_si512(and_n(p1, 0xfc), flip);
+        w[2] = _mm512_xor_si512(and_n(p2, 0xfc), flip);
+        const W high = _mm512_slli_epi16(and_n(p0, 3), 6), middle = _mm512_slli_epi16(and_n(p1, 3), 4);
+        const W low = _mm512_slli_epi16(and_n(p2, 3), 2);
+        w[3] = _mm512_xor_si512(_mm512_or_si512(_mm512_or_si512(high, middle), low), flip);
+    }
+    static X16 load_x(const int8_t* p) { return p; }
+    static __m512i quad(X16 x, int j) {
+        int32_t v;
+        std::memcpy(&v, x + 4 * j, 4);
+        return _mm512_set1_epi32(v);
+    }
+    template <int J>
+    static I dot(I acc, W w, X16 x) { return _mm512_dpbusd_epi32(acc, w, quad(x, J)); }
+    template <int J>
+    static I dot_signed(I acc, W w, X16 x) {
+        const __m512i v = quad(x, J);
+        const __m512i signs = _mm512_mask_sub_epi8(v, _mm512_movepi8_mask(w), zero(), v);
+        return _mm512_dpbusd_epi32(acc, _mm512_abs_epi8(w), signs);
+    }
+    static void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+};
+
+}  // namespace
+}  // namespace warpsmith
