@@ -10,7 +10,7 @@ start from the same prefill, and splitting a prompt at multiples of `PREFILL_CHU
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -145,10 +145,11 @@ class Backend(ABC):
         """The LM head on rows [n, hidden] that are normed already: how a draft without a head of its own speaks."""
         raise BadRequest(f"The {self.name} backend does not lend its LM head.", "Use --draft none.")
 
-    def decode(self, state: State, token: int, count: int, stop: frozenset[int] = frozenset()) -> Iterator[int]:
+    def decode(self, state: State, token: int, count: int, stop: frozenset[int] = frozenset()) -> Generator[int]:
         """Greedy decoding: commit `token`, yield the next, and so on, up to `count` tokens or one in `stop`.
 
-        The last token yielded is not committed. Backends override this to stay on the device between tokens.
+        The last token yielded is not committed. Backends override this to stay on the device between tokens; closing
+        the generator brings one that ran ahead back to the last token it yielded.
         """
         for _ in range(count):
             output = self.forward(state, Tree.chain([token]))

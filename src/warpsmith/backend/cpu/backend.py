@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -156,7 +156,7 @@ class CpuBackend(Backend):
         state.native.load(snapshot.data, snapshot.length)
         state.pending = None
 
-    def decode(self, state: State, token: int, count: int, stop: frozenset[int] = frozenset()) -> Iterator[int]:
+    def decode(self, state: State, token: int, count: int, stop: frozenset[int] = frozenset()) -> Generator[int]:
         # A call a token: a caller may walk away after any of them, and then nothing more may have been committed.
         # It costs some twenty microseconds of a token's milliseconds.
         assert isinstance(state, CpuState)
