@@ -1,4 +1,4 @@
-"""`warpsmith bench`: llama-bench's tests, defaults and table."""
+"""`warpsmith bench`: llama-bench's tests, defaults and table. `warpsmith bench spec` has a file of its own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from warpsmith import __version__
+from warpsmith.cli import bench_spec
 from warpsmith.cli.options import introduce, model_arguments, natural, open_model
 from warpsmith.cli.terminal import aside
 from warpsmith.errors import BadRequest
@@ -25,9 +26,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", choices=("md", "json", "jsonl", "csv"), default="md", help="how to print (default: md)"
     )
     model_arguments(parser)
+    kinds = parser.add_subparsers(dest="kind", metavar="KIND")
+    help = "speculation against plain decoding on given prompts"
+    bench_spec.arguments(kinds.add_parser("spec", help=help, description=help.capitalize() + ".", allow_abbrev=False))
 
 
 def main(args: argparse.Namespace) -> int:
+    if args.kind == "spec":
+        return bench_spec.main(args)
     from warpsmith.measure.speed import measure
     from warpsmith.measure.table import record, table
 
@@ -35,7 +41,8 @@ def main(args: argparse.Namespace) -> int:
     if not tests:
         raise BadRequest("There is nothing to measure: -p and -n are both 0.", "Give one of them a length.")
     if args.draft not in ("auto", "none"):
-        raise BadRequest("bench measures plain decoding.", "Leave --draft out.")
+        raise BadRequest("bench measures plain decoding.", "Leave --draft out, or use `bench spec`.")
+    args.draft = "none"
     longest = max(test.depth + test.tokens for test in tests)
     args.ctx_size = max(2, longest)
     with open_model(args) as llm:

@@ -6,14 +6,16 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from warpsmith.cli.options import introduce, model_arguments, open_model, sampling_arguments, sampling_keywords
-from warpsmith.cli.terminal import aside, emit
+from warpsmith.cli.terminal import aside, emit, styled
 from warpsmith.errors import BadRequest
 
 if TYPE_CHECKING:
+    from warpsmith.engine.loop import Step
     from warpsmith.llm import LLM
 
 
@@ -23,6 +25,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat", action="store_true", help="ask it through the model's chat template")
     parser.add_argument("--system", metavar="TEXT", help="a system message; implies --chat")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.add_argument(
+        "--show-tree", action="store_true", help="print each step's draft to stderr: what was right and what was not"
+    )
     model_arguments(parser)
     sampling_arguments(parser, predict=256)
 
@@ -31,21 +36,43 @@ def main(args: argparse.Namespace) -> int:
     prompt = _prompt(args)
     with open_model(args) as llm:
         introduce(args, llm)
+        options = sampling_keywords(args)
+        if args.show_tree:
+            options["on_step"] = _tree_printer(llm)
         if args.json:
-            answer = llm.generate(prompt, **sampling_keywords(args))
+            answer = llm.generate(prompt, **options)
             facts = {"text": answer.text, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
             print(json.dumps({"model": str(llm.checkpoint.path), **facts, "stats": answer.stats.to_dict()}))
             return 0
-        _stream(llm, prompt, sampling_keywords(args))
+        _stream(llm, prompt, options)
     return 0
+
+
+def _tree_printer(llm: LLM) -> Callable[[Step], None]:
+    from warpsmith.cli.tree import tree_lines
+
+    colour = styled(sys.stderr)
+
+    def text(token: int) -> str:
+        return repr(llm.tokenizer.decode([token]))  # quoted, and nothing in it that a terminal would obey
+
+    def show(step: Step) -> None:
+        sys.stderr.write("".join(line + "\n" for line in tree_lines(step, text, colour)))
+
+    return show
 
 
 def _stream(llm: LLM, prompt: str | list[dict[str, Any]], options: dict[str, Any]) -> None:
     text = ""
     try:
         for chunk in llm.stream(prompt, **options):
-            emit(chunk.text)
-            text = chunk.text or text
+            if "on_step" in options:  # the trees are in the way of the text, which comes whole at the end
+                text += chunk.text
+                if chunk.finish_reason is not None:
+                    emit(text)
+            else:
+                emit(chunk.text)
+                text = chunk.text or text
     finally:  # leave the cursor at the beginning of a line, also after Ctrl-C
         if sys.stdout.isatty() and text and not text.endswith("\n"):
             emit("\n")

@@ -8,6 +8,7 @@ before it. The places found are then compared backwards with the text, so that t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import log
 from typing import Any
 
 import numpy as np
@@ -61,8 +62,9 @@ class NGram(Draft):
         text = [*self._tokens[1 - LONGEST :], context.root]
         depth = min(context.depth, self.nodes)
         trie = _Trie(context.root)
-        for place, matched in self._places(text):
-            trie.add(self._continuation(place, context.root, depth), matched)
+        for rank, (place, matched) in enumerate(self._places(text)):
+            length = -(-depth // (rank + 1))  # second thoughts are rarely right for long
+            trie.add(self._continuation(place, context.root, length), matched)
         if len(trie.tokens) == 1:
             return None
         scores = trie.scores()
@@ -141,7 +143,7 @@ class _Trie:
 
     def scores(self) -> np.ndarray:
         """Log-probabilities of the paths: each child has its share of the weight, and doubt has one too."""
-        scores = np.zeros(len(self.tokens))
+        scores = [0.0]
         for node, parent in enumerate(self.parents[1:], start=1):
-            scores[node] = scores[parent] + np.log(self._arriving[node] / (self._leaving[parent] + DOUBT))
-        return scores
+            scores.append(scores[parent] + log(self._arriving[node] / (self._leaving[parent] + DOUBT)))
+        return np.array(scores)

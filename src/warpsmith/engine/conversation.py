@@ -105,6 +105,13 @@ class Conversation:
             self.backend.commit(self.state, path)
             self._observe(start, output, path)
 
+    def advance_plainly(self) -> int:
+        """Commit the root and append the greedy token after it, as the backend decodes it without a tree."""
+        start = self.state.length
+        (token,) = self.decode(1, frozenset())
+        self._observe(start, Output(), slice(None))
+        return token
+
     def decode(self, count: int, stop_ids: frozenset[int]) -> Iterator[int]:
         """Greedy tokens as the backend makes them, up to `count` or a stop id; all but the last are committed."""
         decoding = self._decoding = self.backend.decode(self.state, self.ids[-1], count, stop_ids)

@@ -65,6 +65,8 @@ class Generation:
         self.want = replace(
             proposer.wants if proposer else Want(), tokens="argmax" if self.sampling.greedy else "logits"
         )
+        # nobody wants more of a forward than its argmax: the backend may decode in its own fastest way
+        self.bare = self.want == Want()
         self.stats = Stats(
             device=conversation.backend.name,
             mode=proposer.name if proposer else PLAIN,
@@ -83,15 +85,20 @@ class Generation:
     def step(self) -> list[int]:
         """Decide what follows the root: one token, and one more for each that the draft guessed right."""
         conversation, stats, start = self._current(), self.stats, perf_counter()
-        tree = self._propose()
+        tree, root = self._propose(), conversation.ids[-1]
         drafted = perf_counter()
-        output = conversation.backend.forward(conversation.state, tree, self.want)
-        path, run = self._walk(tree, output)
-        run = self._cut(run)  # before the state advances: what comes after the end never happened
-        verified = perf_counter()
-        conversation.advance(path[: len(run)], run, output)
+        if tree is None and self.bare:
+            path, run = [0], self._cut([conversation.advance_plainly()])
+            verified = perf_counter()
+        else:
+            tree = tree or Tree.chain([root])
+            output = conversation.backend.forward(conversation.state, tree, self.want)
+            path, run = self._walk(tree, output)
+            run = self._cut(run)  # before the state advances: what comes after the end never happened
+            verified = perf_counter()
+            conversation.advance(path[: len(run)], run, output)
         committed = perf_counter()
-        stats.count_step(drafted=len(tree) - 1, decided=len(run))
+        stats.count_step(drafted=0 if tree is None else len(tree) - 1, decided=len(run))
         stats.draft_seconds += drafted - start
         stats.verify_seconds += verified - drafted
         stats.commit_seconds += committed - verified
@@ -99,7 +106,7 @@ class Generation:
         if conversation.proposer is not None and self.finish_reason is not None:
             stats.speculation_off = conversation.proposer.off
         if self.on_step is not None:
-            self.on_step(Step(tree, path[: len(run)], run))
+            self.on_step(Step(tree or Tree.chain([root]), path[: len(run)], run))
         return run
 
     def _first(self) -> list[int]:
@@ -112,22 +119,21 @@ class Generation:
         self.stats.prefill_seconds = perf_counter() - start
         return run
 
-    def _propose(self) -> Tree:
-        conversation = self.conversation
-        root, depth = conversation.ids[-1], self.limit - self.stats.generated_tokens - 1
-        tree = None
-        if conversation.proposer is not None and depth > 0:
-            tree = conversation.proposer.propose(Context(conversation.ids, conversation.state, depth))
+    def _propose(self) -> Tree | None:
+        conversation, depth = self.conversation, self.limit - self.stats.generated_tokens - 1
+        if conversation.proposer is None or depth < 1:
+            return None
+        tree = conversation.proposer.propose(Context(conversation.ids, conversation.state, depth))
         if tree is None:
-            return Tree.chain([root])
-        if tree.tokens[0] != root:
+            return None
+        if tree.tokens[0] != conversation.ids[-1]:
             raise ValueError(f"{conversation.proposer} proposed a tree that does not start at the root")
         return _trim(tree, depth)
 
     def _walk(self, tree: Tree, output: Output) -> tuple[list[int], list[int]]:
         """Follow the sampler through the tree. Returns the nodes it chose at, and what it chose at each."""
         path, run = [0], [self._choose(output, 0, [])]
-        while (child := tree.children(path[-1]).get(run[-1])) is not None:
+        while len(tree) > 1 and (child := tree.children(path[-1]).get(run[-1])) is not None:
             path.append(child)
             run.append(self._choose(output, child, run))
         return path, run

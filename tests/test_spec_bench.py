@@ -1,0 +1,219 @@
+"""Speculation as a user sees it: the trees of `run --show-tree`, the table of `bench spec`, the stats."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import warpsmith
+from warpsmith.backend.tree import Tree
+from warpsmith.cli.tree import tree_lines
+from warpsmith.draft.base import Context, Draft, ScoredTree
+from warpsmith.draft.ngram import NGram
+from warpsmith.engine.loop import Step
+from warpsmith.engine.stats import Stats
+from warpsmith.errors import BadFile, BadRequest, ModelNotFound
+from warpsmith.llm import LLM
+from warpsmith.measure.prompts import read_prompts
+from warpsmith.measure.speculation import Comparison, compare, comparison_table
+
+ENVIRONMENT = os.environ | {"OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def command(*args: str | Path, cache: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "warpsmith.cli", *map(str, args)],
+        capture_output=True, text=True, timeout=300, env=ENVIRONMENT | {"XDG_CACHE_HOME": str(cache)},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    texts = ["one two three one two three one two", "def f(x):", "abc abc abc"]
+    path.write_text("".join(json.dumps({"prompt": text, "other": 1}) + "\n\n" for text in texts))
+    return path
+
+
+# -- trees ------------------------------------------------------------------------------------------------------------
+
+STEP = Step(
+    Tree(np.array([9, 1, 2, 3, 4, 5, 6]), np.array([-1, 0, 1, 2, 1, 0, 4])), accepted=[0, 1, 4], decided=[1, 4, 8]
+)
+
+
+def test_a_step_is_drawn_branch_by_branch() -> None:
+    lines = list(tree_lines(STEP, str, colour=False))
+    assert lines == ["2 of 6 after 9, then 8", "  +1 -2 -3", "    +4 -6", "  -5"]
+    shown = " ".join(lines[1:]).split()
+    assert sorted(int(token[1:]) for token in shown) == [1, 2, 3, 4, 5, 6], "every node once"
+
+
+def test_colours_say_the_same() -> None:
+    green, red = "\x1b[32m", "\x1b[31m"
+    text = "\n".join(tree_lines(STEP, str, colour=True))
+    for token, right in ((1, True), (2, False), (3, False), (4, True), (5, False), (6, False)):
+        assert f"{green if right else red}{token}\x1b[0m" in text
+
+
+def test_a_step_without_a_guess_says_so() -> None:
+    lines = list(tree_lines(Step(Tree.chain([9]), [0], [4]), str, colour=False))
+    assert lines == ["no guess after 9, then 4"]
+
+
+def test_steps_add_up_to_the_answer() -> None:
+    """What `on_step` is shown is what was decided, in order, and is accepted only where it was decided."""
+    steps: list[Step] = []
+    with warpsmith.load(device="cpu", context=256, draft="ngram", spec_budget=8) as llm:
+        answer = llm.generate([5, 6, 7, 8] * 8, max_tokens=60, stop_ids=[], temperature=0, on_step=steps.append)
+    assert [token for step in steps for token in step.decided] == answer.token_ids[1:]
+    assert len(steps) == answer.stats.steps
+    for step in steps:
+        assert step.tree.tokens[step.accepted[1:]].tolist() == step.decided[:-1]
+        assert step.tree.path(step.accepted[-1]) == step.accepted
+    assert sum(len(step.tree) - 1 for step in steps) == answer.stats.drafted_tokens
+    assert sum(len(step.tree) > 1 for step in steps) == answer.stats.drafted_steps
+
+
+def test_run_shows_trees_on_stderr_and_the_text_on_stdout(tmp_path: Path) -> None:
+    flags = ("run", "-p", "abab" * 8, "-n", "12", "--spec-budget", "5", "--draft", "ngram")
+    shown, quiet = command(*flags, "--show-tree", cache=tmp_path), command(*flags, cache=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout == quiet.stdout
+    assert shown.stderr.count(" after ") >= 1
+    assert " after " not in quiet.stderr
+
+
+# -- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_are_read_from_lines(prompts: Path) -> None:
+    assert read_prompts(str(prompts), 2) == ["one two three one two three one two", "def f(x):"]
+    assert len(read_prompts(str(prompts), 99)) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("", "no prompts"), ("{", "line 1"), ('{"text": "x"}', "entry 1"), ("[1]", "entry 1")]
+)
+def test_files_without_prompts_are_refused(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(BadFile, match=words):
+        read_prompts(str(path), 5)
+
+
+def test_unknown_and_unreachable_sets_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadRequest, match="no prompts 'humanevil'"):
+        read_prompts("humanevil", 5)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for name in ("humaneval", "gsm8k", "math500"):
+        with pytest.raises(ModelNotFound, match="offline"):
+            read_prompts(name, 5, offline=True)
+
+
+# -- the comparison ---------------------------------------------------------------------------------------------------
+
+
+class Liar(Draft):
+    """Guesses that are never right: the tables must show it."""
+
+    name = "liar"
+
+    def propose(self, context: Context) -> ScoredTree:
+        return ScoredTree(np.array([context.root, 3]), np.array([-1, 0]), np.array([0.0, -0.1]))
+
+
+def test_every_prompt_is_compared_and_texts_agree() -> None:
+    with warpsmith.load(device="cpu", context=256) as llm:
+        sets = {"a": ["one two one two one two", "xyz"], "b": [[1, 2, 3] * 9]}
+        options = {"max_tokens": 24, "temperature": 0.0, "stop_ids": []}
+        results = compare(llm, sets, {4: NGram(4), "auto": Liar()}, options)
+    assert [(r.prompts, r.draft, r.budget) for r in results] == [
+        ("a", "ngram", 4), ("a", "liar", "auto"), ("b", "ngram", 4), ("b", "liar", "auto"),
+    ]  # fmt: skip
+    for result in results:
+        assert result.same == len(result.plain) == len(result.drafted) == {"a": 2, "b": 1}[result.prompts]
+        assert all(s.mode == "plain" for s in result.plain)
+        assert result.plain_rate > 0
+        assert result.acceptance_length >= 1
+        assert json.loads(json.dumps(result.to_dict()))["samples"] == len(result.plain)
+    assert results[1].acceptance_length == pytest.approx(1, abs=0.1)
+
+
+def test_numbers_are_medians_over_prompts_and_steps_are_pooled() -> None:
+    def stats(tokens: int, seconds: float, steps: int) -> Stats:
+        return Stats(generated_tokens=tokens + 1, decode_seconds=seconds, steps=steps)
+
+    result = Comparison(
+        "x", "d", 8,
+        plain=[stats(100, 10, 100), stats(100, 10, 100), stats(100, 20, 100)],
+        drafted=[stats(100, 5, 40), stats(100, 2, 20), stats(100, 20, 100)],
+        same=3,
+    )  # fmt: skip
+    assert (result.plain_rate, result.drafted_rate, result.speedup) == (10, 20, 2)
+    assert result.acceptance_length == 300 / 160
+    row = [cell.strip() for cell in comparison_table([result]).splitlines()[2].strip("|").split("|")]
+    assert row == ["x", "3", "d", "8", "10.00", "20.00", "1.88", "2.00x", "3 of 3"]
+
+
+def test_the_command_prints_a_row_for_each_budget(prompts: Path, tmp_path: Path) -> None:
+    flags = ("bench", "spec", "--prompts", prompts, "-n", "12", "--samples", "2", "--draft", "ngram")
+    result = command(*flags, "--sweep", "2,8,auto", "-o", "json", cache=tmp_path)
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout)
+    assert [(row["budget"], row["samples"], row["same"]) for row in rows] == [(2, 2, 2), (8, 2, 2), ("auto", 2, 2)]
+    table = command(*flags, cache=tmp_path)
+    assert table.returncode == 0, table.stderr
+    assert table.stdout.startswith("| prompts")
+    assert "2 of 2" in table.stdout
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--prompts", "nothing-here"],
+        ["--prompts", "FILE", "--draft", "none"],
+        ["--prompts", "FILE", "--sweep", "0,4"],
+        ["--prompts", "FILE", "--sweep", "99"],
+        ["--prompts", "FILE", "--thinking", "on"],
+        ["--prompts", "FILE", "--draft", "mtp"],
+    ],
+)
+def test_what_cannot_be_compared_is_a_usage_error(flags: list[str], prompts: Path, tmp_path: Path) -> None:
+    result = command("bench", "spec", *[str(prompts) if f == "FILE" else f for f in flags], cache=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+
+
+# -- stats ------------------------------------------------------------------------------------------------------------
+
+
+class Tired(NGram):
+    """Has given up."""
+
+    name = "tired"
+
+    @property
+    def off(self) -> str | None:
+        return "it is late"
+
+    def propose(self, context: Context) -> ScoredTree | None:
+        return None if len(context.ids) > 12 else super().propose(context)
+
+
+def test_stats_say_when_and_why_drafting_stopped() -> None:
+    with warpsmith.load(device="cpu", context=64) as base:
+        llm = LLM(base.backend, base.checkpoint, 64, Tired())
+        stats = llm.generate([1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3], max_tokens=20, stop_ids=[], temperature=0).stats
+        assert stats.speculation_off == "it is late"
+        assert f"drafted in {stats.drafted_steps} of {stats.steps} steps: it is late" in stats.summary()
+        assert stats.drafted_steps < stats.steps
+        assert {"drafted_steps", "histogram", "draft_seconds", "verify_seconds"} <= stats.to_dict().keys()
