@@ -249,32 +249,42 @@ def write_report(packages: list[Package], kept: dict[str, int], reasons: collect
     (HERE / "DATA.md").write_text("\n".join(lines) + "\n")
 
 
-def pack(corpus: Path, tokenizer_dir: Path, out: Path, pack_tokens: int) -> None:
-    """Tokenise both splits; the training split is cut into packs that travel one at a time."""
+def pack(corpus: Path, tokenizer_dir: Path, out: Path, pack_tokens: int, packs: int) -> None:
+    """Tokenise both splits; the training split (shuffled already) is cut into packs that travel one at a time."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
     end = tokenizer.token_to_id("<|endoftext|>")
     out.mkdir(parents=True, exist_ok=True)
     for split in ("heldout", "train"):
-        with open(corpus / f"{split}.jsonl") as f:
-            documents = [json.loads(line) for line in f]
+        documents: list[dict[str, str]] = []
         ids: list[np.ndarray] = []
-        for start in range(0, len(documents), 512):
-            batch = [d["text"] for d in documents[start : start + 512]]
-            ids += [np.array([*e.ids, end], np.uint16) for e in tokenizer.encode_batch_fast(batch)]
+        written, size = 0, 0
+        with open(corpus / f"{split}.jsonl") as f:
+            lines = iter(f)
+            while batch := [json.loads(line) for line in itertools.islice(lines, 512)]:
+                if split == "heldout":
+                    documents += batch
+                texts = [d["text"] for d in batch]
+                ids += [np.array([*e.ids, end], np.uint16) for e in tokenizer.encode_batch_fast(texts)]
+                size = sum(map(len, ids))
+                if split == "train" and size >= pack_tokens:
+                    write_pack(out, written, ids)
+                    ids, size, written = [], 0, written + 1
+                    if written == packs:
+                        break
         if split == "heldout":
             write_heldout(out / "heldout.npz", documents, ids)
-            continue
-        random.Random(SEED).shuffle(ids)
-        packs = -(-sum(map(len, ids)) // pack_tokens)
-        edges = [len(ids) * i // packs for i in range(packs + 1)]
-        for i, (low, high) in enumerate(itertools.pairwise(edges)):
-            tokens = np.concatenate(ids[low:high])
-            packed = lzma.compress(tokens.tobytes(), format=lzma.FORMAT_XZ, filters=MINIMAL_LZMA)
-            (out / f"pack_{i}").mkdir(exist_ok=True)
-            (out / f"pack_{i}" / f"tokens_{i}.xz").write_bytes(packed)
-            print(f"tokens_{i}.xz: {len(tokens) / 1e6:.1f}M tokens, {len(packed) / 2**20:.1f} MiB")
+        elif ids:
+            write_pack(out, written, ids)
+
+
+def write_pack(out: Path, i: int, ids: list[np.ndarray]) -> None:
+    tokens = np.concatenate(ids)
+    packed = lzma.compress(tokens.tobytes(), format=lzma.FORMAT_XZ, filters=MINIMAL_LZMA)
+    (out / f"pack_{i}").mkdir(exist_ok=True)
+    (out / f"pack_{i}" / f"tokens_{i}.xz").write_bytes(packed)
+    print(f"tokens_{i}.xz: {len(tokens) / 1e6:.1f}M tokens, {len(packed) / 2**20:.1f} MiB")
 
 
 def write_heldout(path: Path, documents: list[dict[str, str]], ids: list[np.ndarray]) -> None:
@@ -305,6 +315,9 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, default=Path("tokenizer"))
     parser.add_argument("--out", type=Path, default=Path("carry"))
     parser.add_argument("--pack-tokens", type=int, default=75_000_000, help="most tokens a pack, roughly")
+    parser.add_argument(
+        "--packs", type=int, default=2, help="how many packs to write; the rest of the corpus is left out"
+    )
     parser.add_argument("--benchmark", type=Path, help="jsonl with `prompt` fields that must not be trained on")
     args = parser.parse_args()
     if args.step == "fetch":
@@ -312,7 +325,7 @@ def main() -> None:
     elif args.step == "build":
         build(args.wheels, args.corpus, Benchmark(args.benchmark))
     else:
-        pack(args.corpus, args.tokenizer, args.out, args.pack_tokens)
+        pack(args.corpus, args.tokenizer, args.out, args.pack_tokens, args.packs)
 
 
 if __name__ == "__main__":

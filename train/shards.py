@@ -64,10 +64,10 @@ def load(prefix: Path) -> tuple[dict[str, Tensor], dict]:
     return tensors, header["config"]
 
 
-def main() -> None:
+def join(prefix: Path, out: Path) -> None:
+    """Write the parts as a directory that Hugging Face's tools and ours can open."""
     from safetensors.torch import save_file
 
-    prefix, out = Path(sys.argv[1]), Path(sys.argv[2])
     tensors, config = load(prefix)
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
@@ -76,4 +76,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    join(Path(sys.argv[1]), Path(sys.argv[2]))
