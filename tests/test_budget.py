@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from random_models import SMALL, random_tensors
-from warpsmith.backend.base import Want
+from warpsmith.backend.base import ARGMAX, Output, State, Want
 from warpsmith.backend.reference import ReferenceBackend
-from warpsmith.backend.tree import MAX_NODES
+from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.draft import costs as costs_module
 from warpsmith.draft.base import Context, Draft, ScoredTree
 from warpsmith.draft.budget import MOST, REFILL, START, Account, Budgeted, Calibration, best_size, path_probabilities
-from warpsmith.draft.costs import SAMPLES, SIZES, Costs, costs_of, measure
+from warpsmith.draft.costs import ROUNDS, SIZES, Costs, costs_of, measure
 
 FLAT = Costs.between({1: 1.0, 64: 1.0})  # every node for the price of one
 DEAR = Costs.between({1: 1.0, 64: 64.0})  # no node for less than the first
@@ -208,8 +208,39 @@ def test_slower_forwards_than_measured_are_noticed() -> None:
     assert np.mean(world.sizes[-200:]) < before / 2
 
 
+@pytest.mark.parametrize("busy", [0.1, 10.0])
+def test_a_machine_that_was_busy_when_it_was_measured_does_not_matter(busy: float) -> None:
+    """All costs ten times too high, or too low: what counts is how they compare."""
+    right, wrong = World(GENTLE, 0.1, 0.8), World(GENTLE, 0.1, 0.8)
+    wrong.budget = Budgeted(wrong.draft, Costs(tuple(s * busy for s in GENTLE.seconds)), clock=lambda: wrong.now)
+    assert wrong.run(3000) < right.run(3000) * 1.05
+
+
+def test_a_machine_that_gets_busy_and_quiet_again_is_followed() -> None:
+    world = World(GENTLE, 0.1, 0.8)
+    quiet = world.run(2000)
+    world.costs = Costs(tuple(s * 5 for s in GENTLE.seconds))
+    world.draft_seconds *= 5
+    world.run(3000)
+    assert world.run(2000) < quiet * 5 * 1.1
+    world.costs, world.draft_seconds = GENTLE, 0.1
+    world.run(1000)
+    assert world.run(2000) < quiet * 1.1
+
+
+def test_a_size_that_was_measured_wrongly_is_corrected() -> None:
+    """One size looked cheap, and is not: it is tried, found out, and left alone."""
+    world = World(GENTLE, 0.1, 0.8)
+    seconds = [1.0 if n < 5 else s for n, s in enumerate(GENTLE.seconds)]
+    world.costs = Costs((1.0, 1.05, *(s + 6.0 for s in GENTLE.seconds[2:5]), *GENTLE.seconds[5:]))
+    world.budget = Budgeted(world.draft, Costs(tuple(seconds)), clock=lambda: world.now)
+    world.run(1000)
+    assert not any(2 <= size <= 4 for size in world.sizes[-100:])
+
+
 def test_a_step_that_was_not_finished_is_not_counted() -> None:
     world = World(GENTLE, 0.1, 0.5)
+    world.run(10)
     world.budget.propose(Context([1, 2, 3], None, 10))  # type: ignore[arg-type]
     credit = world.budget.account.credit
     world.now += 1000
@@ -226,26 +257,40 @@ def test_a_step_that_was_not_finished_is_not_counted() -> None:
 BACKEND = ReferenceBackend(SMALL, random_tensors(SMALL))
 
 
-def test_sizes_are_timed_by_their_median_after_a_warm_up() -> None:
-    ticks: list[float] = []
+class Clock:
+    """Each forward of n nodes takes n milliseconds, the first round three times as long, and the third twice."""
 
-    def clock() -> float:
-        ticks.append(0.0)
-        sample, reading = divmod(len(ticks) - 1, 2)
-        size, run = divmod(sample, SAMPLES + 1)
-        took = [0.2, 0.01, 0.03, 0.02, 0.02, 0.02][run] * (size + 1) / 100
-        return took if reading else 0.0
+    def __init__(self, slow: float = 1.0) -> None:
+        self.now, self.rounds, self.slow = 0.0, [], slow
 
-    measured = measure(BACKEND, Want(tokens="none"), clock)
-    assert list(measured) == list(SIZES)
-    assert list(measured.values()) == pytest.approx([0.0002 * (i + 1) for i in range(len(SIZES))])
+    def __call__(self) -> float:
+        return self.now
+
+    def backend(self) -> ReferenceBackend:
+        clock = self
+
+        class Timed(ReferenceBackend):
+            def forward(self, state: State, tree: Tree, want: Want = ARGMAX) -> Output:
+                clock.rounds += [len(tree)]
+                factor = {0: 3.0, 2: 2.0}.get((len(clock.rounds) - 1) // len(SIZES), 1.0)
+                clock.now += len(tree) * 0.001 * factor * clock.slow
+                return super().forward(state, tree, want)
+
+        return Timed(SMALL, BACKEND.tensors)
+
+
+def test_sizes_take_turns_and_the_least_disturbed_counts() -> None:
+    clock = Clock()
+    measured = measure(clock.backend(), Want(tokens="none"), clock)
+    assert measured == pytest.approx({size: 0.001 * size for size in SIZES})
+    assert clock.rounds == list(SIZES) * ROUNDS
 
 
 def test_a_slow_machine_is_not_asked_twice() -> None:
-    readings = iter(range(10_000))
-    measured = measure(BACKEND, Want(tokens="none"), lambda: float(next(readings)))
-    assert set(measured.values()) == {1.0}
-    assert next(readings) == 2 * len(SIZES)
+    clock = Clock(slow=100)
+    measured = measure(clock.backend(), Want(tokens="none"), clock)
+    assert clock.rounds == list(SIZES)
+    assert measured == pytest.approx({size: 0.3 * size for size in SIZES})
 
 
 def test_costs_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ PRIOR = 4.0  # how many observations the draft's own word is worth
 MEMORY = 256.0  # observations after which the older half counts half
 START, MOST, LEAST_TO_RETRY = 8.0, 16.0, 2.0  # the account, in plain tokens
 REFILL = 0.01  # a plain token
+LEAST_PLAIN = 3  # plain steps before the first draft, so that there is something to compare it with
 RECENT = 9  # timings of which the median is taken: a step that was held up does not count
 
 
@@ -106,6 +107,52 @@ class Account:
         return 0 if self.open else round((self._needed - self.credit) / REFILL)
 
 
+class Pace:
+    """Costs as they are at present: at this length of text, with this sampler, on a machine as busy as it is.
+
+    A plain step tells how fast the machine is, and a tree how much more than its share it takes, by rough size.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self._plain: deque[float] = deque(maxlen=RECENT)
+        self._extra: dict[int, deque[float]] = {}  # by the bits of the number of nodes
+
+    @property
+    def known(self) -> bool:
+        """Whether it has seen enough plain steps to compare others with."""
+        return len(self._plain) >= LEAST_PLAIN
+
+    def forget_trees(self) -> None:
+        """What they took was compared with plain steps of a time that may be over."""
+        self._extra.clear()
+
+    def took(self, nodes: int, seconds: float) -> None:
+        ratio = seconds / self.costs.seconds[nodes - 1]
+        if nodes == 1:
+            self._plain.append(ratio)
+        else:
+            self._extra.setdefault(_bits(nodes), deque(maxlen=RECENT)).append(ratio / self._speed())
+
+    def plain(self) -> float:
+        """Seconds of a token without a draft."""
+        return self.costs.seconds[0] * self._speed()
+
+    def seconds(self) -> list[float]:
+        """Of a forward over 1, 2, ... nodes."""
+        known = {bits: median(ratios) for bits, ratios in self._extra.items()}
+        elsewhere, speed = median(known.values()) if known else 1.0, self._speed()
+        trees = (s * speed * known.get(_bits(n), elsewhere) for n, s in enumerate(self.costs.seconds[1:], start=2))
+        return [self.plain(), *trees]
+
+    def _speed(self) -> float:
+        return median(self._plain) if self._plain else 1.0
+
+
+def _bits(nodes: int) -> int:
+    return (nodes - 1).bit_length()
+
+
 @dataclass
 class _Step:
     position: int
@@ -122,9 +169,7 @@ class Budgeted(Proposer):
         self.name, self.wants = draft.name, draft.wants
         self.calibration, self.account = Calibration(), Account()
         self._draft_seconds: deque[float] = deque(maxlen=RECENT)
-        # how much longer forwards take than was measured: at this length of text, with this sampler
-        self._plain_scale: deque[float] = deque([1.0], maxlen=RECENT)
-        self._tree_scale: deque[float] = deque([1.0], maxlen=RECENT)
+        self._pace = Pace(costs)
         self._step: _Step | None = None
 
     @property
@@ -133,14 +178,9 @@ class Budgeted(Proposer):
             return None
         return f"{self.name} drafts do not pay here; next try after {self.account.waits} tokens"
 
-    @property
-    def plain_seconds(self) -> float:
-        """What a token costs without a draft."""
-        return self.costs.seconds[0] * median(self._plain_scale)
-
     def propose(self, context: Context) -> ScoredTree | None:
         before = self.clock()
-        tree = self.draft.propose(context) if self.account.open else None
+        tree = self.draft.propose(context) if self.account.open and self._pace.known else None
         now = self.clock()
         took = now - before
         if tree is not None:
@@ -151,12 +191,7 @@ class Budgeted(Proposer):
 
     def _size(self, tree: ScoredTree) -> int:
         probabilities = path_probabilities(tree, self.calibration)[1:].tolist()
-        return best_size(probabilities, self._forward_seconds(), median(self._draft_seconds))
-
-    def _forward_seconds(self) -> list[float]:
-        """Of 1, 2, ... nodes, as things are at present."""
-        scale = median(self._tree_scale)
-        return [self.plain_seconds, *(s * scale for s in self.costs.seconds[1:])]
+        return best_size(probabilities, self._pace.seconds(), median(self._draft_seconds))
 
     def observe(
         self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
@@ -167,21 +202,21 @@ class Budgeted(Proposer):
             self._learn(step, tokens, self.clock() - step.since)
 
     def _learn(self, step: _Step, tokens: Sequence[int], seconds: float) -> None:
-        tree, plain = step.tree, self.costs.seconds[0]
-        if tree is None or len(tree) == 1:
-            self._plain_scale.append(seconds / plain)
-        else:
-            self._tree_scale.append(seconds / self.costs.seconds[len(tree) - 1])
+        tree = step.tree
+        self._pace.took(1 if tree is None else len(tree), seconds)
+        plain = self._pace.plain()
         if tree is not None:
             # what such a step takes, not what this one took: a hiccup of the machine says nothing about the draft
-            took = median(self._draft_seconds) + self._forward_seconds()[len(tree) - 1]
-            self.account.drafted(len(tokens), took / self.plain_seconds)
+            took = median(self._draft_seconds) + self._pace.seconds()[len(tree) - 1]
+            self.account.drafted(len(tokens), took / plain)
+            if not self.account.open:
+                self._pace.forget_trees()
             path = _followed(tree, tokens)
             tried = np.isin(tree.parents, path)
             right = np.isin(np.arange(len(tree)), path)
             self.calibration.learn(tree.conditionals()[tried], right[tried])
         elif self.account.open:
-            self.account.drafted(1, 1 + step.draft_seconds / self.plain_seconds)
+            self.account.drafted(1, 1 + step.draft_seconds / plain)
         else:
             self.account.plain()
 

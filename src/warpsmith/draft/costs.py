@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import platform
-import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +18,8 @@ from warpsmith.backend.tree import MAX_NODES, Tree
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # trees that are timed
 PAST = 64  # tokens before them
-SAMPLES = 5
-PATIENCE = 0.3  # seconds: a size that took longer altogether is not timed again
+ROUNDS = 6  # the first warms up
+PATIENCE = 3.0  # seconds after which another round is not begun
 
 
 @dataclass(frozen=True)
@@ -56,26 +55,31 @@ def costs_of(backend: Backend, wants: Want, directory: Path | None = None) -> Co
 
 
 def measure(backend: Backend, wants: Want, clock: Callable[[], float] = perf_counter) -> dict[int, float]:
-    """Median seconds of trees of some sizes. Tokens and shape hardly matter; what they read and write does."""
+    """Seconds of trees of some sizes. Tokens and shape hardly matter; what they read and write does.
+
+    What else runs on the machine only ever adds to a time, so of several the shortest is nearest to the truth, and
+    sizes take turns so that a busy moment does not fall on one alone.
+    """
     random = np.random.default_rng(0)
-    state = backend.new_state(PAST + len(SIZES) * (SAMPLES + 1) + MAX_NODES)
+    state = backend.new_state(PAST + len(SIZES) * ROUNDS + MAX_NODES)
     backend.prefill(state, random.integers(0, backend.config.vocab, PAST).tolist(), replace(wants, tokens="none"))
     want = replace(wants, tokens="argmax")
-    medians: dict[int, float] = {}
+    trees = []
     for size in SIZES:
         # a chain with a second child at every third node
         parents = [i - 1 if i % 3 else i - 3 for i in range(size)]
-        tree = Tree(random.integers(0, backend.config.vocab, size), np.array([-1, *parents[1:]]))
-        samples: list[float] = []
-        for _ in range(SAMPLES + 1):  # the first one warms up, unless it is all there will be
+        trees.append(Tree(random.integers(0, backend.config.vocab, size), np.array([-1, *parents[1:]])))
+    samples: dict[int, list[float]] = {size: [] for size in SIZES}
+    started = clock()
+    for _ in range(ROUNDS):
+        for tree in trees:
             before = clock()
             backend.forward(state, tree, want)
             backend.commit(state, [0])
-            samples.append(clock() - before)
-            if sum(samples) > PATIENCE:
-                break
-        medians[size] = statistics.median(samples[1:] or samples)
-    return medians
+            samples[len(tree)].append(clock() - before)
+        if clock() - started > PATIENCE:
+            break
+    return {size: min(times[1:] or times) for size, times in samples.items()}
 
 
 def cache_directory() -> Path:
