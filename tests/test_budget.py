@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from random_models import SMALL, random_tensors
 from warpsmith.backend.base import ARGMAX, Output, State, Want
-from warpsmith.backend.reference import ReferenceBackend
+from warpsmith.backend.reference import ReferenceBackend, ReferenceState
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.draft import costs as costs_module
 from warpsmith.draft.base import Context, Draft, ScoredTree
 from warpsmith.draft.budget import MOST, REFILL, START, Account, Budgeted, Calibration, best_size, path_probabilities
 from warpsmith.draft.costs import ROUNDS, SIZES, Costs, costs_of, measure
+from warpsmith.errors import DoesNotFit
 
 FLAT = Costs.between({1: 1.0, 64: 1.0})  # every node for the price of one
 DEAR = Costs.between({1: 1.0, 64: 64.0})  # no node for less than the first
@@ -312,6 +313,16 @@ def test_costs_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
         file.write_text("{")
     assert costs_of(BACKEND, plain, tmp_path) == first
     assert len(calls) == 3
+
+
+def test_without_room_to_measure_nothing_is_kept_and_nodes_are_dear(tmp_path: Path) -> None:
+    class Cramped(ReferenceBackend):
+        def new_state(self, context: int) -> ReferenceState:
+            raise DoesNotFit("No room.")
+
+    costs = costs_of(Cramped(SMALL, BACKEND.tensors), Want(tokens="none"), tmp_path)
+    assert best_size([0.9] * 30, costs.seconds, 0) == 0
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

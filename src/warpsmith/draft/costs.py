@@ -15,9 +15,10 @@ import numpy as np
 
 from warpsmith.backend.base import Backend, Want
 from warpsmith.backend.tree import MAX_NODES, Tree
+from warpsmith.errors import BadRequest, DoesNotFit
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # trees that are timed
-PAST = 64  # tokens before them
+PAST = 16  # tokens before them
 ROUNDS = 6  # the first warms up
 PATIENCE = 3.0  # seconds after which another round is not begun
 
@@ -37,13 +38,17 @@ class Costs:
 
 
 def costs_of(backend: Backend, wants: Want, directory: Path | None = None) -> Costs:
-    """From the cache, or measured now and kept there."""
+    """From the cache, or measured now and kept there. Where there is no room for that, nodes are held to be dear."""
     path = (directory or cache_directory()) / f"{_fingerprint(backend, wants)}.json"
     try:
         kept = json.loads(path.read_text())
         return Costs.between({int(n): float(s) for n, s in kept["seconds"].items()})
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        pass
+    try:
         measured = measure(backend, wants)
+    except (BadRequest, DoesNotFit):
+        return Costs.between({1: 1.0, MAX_NODES: float(MAX_NODES)})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.part")
@@ -61,9 +66,9 @@ def measure(backend: Backend, wants: Want, clock: Callable[[], float] = perf_cou
     sizes take turns so that a busy moment does not fall on one alone.
     """
     random = np.random.default_rng(0)
-    state = backend.new_state(PAST + len(SIZES) * ROUNDS + MAX_NODES)
+    state = backend.new_state(PAST + MAX_NODES)
     backend.prefill(state, random.integers(0, backend.config.vocab, PAST).tolist(), replace(wants, tokens="none"))
-    want = replace(wants, tokens="argmax")
+    start, want = backend.snapshot(state), replace(wants, tokens="argmax")
     trees = []
     for size in SIZES:
         # a chain with a second child at every third node
@@ -77,6 +82,7 @@ def measure(backend: Backend, wants: Want, clock: Callable[[], float] = perf_cou
             backend.forward(state, tree, want)
             backend.commit(state, [0])
             samples[len(tree)].append(clock() - before)
+            backend.restore(state, start)
         if clock() - started > PATIENCE:
             break
     return {size: min(times[1:] or times) for size, times in samples.items()}
