@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from random_drafts import draft_config, draft_in_memory, random_weights, write_draft
@@ -316,6 +316,7 @@ def test_budgets_and_depths_are_kept() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=80), st.lists(st.integers(0, 3), max_size=40), st.integers(0, 80))
+@example([0, 1, 2, 3, 0, 1] * 8, [1, 1], 20)
 def test_going_back_leaves_the_index_of_a_text_that_never_went_on(a: list[int], b: list[int], cut: int) -> None:
     cut = min(cut, len(a))
     draft = NGram()
