@@ -104,6 +104,7 @@ def test_an_empty_account_fills_up_slowly_and_tries_again() -> None:
     for _ in range(4):
         account.plain()
     assert account.open
+    assert account.credit >= 4, "enough for two steps that are all wrong"
     for _ in range(100):
         account.drafted(5, 2.0)
     assert account.credit == MOST, "old gains do not pay for long losses"
@@ -237,6 +238,22 @@ def test_a_size_that_was_measured_wrongly_is_corrected() -> None:
     world.budget = Budgeted(world.draft, Costs(tuple(seconds)), clock=lambda: world.now)
     world.run(1000)
     assert not any(2 <= size <= 4 for size in world.sizes[-100:])
+
+
+def test_guesses_are_judged_where_their_parent_was_right() -> None:
+    class Branching(Oracle):
+        def propose(self, context: Context) -> ScoredTree:
+            scores = np.log([1.0, 0.65, 0.25, 0.65 * 0.95, 0.25 * 0.45])
+            return ScoredTree(np.array([context.root, 11, 12, 13, 14]), np.array([-1, 0, 0, 1, 2]), scores)
+
+    world = World(FLAT, 0.0, 0.5)
+    world.run(5)
+    world.budget.draft = Branching(world)
+    world.budget.calibration = Calibration()
+    world.budget.propose(Context([1, 2, 3], None, 10))  # type: ignore[arg-type]
+    world.budget.observe([3, 11], 2, None, None)
+    assert world.budget.calibration._tried.tolist() == [0, 0, 1, 0, 0, 0, 1, 0, 0, 1], "not the one below a wrong one"
+    assert world.budget.calibration._right.tolist() == [0, 0, 0, 0, 0, 0, 1, 0, 0, 0]
 
 
 def test_a_step_that_was_not_finished_is_not_counted() -> None:
