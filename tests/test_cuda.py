@@ -157,6 +157,18 @@ def test_decoding_on_the_device_equals_stepping(pair) -> None:
     assert list(cuda.decode(again, token, 150, frozenset({stop}))) == tokens[: tokens.index(stop) + 1]
 
 
+def test_a_listener_who_leaves_early_finds_the_state_where_he_left(pair) -> None:
+    cuda, _ = pair
+    state, twin = cuda.new_state(256), cuda.new_state(256)
+    token = int(cuda.prefill(state, ids(9, 20)).argmax[-1])
+    cuda.prefill(twin, ids(9, 20))
+    listening = cuda.decode(state, token, 60)
+    heard = [next(listening) for _ in range(7)]
+    listening.close()
+    assert heard == list(cuda.decode(twin, token, 7))
+    assert same_state(state, twin)
+
+
 def test_features_and_hidden(pair) -> None:
     want = Want("argmax", features=(2, 0), hidden=True)
     outputs = [b.prefill(b.new_state(128), ids(5, 70), want) for b in pair]

@@ -73,29 +73,45 @@ def time_backend(backend: CudaBackend, depths: list[int], sizes: list[int]) -> N
         print(f"  forward of {nodes:2} nodes at 520: {ms * 1e3:7.1f} us", flush=True)
 
 
-MARKS = 160
+MARKS = 640
+MATMUL = ["inputs", "multiply", "barrier", "finish"]
+
+
+def stage_marks(config: Config) -> list[tuple[str, str]]:
+    """(stage, part) of every interval between two marks of the kernel, up to the LM head."""
+    marks = [("embed", "all")]
+    for recurrent in config.recurrent:
+        kind = "delta" if recurrent else "attention"
+        marks += [(f"{kind}_in", part) for part in MATMUL]
+        if recurrent:
+            marks += [("delta_mix", part) for part in ("rows", "barrier", "recurrence", "barrier 2", "publish")]
+        else:
+            marks += [("attention_parts", "all"), ("attention_merge", "all")]
+        for stage in (f"{kind}_out", "mlp_in", "mlp_out"):
+            marks += [(stage, part) for part in MATMUL]
+    return marks
 
 
 def print_profile(config: Config, tensors: dict[str, Tensor], nodes: int) -> None:
-    """Where a forward pass spends its time: the mean over SMs and layers of each stage, from clocks in the kernel."""
+    """Where a forward pass spends its time: the mean over SMs and layers of each part, from clocks in the kernel."""
     backend = CudaBackend(config, tensors, options={"PROFILE": MARKS})
     state = fake_length(backend, 520)
     for _ in range(5):
         backend.forward(state, Tree.chain(range(nodes)))
-    names = ["embed"]
-    for recurrent in config.recurrent:
-        kind = "delta" if recurrent else "attention"
-        mix = ["delta_mix"] if recurrent else ["attention_parts", "attention_merge"]
-        names += [f"{kind}_in", *mix, f"{kind}_out", "mlp_in", "mlp_out"]
-    names.append("head")
-    clocks = backend.profile.read(np.int64, (backend.chip.sms, MARKS))[:, : len(names) + 1]
-    spent = np.diff(clocks, axis=1) / 1980.0  # us at the boost clock
-    print(f"  profile of {nodes} nodes, us (mean, slowest SM), and a token's total at 1.98 GHz:")
-    for name in dict.fromkeys(names):
-        columns = [i for i, n in enumerate(names) if n == name]
-        part = spent[:, columns]
-        print(f"    {name:16} {part.mean():7.2f} {part.max(axis=0).mean():7.2f} {part.mean(axis=0).sum():8.1f}")
-    print(f"    {'all':16} {'':15} {spent.mean(axis=0).sum():8.1f}", flush=True)
+    marks = stage_marks(config)
+    clocks = backend.profile.read(np.int64, (backend.chip.sms, MARKS))
+    counts = (clocks != 0).sum(axis=1)
+    busy = clocks[counts == counts.max()]  # SMs that have a part in every stage
+    spent = np.diff(busy[:, : len(marks) + 1], axis=1) / 1980.0  # us at the boost clock
+    print(f"  profile of {nodes} nodes, {len(busy)} SMs: us each (mean, slowest SM) and a token's total")
+    for stage, part in dict.fromkeys(marks):
+        columns = [i for i, mark in enumerate(marks) if mark == (stage, part)]
+        times = spent[:, columns]
+        each, worst, total = times.mean(), times.max(axis=0).mean(), times.mean(axis=0).sum()
+        print(f"    {stage:16} {part:10} {each:7.2f} {worst:7.2f} {total:8.1f}")
+    head = (busy.max(axis=1) - busy[:, len(marks)]).mean() / 1980.0
+    print(f"    {'head':16} {'all':10} {'':15} {head:8.1f}")
+    print(f"    {'token':16} {'':10} {'':15} {spent.mean(axis=0).sum() + head:8.1f}", flush=True)
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from warpsmith.backend.base import (
     output_from_logits,
 )
 from warpsmith.backend.cuda.compiler import build
-from warpsmith.backend.cuda.driver import Buffer, Device, HostRing, Kernel, check
+from warpsmith.backend.cuda.driver import Buffer, Device, HostRing, Kernel
 from warpsmith.backend.cuda.layout import (
     COLUMNS,
     HEAD_DIM,
@@ -45,6 +45,8 @@ from warpsmith.model.config import Config
 LAST_TAG = 0xFFFF
 BURST = 64  # tokens a decoding launch makes before it comes back
 EVERY_STAGE = 1 << 30
+NOT_READY = 600  # what the driver answers while a kernel runs
+VARIANTS = (1, 8, 16, 32, 64)  # nodes a build of the kernel takes
 
 
 class CudaState(State):
@@ -98,6 +100,8 @@ class CudaBackend(Backend):
         self.logits = self.device.allocate(MAX_NODES * config.vocab * 4)
         self.features = self.device.allocate(MAX_FEATURES * MAX_NODES * config.hidden * 4)
         self.hidden = self.device.allocate(MAX_NODES * config.hidden * 4)
+        self.kept_delta = self.device.allocate(layout.delta_bytes)
+        self.kept_history = self.device.allocate(layout.history_bytes)
         self.ring = HostRing(self.device, 1 + max(BURST, MAX_NODES))
         marks = int(str(self.options.get("PROFILE", 0)))  # a profiling build keeps that many clocks an SM
         self.profile = self.device.zeros(self.chip.sms * marks * 8)
@@ -109,12 +113,13 @@ class CudaBackend(Backend):
     def memory(self, context: int) -> list[MemoryPart]:
         layout = self.layout
         packets = sum(layout.packet_counts.values()) * MAX_NODES * PACKET_BYTES
+        kept = layout.delta_bytes + layout.history_bytes
         outputs = MAX_NODES * 4 * (self.config.vocab + self.config.hidden * (1 + MAX_FEATURES))
         return [
             MemoryPart("weights", layout.stream_bytes),
             MemoryPart("keys and values", 2 * layout.cache_bytes(context)),
             MemoryPart("DeltaNet states", layout.delta_bytes + layout.history_bytes),
-            MemoryPart("scratch", packets + outputs + sum(layout.pending_bytes().values())),
+            MemoryPart("scratch", packets + outputs + sum(layout.pending_bytes().values()) + kept),
         ]
 
     def new_state(self, context: int) -> CudaState:
@@ -166,11 +171,11 @@ class CudaBackend(Backend):
         argument = Path(len(nodes), state.length, (ctypes.c_int * MAX_NODES)(*nodes))
         blocks = self.layout.delta_layers * self.layout.blocks
         blocks += self.layout.attention_layers * self.config.kv_heads
-        self._commit.launch(blocks, WARPS * 32, self._params(state), argument)
+        self._commit.launch(blocks, COLUMNS * 32, self._params(state), argument)
         self._last = None
         state.length += len(nodes)
 
-    def decode(self, state: State, token: int, count: int, stop: frozenset[int] = frozenset()) -> Iterator[int]:
+    def decode(self, state: State, token: int, count: int, stop: frozenset[int] = frozenset()) -> Generator[int]:
         assert isinstance(state, CudaState)
         check_tokens(self.config, np.array([token]))
         if len(stop) > MAX_STOPS:
@@ -180,18 +185,30 @@ class CudaBackend(Backend):
         while count > 0:
             burst = min(count, BURST)
             check_room(state, burst)
+            for running, kept in self._recurrent(state):
+                kept.copy_from(running)
             tokens: list[int] = []
             try:
-                for next_token in self._burst(state, token, burst, stop):
-                    tokens.append(next_token)
-                    yield next_token
+                for following in self._burst(state, token, burst, stop):
+                    tokens.append(following)
+                    yield following
             finally:
                 self.device.synchronize()
-                state.length += int(self.ring.array[0])
+                if len(tokens) < self.ring.array[0]:  # it ran ahead of who listens: go back, and run only that far
+                    for running, kept in self._recurrent(state):
+                        running.copy_from(kept)
+                    if tokens:
+                        self._launch(state, Tree.chain([token]), ARGMAX, steps=len(tokens))
+                        self.device.synchronize()
+                state.length += len(tokens)
             if tokens[-1] in stop:
                 return
             token = tokens[-1]
             count -= burst
+
+    def _recurrent(self, state: CudaState) -> list[tuple[Buffer, Buffer]]:
+        """What decoding overwrites, and where its last known good copy is kept. Keys and values only grow."""
+        return [(state.delta, self.kept_delta), (state.history, self.kept_history)]
 
     def _burst(self, state: CudaState, token: int, steps: int, stop: frozenset[int]) -> Iterator[int]:
         """One launch; ids are handed on as the device writes them."""
@@ -200,7 +217,7 @@ class CudaBackend(Backend):
         self._launch(state, Tree.chain([token]), ARGMAX, steps=steps, stop=sorted(stop))
         seen = 0
         while True:
-            running = int(cu.cuStreamQuery(0)[0]) == 600  # CUDA_ERROR_NOT_READY
+            running = int(cu.cuStreamQuery(0)[0]) == NOT_READY
             while seen < ring[0]:
                 seen += 1
                 yield int(ring[seen])
@@ -268,14 +285,15 @@ class CudaBackend(Backend):
         scratch = max(scratch, 32 << 10)
         scratch = -(-scratch // 1024) * 1024
         own = -(-(self.config.hidden // 8) // self.chip.sms)
-        other = nodes * (own * 32 + 2 * WARPS * 4 + 40) + 1024
+        staged = WARPS * 64 * -(-max(self.config.ffn, self.config.value_dim, self.config.heads * HEAD_DIM) // 256)
+        other = nodes * (own * 32 + 2 * WARPS * 4 + nodes + 44) + 1024 + (staged if nodes == 1 else 0)
         slots = (self.chip.shared_memory - scratch - other) // SLOT_BYTES
         if slots < 2:
             raise DoesNotFit(f"{nodes} nodes need more shared memory than {self.chip.name} has.", "Use a smaller tree.")
         return {"NODES": nodes, "SCRATCH_BYTES": scratch, "RING_SLOTS": min(slots, 16)}
 
     def _kernel(self, nodes: int) -> Kernel:
-        size = next(n for n in (8, 16, 32, 64) if nodes <= n)
+        size = next(n for n in VARIANTS if nodes <= n)
         if size not in self._kernels:
             variant = self._variant(size)
             constants = {**self.layout.constants(), **variant, **self.options}
@@ -362,6 +380,3 @@ def _join(parts: list[Output], want: Want) -> Output:
         return joined if want.every_row or name in ("features", "hidden") else joined[-1:]
 
     return Output(**{name: rows(name) for name in Output.__dataclass_fields__})
-
-
-__all__ = ["CudaBackend", "CudaState", "check"]

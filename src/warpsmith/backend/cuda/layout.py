@@ -11,7 +11,7 @@ import numpy as np
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.model.config import Config
 
-WARPS, CHUNK_K, CHUNK_BYTES, SLOT_BYTES = 16, 512, 8192, 16384
+WARPS, CHUNK_K, CHUNK_BYTES, SLOT_BYTES = 8, 256, 4096, 16384
 THREADS = WARPS * 32 + 32
 COLUMNS, HISTORY, STATE_DIM, HEAD_DIM = 16, 4, 128, 256
 BLOCK_CHANNELS = 2 * STATE_DIM + COLUMNS

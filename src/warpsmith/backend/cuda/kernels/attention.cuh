@@ -3,16 +3,18 @@
 // Keys come in chunks of 16 positions; chunk c belongs to split c mod SPLITS, whatever the chip and however many nodes.
 // An item is one key head and one split: it walks its chunks in order with an online softmax for the GROUP query heads
 // of every node, and publishes unnormalised sums with their maximum and weight. A second step merges the splits in a
-// fixed order, divides, and applies the output gate. A key at position p is worked on in chunk p / 16 by warp p mod 16,
+// fixed order, divides, and applies the output gate. A key at position p is worked on in chunk p / 16 by warp p mod 8,
 // whether it is committed or a drafted ancestor, so plain and tree runs agree to the bit.
 // Bytes: 1 KB of fp16 keys and values a position and key head, read once for 4 nodes.
-// Scratch: q [4 nodes][GROUP][256], scores [2][4 nodes][GROUP][16].
+// Scratch: q [4 nodes][GROUP][256], scores [2][4 nodes][GROUP][16], then the factor that keeps older sums in step.
 #pragma once
 #include "block.cuh"
 
-constexpr int TOGETHER_NODES = 4;  // nodes that share a walk over the keys
+constexpr int TOGETHER_NODES = GROUP <= 4 ? 4 : 2;  // nodes that share a walk over the keys
 constexpr int Q_FLOATS = TOGETHER_NODES * GROUP * HEAD_DIM, SCORE_FLOATS = TOGETHER_NODES * GROUP * KEYS;
-static_assert((Q_FLOATS + 2 * SCORE_FLOATS) * 4 <= SCRATCH_BYTES, "queries of the nodes must fit in the scratch");
+constexpr int PAIRS = TOGETHER_NODES * GROUP;  // of a node and a query head
+static_assert(PAIRS * KEYS <= CONSUMERS, "a thread a score");
+static_assert((Q_FLOATS + 2 * SCORE_FLOATS + 2 * PAIRS) * 4 <= SCRATCH_BYTES, "queries of the nodes must fit in the scratch");
 static_assert(HEAD_DIM == 256 && ROTARY == 64, "a lane has eight dimensions; the rotated ones are in lanes 0 to 7");
 constexpr float ATTENTION_SCALE = 0.0625f;  // 256 ** -0.5
 
@@ -48,15 +50,14 @@ __device__ __forceinline__ void normed_head(const Block& b, const Packet* row, c
 // Where a node finds the key or value at a position: the cache, or one of its ancestors among the pending rows.
 __device__ __forceinline__ const u32* key_row(const Block& b, const u32* cache, const u32* pending, int node, int position) {
     if (position < b.length || b.decoding()) return cache + (size_t)position * (HEAD_DIM / 2);
-    while (b.length + b.s.depth[node] > position) node = b.s.parent[node];
-    return pending + (size_t)node * (HEAD_DIM / 2);
+    return pending + (size_t)b.s.ancestor[node][position - b.length] * (HEAD_DIM / 2);
 }
 
-// One pair of dimensions of `count` value rows, all asked for before any is used; the rest are zero.
+// Four dimensions of `count` value rows, all asked for before any is used; the rest are zero.
 template <class Row>
-__device__ __forceinline__ void load_values(u32 (&packed)[KEYS], int count, Row row) {
+__device__ __forceinline__ void load_values(uint2 (&packed)[KEYS], int count, Row row) {
 #pragma unroll
-    for (int n = 0; n < KEYS; n++) packed[n] = n < count ? __ldcg(row(n)) : 0u;
+    for (int n = 0; n < KEYS; n++) packed[n] = n < count ? __ldcg((const uint2*)row(n)) : uint2{};
 }
 
 __device__ __forceinline__ void attention_item(Block& b, int index, int item, const float* vectors, u32 in_tag) {
@@ -70,6 +71,7 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int item, co
     u32* pending_values = b.p.pending_values + head_at * MAX_NODES * (HEAD_DIM / 2);
 
     int deepest = 0;
+#pragma unroll 1
     for (int node = 0; node < b.nodes; node++) deepest = max(deepest, b.s.depth[node]);
     const int end = b.length + deepest + 1, chunks = (end + KEYS - 1) / KEYS;
     if (split >= chunks) return;
@@ -77,8 +79,10 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int item, co
     // New keys and values, by every item whose chunks need them: the same bits, so it does not matter who is last.
     const int first_new = b.length / KEYS, last_new = (end - 1) / KEYS;
     bool holds_new = false;
+#pragma unroll 1
     for (int c = first_new; c <= last_new; c++) holds_new |= c % SPLITS == split;
     if (holds_new) {
+#pragma unroll 1
         for (int task = b.warp; task < 2 * b.nodes; task += WARPS) {
             const int node = task / 2, position = b.length + b.s.depth[node];
             const Packet* row = b.p.in + (size_t)node * IN_PACKETS + (2 * ATTENTION_DIM + kv_head * HEAD_DIM) / 4;
@@ -98,9 +102,11 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int item, co
         }
     }
 
+#pragma unroll 1
     for (int base = 0; base < b.nodes; base += TOGETHER_NODES) {
         const int count = min(TOGETHER_NODES, b.nodes - base);
         b.sync();
+#pragma unroll 1
         for (int task = b.warp; task < count * GROUP; task += WARPS) {
             const int node = base + task / GROUP, head = kv_head * GROUP + task % GROUP;
             float v[8];
@@ -112,82 +118,114 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int item, co
         }
         b.sync();
 
-        // A thread of the second half-step: one query head of the group, two dimensions, every node.
-        const int dims = threadIdx.x % (HEAD_DIM / 2), lane_head = threadIdx.x / (HEAD_DIM / 2);
-        constexpr int PASSES = (GROUP + 3) / 4;  // 512 threads cover four heads at a time
-        float2 sum[PASSES][TOGETHER_NODES] = {};
-        float peak[PASSES][TOGETHER_NODES], weight[PASSES][TOGETHER_NODES] = {};
-#pragma unroll
-        for (int pass = 0; pass < PASSES; pass++)
-#pragma unroll
-            for (int i = 0; i < TOGETHER_NODES; i++) peak[pass][i] = MINUS_INFINITY;
+        // Softmax: a thread a score, sixteen a node and head. Sums: a thread four dimensions of a head, for every node.
+        const int pair = threadIdx.x / KEYS;
+        float peak = MINUS_INFINITY, weight = 0.0f;
+        constexpr int QUADS = HEAD_DIM / 4, AT_ONCE = CONSUMERS / QUADS, PASSES = (GROUP + AT_ONCE - 1) / AT_ONCE;
+        const int quad = threadIdx.x % QUADS, first_head = threadIdx.x / QUADS;
+        float4 sum[PASSES][TOGETHER_NODES] = {};
 
         int turn = 0;
+#pragma unroll 1
         for (int chunk = split; chunk < chunks; chunk += SPLITS, turn ^= 1) {
-            const int position = chunk * KEYS + b.warp;
             const bool committed = (chunk + 1) * KEYS <= b.length;  // every key of the chunk is every node's
             float* score = scores + turn * SCORE_FLOATS;
-            uint4 packed = {};
-            u32 packed_values[KEYS];
-            if (position < b.length) packed = __ldcg((const uint4*)(keys + (size_t)position * (HEAD_DIM / 2)) + b.lane);
-            if (committed) load_values(packed_values, KEYS, [&](int n) { return values + (size_t)(chunk * KEYS + n) * (HEAD_DIM / 2) + dims; });
+            float* keep = scores + 2 * SCORE_FLOATS + turn * PAIRS;
+            constexpr int EACH = KEYS / WARPS;
+            uint4 packed[EACH];
+            uint2 packed_values[KEYS];
+#pragma unroll
+            for (int h = 0; h < EACH; h++) {
+                const int position = chunk * KEYS + b.warp + h * WARPS;
+                packed[h] = uint4{};
+                if (position < b.length) packed[h] = __ldcg((const uint4*)(keys + (size_t)position * (HEAD_DIM / 2)) + b.lane);
+            }
+            if (committed) load_values(packed_values, KEYS, [&](int n) {
+                return values + (size_t)(chunk * KEYS + n) * (HEAD_DIM / 2) + quad * 2;
+            });
+#pragma unroll 1
             for (int i = 0; i < count; i++) {
                 const int node = base + i;
-                const bool seen = position <= b.length + b.s.depth[node];
-                if (seen && position >= b.length)
-                    packed = __ldcg((const uint4*)key_row(b, keys, pending_keys, node, position) + b.lane);
-                const float2 k0 = unpack_half(packed.x), k1 = unpack_half(packed.y), k2 = unpack_half(packed.z),
-                             k3 = unpack_half(packed.w);
-                for (int g = 0; g < GROUP; g++) {
-                    const float4* query = (const float4*)(q + (i * GROUP + g) * HEAD_DIM) + b.lane * 2;
-                    const float4 a = query[0], c = query[1];
-                    float dot = a.x * k0.x;
-                    dot = fmaf(a.y, k0.y, dot), dot = fmaf(a.z, k1.x, dot), dot = fmaf(a.w, k1.y, dot);
-                    dot = fmaf(c.x, k2.x, dot), dot = fmaf(c.y, k2.y, dot), dot = fmaf(c.z, k3.x, dot);
-                    dot = warp_sum(fmaf(c.w, k3.y, dot));
-                    if (b.lane == 0) score[(i * GROUP + g) * KEYS + b.warp] = seen ? dot : MINUS_INFINITY;
+#pragma unroll
+                for (int h = 0; h < EACH; h++) {
+                    const int position = chunk * KEYS + b.warp + h * WARPS;
+                    const bool seen = position <= b.length + b.s.depth[node];
+                    if (seen && position >= b.length)
+                        packed[h] = __ldcg((const uint4*)key_row(b, keys, pending_keys, node, position) + b.lane);
+                    const float2 k0 = unpack_half(packed[h].x), k1 = unpack_half(packed[h].y),
+                                 k2 = unpack_half(packed[h].z), k3 = unpack_half(packed[h].w);
+#pragma unroll
+                    for (int g = 0; g < GROUP; g++) {
+                        const float4* query = (const float4*)(q + (i * GROUP + g) * HEAD_DIM) + b.lane * 2;
+                        const float4 a = query[0], c = query[1];
+                        float dot = a.x * k0.x;
+                        dot = fmaf(a.y, k0.y, dot), dot = fmaf(a.z, k1.x, dot), dot = fmaf(a.w, k1.y, dot);
+                        dot = fmaf(c.x, k2.x, dot), dot = fmaf(c.y, k2.y, dot), dot = fmaf(c.z, k3.x, dot);
+                        dot = warp_sum(fmaf(c.w, k3.y, dot));
+                        if (b.lane == 0) score[(i * GROUP + g) * KEYS + b.warp + h * WARPS] = seen ? dot : MINUS_INFINITY;
+                    }
+                }
+            }
+            b.sync();
+            const int last_seen = pair < count * GROUP ? b.length + b.s.depth[base + pair / GROUP] - chunk * KEYS : -1;
+            {
+                const float mine = last_seen >= 0 ? score[threadIdx.x] : MINUS_INFINITY;
+                float top = mine;
+#pragma unroll
+                for (int step = 1; step < KEYS; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+                top = fmaxf(top, peak);
+                const float p = last_seen >= 0 ? expf(mine - top) : 0.0f;
+                float total = p;
+#pragma unroll
+                for (int step = 1; step < KEYS; step *= 2) total += __shfl_xor_sync(~0u, total, step);
+                if (last_seen >= 0) {
+                    const float kept = expf(peak - top);
+                    weight = fmaf(weight, kept, total);
+                    peak = top;
+                    score[threadIdx.x] = p;
+                    if (threadIdx.x % KEYS == 0) keep[pair] = kept;
                 }
             }
             b.sync();
 #pragma unroll
             for (int i = 0; i < TOGETHER_NODES; i++) {
-                const int last = i < count ? b.length + b.s.depth[base + i] - chunk * KEYS : -1;  // of the keys it sees
+                const int last = i < count ? b.length + b.s.depth[base + i] - chunk * KEYS : -1;
                 if (last < 0) continue;
-                if (!committed) load_values(packed_values, last + 1, [&](int n) { return key_row(b, values, pending_values, base + i, chunk * KEYS + n) + dims; });
+                if (!committed) load_values(packed_values, last + 1, [&](int n) {
+                    return key_row(b, values, pending_values, base + i, chunk * KEYS + n) + quad * 2;
+                });
 #pragma unroll
                 for (int pass = 0; pass < PASSES; pass++) {
-                    const int g = pass * 4 + lane_head;
+                    const int g = pass * AT_ONCE + first_head;
                     if (g >= GROUP) break;
-                    const float* mine = score + (i * GROUP + g) * KEYS;
-                    float top = peak[pass][i];
+                    const float* p = score + (i * GROUP + g) * KEYS;
+                    const float kept = keep[i * GROUP + g];
+                    float4 acc = sum[pass][i];
+                    acc = {acc.x * kept, acc.y * kept, acc.z * kept, acc.w * kept};
 #pragma unroll
-                    for (int n = 0; n < KEYS; n++) top = fmaxf(top, mine[n]);
-                    const float keep = expf(peak[pass][i] - top);
-                    float2 acc = {sum[pass][i].x * keep, sum[pass][i].y * keep};
-                    float total = weight[pass][i] * keep;
-#pragma unroll
-                    for (int n = 0; n < KEYS; n++) {  // a key that is not seen has weight exp(-inf) = 0 and value 0
-                        const float p = expf(mine[n] - top);
-                        const float2 value = unpack_half(packed_values[n]);
-                        acc.x = fmaf(p, value.x, acc.x), acc.y = fmaf(p, value.y, acc.y);
-                        total += p;
+                    for (int n = 0; n < KEYS; n++) {  // a key that is not seen has weight 0 and value 0
+                        const float2 low = unpack_half(packed_values[n].x), high = unpack_half(packed_values[n].y);
+                        acc.x = fmaf(p[n], low.x, acc.x), acc.y = fmaf(p[n], low.y, acc.y);
+                        acc.z = fmaf(p[n], high.x, acc.z), acc.w = fmaf(p[n], high.y, acc.w);
                     }
-                    sum[pass][i] = acc, weight[pass][i] = total, peak[pass][i] = top;
+                    sum[pass][i] = acc;
                 }
             }
         }
 
+        Packet* part = b.p.part + (size_t)base * PART_PACKETS + (size_t)split * (QUADS + 1);
+        if (threadIdx.x % KEYS == 0 && pair < count * GROUP && split * KEYS <= b.length + b.s.depth[base + pair / GROUP])
+            publish(part + (size_t)(pair / GROUP) * PART_PACKETS +
+                        (size_t)(kv_head * GROUP + pair % GROUP) * SPLITS * (QUADS + 1) + QUADS,
+                    {peak, weight, 0, 0}, b.tag);
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
-            const int head = kv_head * GROUP + pass * 4 + lane_head;
+            const int head = kv_head * GROUP + pass * AT_ONCE + first_head;
 #pragma unroll
             for (int i = 0; i < TOGETHER_NODES; i++) {
-                const float x = __shfl_down_sync(~0u, sum[pass][i].x, 1), y = __shfl_down_sync(~0u, sum[pass][i].y, 1);
-                if (i >= count || pass * 4 + lane_head >= GROUP) continue;
+                if (i >= count || pass * AT_ONCE + first_head >= GROUP) continue;
                 if (split * KEYS > b.length + b.s.depth[base + i]) continue;
-                Packet* to = b.p.part + (size_t)(base + i) * PART_PACKETS + (head * SPLITS + split) * (HEAD_DIM / 4 + 1);
-                if (dims % 2 == 0) publish(to + dims / 2, {sum[pass][i].x, sum[pass][i].y, x, y}, b.tag);
-                if (dims == 0) publish(to + HEAD_DIM / 4, {peak[pass][i], weight[pass][i], 0, 0}, b.tag);
+                publish(part + (size_t)i * PART_PACKETS + (size_t)head * SPLITS * (QUADS + 1) + quad, sum[pass][i], b.tag);
             }
         }
     }
@@ -195,6 +233,7 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int item, co
 
 // Stage: this SM's items.
 __device__ __forceinline__ void attention_parts(Block& b, int index, const float* vectors, u32 in_tag) {
+#pragma unroll 1
     for (int item = first_unit(ATTENTION_ITEMS, b.sm); item < first_unit(ATTENTION_ITEMS, b.sm + 1); item++) {
         b.sync();
         attention_item(b, index, item, vectors, in_tag);
@@ -206,6 +245,7 @@ __device__ __forceinline__ void attention_parts(Block& b, int index, const float
 __device__ __forceinline__ void attention_merge(Block& b, u32 in_tag, u32 part_tag) {
     constexpr int PACKETS = ATTENTION_DIM / 4;
     const int first = first_unit(PACKETS, b.sm), mine = first_unit(PACKETS, b.sm + 1) - first;
+#pragma unroll 1
     for (int task = b.warp; task < mine * b.nodes; task += WARPS) {
         const int packet = first + task % mine, node = task / mine;
         const int head = packet / (HEAD_DIM / 4), piece = packet % (HEAD_DIM / 4);

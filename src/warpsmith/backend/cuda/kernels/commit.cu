@@ -10,7 +10,7 @@ struct Path {
     int node[MAX_NODES];
 };
 
-extern "C" __global__ void __launch_bounds__(CONSUMERS) commit(const __grid_constant__ Params p,
+extern "C" __global__ void __launch_bounds__(COLUMNS * 32) commit(const __grid_constant__ Params p,
                                                                const __grid_constant__ Path path) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (blockIdx.x < DELTA_LAYERS * BLOCKS) {
@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS) commit(const __grid_cons
         }
     } else {
         const size_t head = blockIdx.x - DELTA_LAYERS * BLOCKS;
-        for (int i = warp; i < path.count; i += WARPS) {
+        for (int i = warp; i < path.count; i += COLUMNS) {
             const size_t from = (head * MAX_NODES + path.node[i]) * (HEAD_DIM / 2) + lane * 4;
             const size_t to = (head * p.context + path.length + i) * (HEAD_DIM / 2) + lane * 4;
             *(uint4*)(p.keys + to) = *(const uint4*)(p.pending_keys + from);

@@ -1,8 +1,8 @@
 // The Gated DeltaNet's mixer: convolution, norms, gates and the recurrence, spread over all SMs.
 //
 // Maths, per value head with state S [dk, dv]: S <- e^g S; S <- S + k (beta (v - k^T S))^T; o = q^T S; then
-// o / rms(o) * weight * silu(z). A block is 16 columns of S (16 of a head's 128 value channels), one a warp: lane l holds
-// S[4l .. 4l+3][column] in registers. q and k of the head are convolved and normalised by every block that needs them.
+// o / rms(o) * weight * silu(z). A block is 16 columns of S (16 of a head's 128 value channels), two a warp: lane l holds
+// S[4l .. 4l+3][column] of both in registers. q and k of the head are convolved and normalised by every block that needs them.
 // The head's rms needs all 8 of its blocks: each publishes its sum of squares, the next stage divides.
 // A node's state comes from its parent's: kept in registers along a chain, stored only where the tree branches.
 // Bytes: 8 KB of state a block read and written, 4 KB of convolution history.
@@ -76,12 +76,16 @@ __device__ __forceinline__ void delta_block(Block& b, int index, int block, cons
     float* beta = fade + b.nodes;
 
     const size_t at = (size_t)index * BLOCKS + block;
-    float4* state = (float4*)(b.p.delta + (at * COLUMNS + b.warp) * STATE_DIM) + b.lane;
-    const float4 committed = *state;  // asked for now, used after the exchange
+    constexpr int EACH = COLUMNS / WARPS;  // columns of a warp: EACH * warp onwards
+    float4* state = (float4*)(b.p.delta + (at * COLUMNS + b.warp * EACH) * STATE_DIM) + b.lane;
+    float4 committed[EACH];  // asked for now, used after the exchange
+#pragma unroll
+    for (int i = 0; i < EACH; i++) committed[i] = state[i * STATE_DIM / 4];
     float* history = b.p.history + at * HISTORY * BLOCK_CHANNELS;
     float* pending = b.p.pending_raw + at * MAX_NODES * BLOCK_CHANNELS;
 
     // Rows of every node: one warp takes q, one k, one the rest (lanes 0-3 v, 4-7 z, 8 beta, 9 alpha).
+#pragma unroll 1
     for (int task = b.warp; task < 3 * b.nodes; task += WARPS) {
         const int node = task / 3, kind = task % 3;
         const int position = b.length + b.s.depth[node];
@@ -124,30 +128,49 @@ __device__ __forceinline__ void delta_block(Block& b, int index, int block, cons
             }
         }
     }
+    b.mark();
     b.sync();
+    b.mark();
 
-    // The recurrence: a warp a column.
-    float4* branch = (float4*)(b.p.branch_state + ((size_t)block * MAX_NODES * COLUMNS + b.warp) * STATE_DIM) + b.lane;
-    float4 s = committed;
+    // The recurrence.
+    float4* branch = (float4*)(b.p.branch_state + ((size_t)block * MAX_NODES * COLUMNS + b.warp * EACH) * STATE_DIM) + b.lane;
+    float4 s[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) s[i] = committed[i];
+#pragma unroll 1
     for (int node = 0; node < b.nodes; node++) {
         const int parent = b.s.parent[node];
-        if (parent != node - 1) s = parent < 0 ? committed : branch[(size_t)parent * COLUMNS * STATE_DIM / 4];
+        if (parent != node - 1) {
+#pragma unroll
+            for (int i = 0; i < EACH; i++)
+                s[i] = parent < 0 ? committed[i] : branch[((size_t)parent * COLUMNS + i) * STATE_DIM / 4];
+        }
         const float4 key = *(const float4*)(k + node * STATE_DIM + b.lane * 4);
         const float4 query = *(const float4*)(q + node * STATE_DIM + b.lane * 4);
-        s = fade_state(s, fade[node]);
-        const float write = beta[node] * (v[node * COLUMNS + b.warp] - warp_sum(dot4(key, s)));
-        s = write_state(s, key, write);
-        const float out = warp_sum(dot4(query, s));
-        if (b.lane == 0) {
-            o[node * COLUMNS + b.warp] = out;
-            if (!b.decoding()) b.p.pending_write[(at * MAX_NODES + node) * COLUMNS + b.warp] = write;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const int column = b.warp * EACH + i;
+            s[i] = fade_state(s[i], fade[node]);
+            const float write = beta[node] * (v[node * COLUMNS + column] - warp_sum(dot4(key, s[i])));
+            s[i] = write_state(s[i], key, write);
+            const float out = warp_sum(dot4(query, s[i]));
+            if (b.lane == 0) {
+                o[node * COLUMNS + column] = out;
+                if (!b.decoding()) b.p.pending_write[(at * MAX_NODES + node) * COLUMNS + column] = write;
+            }
+            if (b.s.branches[node]) branch[((size_t)node * COLUMNS + i) * STATE_DIM / 4] = s[i];
         }
-        if (b.s.branches[node]) branch[(size_t)node * COLUMNS * STATE_DIM / 4] = s;
     }
-    if (b.decoding()) *state = s;
+    if (b.decoding()) {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) state[i * STATE_DIM / 4] = s[i];
+    }
+    b.mark();
     b.sync();
+    b.mark();
 
     // Gate and publish: four lanes a packet, sixteen a node.
+#pragma unroll 1
     for (int first = 0; first < b.nodes * COLUMNS; first += CONSUMERS) {
         const int item = first + threadIdx.x, node = item / COLUMNS, column = item % COLUMNS;
         const bool live = node < b.nodes;
@@ -169,6 +192,7 @@ __device__ __forceinline__ void delta_block(Block& b, int index, int block, cons
 // Stage: every block of the layer that this SM has.
 __device__ __forceinline__ void delta_mix(Block& b, int index, const float* vectors, u32 in_tag) {
     b.sync();  // the scratch still holds the last stage's partial sums
+#pragma unroll 1
     for (int block = first_unit(BLOCKS, b.sm); block < first_unit(BLOCKS, b.sm + 1); block++) {
         delta_block(b, index, block, vectors, in_tag);
         b.sync();

@@ -18,11 +18,14 @@ __device__ __forceinline__ void prepare_tree(Block& b) {
         while (b.r.parents[at] >= 0) at = b.r.parents[at], depth++;
         b.s.depth[node] = depth;
         at = node;
+        for (int d = depth; d >= 0; d--, at = b.r.parents[at]) b.s.ancestor[node][d] = (u8)at;
+        at = node;
         for (int age = 0; age < 4; age++) {
             b.s.path[node][age] = at;
             at = at >= 0 ? b.r.parents[at] : at - 1;
         }
         b.s.branches[node] = 0;
+#pragma unroll 1
         for (int child = node + 2; child < b.nodes; child++) b.s.branches[node] |= b.r.parents[child] == node;
     }
     b.sync();
@@ -32,23 +35,25 @@ __device__ __forceinline__ void prepare_tree(Block& b) {
 __device__ __forceinline__ bool forward_pass(Block& b) {
     constexpr int CHUNKS = chunks_of(HIDDEN);
     int left = b.r.stop_after;
-#define STAGE_DONE  \
-    b.mark();       \
-    if (left-- == 0) return false
+#define STAGE_DONE                 \
+    b.mark();                      \
+    if (left-- == 0) return false; \
+    b.begin_stage()
     b.mark();
     embed(b);
     u32 x_tag = b.tag++;
     STAGE_DONE;
+    const float* vectors = b.p.vectors;
+    int delta_index = 0, attention_index = 0;
+#pragma unroll 1
     for (int layer = 0; layer < LAYERS; layer++) {
-        const float* vectors = b.p.vectors + vectors_before(layer);
         const bool recurrent = is_recurrent(layer);
-        const int index = recurrent ? count_recurrent(layer) : layer - count_recurrent(layer);
         {
-            Activations<CHUNKS> a;
-            load_normed<CHUNKS>(b, a, b.p.x, x_tag, vectors + MIX_NORM);
+            const auto load = [&](Activations<CHUNKS>& a) { load_normed<CHUNKS>(b, a, b.p.x, x_tag, vectors + MIX_NORM); };
             const int all = recurrent ? DELTA_IN_UNITS : ATTENTION_IN_UNITS;
             const int first = first_unit(all, b.sm), units = first_unit(all, b.sm + 1) - first;
-            multiply_resident<CHUNKS>(b, a, units, [&](bool live, int unit, int token, int quarter, float4 sum) {
+            constexpr int FEWEST = DELTA_IN_UNITS < ATTENTION_IN_UNITS ? DELTA_IN_UNITS : ATTENTION_IN_UNITS;
+            multiply_resident<CHUNKS, FEWEST>(b, units, load, [&](bool live, int unit, int token, int quarter, float4 sum) {
                 const float scale = inverse_rms(b, token);
                 if (live && (b.lane & 3) == 0)
                     publish(b.p.in + (size_t)token * IN_PACKETS + (first + unit) * 2 + quarter,
@@ -58,17 +63,19 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
         const u32 in_tag = b.tag++;
         STAGE_DONE;
         float* feature = nullptr;
+#pragma unroll 1
         for (int i = 0; i < b.r.features; i++)
             if (b.r.feature_layers[i] == layer) feature = b.p.out_features + (size_t)i * b.nodes * HIDDEN;
         if (recurrent) {
-            delta_mix(b, index, vectors, in_tag);
+            delta_mix(b, delta_index++, vectors, in_tag);
             const u32 y_tag = b.tag++;
             STAGE_DONE;
             project_to_residual<VALUE_DIM, true>(b, b.p.y, Y_PACKETS, y_tag, b.p.x_mid, nullptr);
         } else {
-            attention_parts(b, index, vectors, in_tag);
+            attention_parts(b, attention_index++, vectors, in_tag);
             const u32 part_tag = b.tag++;
             b.mark();
+            b.begin_stage();
             attention_merge(b, in_tag, part_tag);
             const u32 y_tag = b.tag++;
             STAGE_DONE;
@@ -77,10 +84,11 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
         const u32 mid_tag = b.tag++;
         STAGE_DONE;
         {
-            Activations<CHUNKS> a;
-            load_normed<CHUNKS>(b, a, b.p.x_mid, mid_tag, vectors + MLP_NORM);
+            const auto load = [&](Activations<CHUNKS>& a) {
+                load_normed<CHUNKS>(b, a, b.p.x_mid, mid_tag, vectors + MLP_NORM);
+            };
             const int first = first_unit(MLP_IN_UNITS, b.sm), units = first_unit(MLP_IN_UNITS, b.sm + 1) - first;
-            multiply_resident<CHUNKS>(b, a, units, [&](bool live, int unit, int token, int quarter, float4 sum) {
+            multiply_resident<CHUNKS, MLP_IN_UNITS>(b, units, load, [&](bool live, int unit, int token, int quarter, float4 sum) {
                 const float scale = inverse_rms(b, token);
                 float4 up;
                 up.x = __shfl_xor_sync(~0u, sum.x, 4), up.y = __shfl_xor_sync(~0u, sum.y, 4);
@@ -95,16 +103,18 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
         STAGE_DONE;
         project_to_residual<FFN, false>(b, b.p.h, H_PACKETS, h_tag, b.p.x, feature);
         x_tag = b.tag++;
+        vectors += recurrent ? DELTA_VECTORS : ATTENTION_VECTORS;
         STAGE_DONE;
     }
 #undef STAGE_DONE
-    lm_head(b, b.p.vectors + vectors_before(LAYERS), x_tag);
+    lm_head(b, vectors, x_tag);
     b.mark();
     return true;
 }
 
 __device__ __forceinline__ void consume(Block& b) {
     prepare_tree(b);
+#pragma unroll 1
     for (int step = 0; step < max(1, b.r.steps); step++) {
         if (!forward_pass(b)) break;
         const u32 best_tag = b.tag++;
@@ -124,6 +134,7 @@ __device__ __forceinline__ void consume(Block& b) {
             *b.p.out_count = step + 1;
         }
         bool stop = false;
+#pragma unroll 1
         for (int i = 0; i < b.r.stops; i++) stop |= b.r.stop_ids[i] == token;
         if (stop) break;
     }
@@ -146,6 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
             Producer producer(ring, &shared.stopped);
             const StageSizes sizes(blockIdx.x);
             const u8* stream = params.stream + params.stream_start[blockIdx.x];
+#pragma unroll 1
             for (int step = 0; step < max(1, request.steps); step++)
                 if (!producer.token(stream, sizes)) break;
             producer.drain();

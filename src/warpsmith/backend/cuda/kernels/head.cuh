@@ -14,6 +14,7 @@ __device__ __forceinline__ uint4 embedding_piece(const Block& b, int id, int k) 
 
 __device__ __forceinline__ void embed(Block& b) {
     const int first = first_unit(HIDDEN_UNITS, b.sm), units = first_unit(HIDDEN_UNITS, b.sm + 1) - first;
+#pragma unroll 1
     for (int item = threadIdx.x; item < units * b.nodes; item += CONSUMERS) {
         const int unit = item / b.nodes, token = item % b.nodes, k = (first + unit) * 8;
         const uint4 row = embedding_piece(b, b.s.token[token], k);
@@ -38,10 +39,10 @@ __device__ __forceinline__ u64 ranked(float logit, int id) {
 __device__ __forceinline__ void lm_head(Block& b, const float* norm_weight, u32 x_tag) {
     constexpr int CHUNKS = chunks_of(HIDDEN);
     const int first = first_unit(HEAD_UNITS, b.sm), units = first_unit(HEAD_UNITS, b.sm + 1) - first;
-    Activations<CHUNKS> a;
+#pragma unroll 1
     for (int token = threadIdx.x; token < b.nodes; token += CONSUMERS) b.s.best[token] = 0;
-    load_normed<CHUNKS>(b, a, b.p.x, x_tag, norm_weight);
-    multiply_resident<CHUNKS>(b, a, units, [&](bool live, int unit, int token, int quarter, float4 sum) {
+    const auto load = [&](Activations<CHUNKS>& a) { load_normed<CHUNKS>(b, a, b.p.x, x_tag, norm_weight); };
+    multiply_resident<CHUNKS, HEAD_UNITS>(b, units, load, [&](bool live, int unit, int token, int quarter, float4 sum) {
         const float scale = inverse_rms(b, token);
         const int row = (first + unit) * 8 + quarter * 4;
         u64 best = 0;
@@ -57,6 +58,7 @@ __device__ __forceinline__ void lm_head(Block& b, const float* norm_weight, u32 
         }
     });
     b.sync();
+#pragma unroll 1
     for (int token = threadIdx.x; token < b.nodes; token += CONSUMERS) {
         const u64 best = b.s.best[token];
         const u32 high = (u32)(best >> 32), id = ~(u32)best;
@@ -65,10 +67,12 @@ __device__ __forceinline__ void lm_head(Block& b, const float* norm_weight, u32 
                      tagged(0, b.tag, 2), tagged(0, b.tag, 3));
     }
     if (b.r.want_hidden && b.sm == 0) {  // x after the final norm, from the packets everybody read
+#pragma unroll 1
         for (int item = threadIdx.x; item < b.nodes * X_PACKETS; item += CONSUMERS) {
             const int token = item / X_PACKETS, packet = item % X_PACKETS;
             const float4 x = poll_one(b.p.x + (size_t)token * X_PACKETS + packet, x_tag);
             float sum = 0.0f;
+#pragma unroll 1
             for (int w = 0; w < WARPS; w++) sum += b.s.squares[b.norm][w][token];
             const float scale = rsqrtf(sum / HIDDEN + EPS);
             const float4 weight = __ldg((const float4*)norm_weight + packet);
@@ -81,8 +85,10 @@ __device__ __forceinline__ void lm_head(Block& b, const float* norm_weight, u32 
 // The best of all SMs, known to every thread of every SM afterwards (in s.token).
 __device__ __forceinline__ void choose_greedy(Block& b, u32 best_tag) {
     b.sync();
+#pragma unroll 1
     for (int token = threadIdx.x; token < b.nodes; token += CONSUMERS) b.s.best[token] = 0;
     b.sync();
+#pragma unroll 1
     for (int item = threadIdx.x; item < b.nodes * SMS; item += CONSUMERS) {
         Packet got[1];
         poll(got, b.p.best + item, 0, best_tag);
@@ -90,6 +96,7 @@ __device__ __forceinline__ void choose_greedy(Block& b, u32 best_tag) {
         atomicMax((unsigned long long*)&b.s.best[item / SMS], (u64)high << 32 | (u32)~id);
     }
     b.sync();
+#pragma unroll 1
     for (int token = threadIdx.x; token < b.nodes; token += CONSUMERS) b.s.token[token] = (int)~(u32)b.s.best[token];
     b.sync();
 }

@@ -82,9 +82,9 @@ constexpr u32 COPY_LANES = 32;
 
 // --- arithmetic -----------------------------------------------------------------------------------------------------
 
-// acc (16 tokens x 8 rows) += tokens (16 x 16, bf16) * weights (16 x 8, bf16).
+// acc (16 x 8) += a (16 x 16, bf16) * b (16 x 8, bf16).
 __device__ __forceinline__ void mma(float (&acc)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }

@@ -14,6 +14,7 @@ struct Ring {
     __device__ Ring(u32 base, u32 barriers) : slots(base), full(barriers), empty(barriers + 8 * RING_SLOTS) {}
 
     __device__ void init() const {
+#pragma unroll 1
         for (int i = 0; i < RING_SLOTS; i++) {
             barrier_init(full + 8 * i, COPY_LANES);
             barrier_init(empty + 8 * i, WARPS);
@@ -32,6 +33,19 @@ struct Ring {
         __syncwarp();
         if ((threadIdx.x & 31) == 0) barrier_arrive(empty + 8 * slot);
         advance();
+    }
+    // several slots at once: `ahead` of the current one
+    __device__ int index(int ahead) const { return slot + ahead < RING_SLOTS ? slot + ahead : slot + ahead - RING_SLOTS; }
+    __device__ void wait(int ahead) const {
+        barrier_wait(full + 8 * index(ahead), slot + ahead < RING_SLOTS ? parity : parity ^ 1);
+    }
+    __device__ u32 data(int ahead) const { return slots + index(ahead) * SLOT_BYTES; }
+    __device__ void release(int count) {
+        __syncwarp();
+        const int lane = threadIdx.x & 31;
+        if (lane < count) barrier_arrive(empty + 8 * index(lane));
+        slot = index(count);
+        if (slot < count) parity ^= 1;
     }
 };
 
@@ -68,9 +82,10 @@ struct Producer {
         if (++oldest == RING_SLOTS) oldest = 0, oldest_parity ^= 1;
         landed++;
     }
-    // Copy a stage's chunks, two a slot. False when the consumers have stopped.
+    // Copy a stage's chunks, four a slot. False when the consumers have stopped.
     __device__ bool stage(int chunks) {
-        for (; chunks > 0; chunks -= 2) {
+#pragma unroll 1
+        for (; chunks > 0; chunks -= SLOT_CHUNKS) {
             if (issued - landed == IN_FLIGHT) land_one();
             if (issued >= RING_SLOTS) {
                 Watchdog dog;
@@ -79,7 +94,7 @@ struct Producer {
                     dog.check();
                 }
             }
-            const u32 bytes = chunks >= 2 ? SLOT_BYTES : CHUNK_BYTES;
+            const u32 bytes = min(chunks, SLOT_CHUNKS) * CHUNK_BYTES;
             copy_slot(ring.data(), source, bytes, ring.full + 8 * ring.slot, policy);
             source += bytes;
             ring.advance();
@@ -89,6 +104,7 @@ struct Producer {
     }
     __device__ bool token(const u8* stream, const StageSizes& sizes) {
         source = stream;
+#pragma unroll 1
         for (int layer = 0; layer < LAYERS; layer++) {
             const bool recurrent = is_recurrent(layer);
             if (!stage(recurrent ? sizes.delta_in : sizes.attention_in)) return false;

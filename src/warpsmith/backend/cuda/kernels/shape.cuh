@@ -1,11 +1,11 @@
 // What the host fixes at compile time, and what follows from it.
 //
 // Given with -D: HIDDEN FFN VOCAB LAYERS RECURRENT_MASK HEADS KV_HEADS KEY_HEADS VALUE_HEADS EPS (the model);
-// SMS RING_SLOTS IN_FLIGHT SCRATCH_BYTES (the chip); NODES (tree nodes this build takes: 8, 16, 32 or 64).
+// SMS RING_SLOTS IN_FLIGHT SCRATCH_BYTES (the chip); NODES (tree nodes this build takes: 1, 8, 16, 32 or 64).
 #pragma once
 #include "ptx.cuh"
 
-constexpr int WARPS = 16;                // consumers; one more warp fills the ring
+constexpr int WARPS = 8;                 // consumers; one more warp fills the ring
 constexpr int CONSUMERS = WARPS * 32;
 constexpr int THREADS = CONSUMERS + 32;
 
@@ -26,9 +26,9 @@ __host__ __device__ constexpr int count_recurrent(int below) {
 constexpr int DELTA_LAYERS = count_recurrent(LAYERS), ATTENTION_LAYERS = LAYERS - DELTA_LAYERS;
 
 // --- the weight stream ----------------------------------------------------------------------------------------------
-// A unit is 8 output rows of a matrix, all of K. It is cut into chunks of 512 k: 8 KB of bf16, in which warp w finds
-// its 8 x 32 tile (row-major, 512 bytes) at w * 512. Warp w owns k in [w * K/16, (w+1) * K/16).
-constexpr int CHUNK_K = 32 * WARPS, CHUNK_BYTES = 8 * CHUNK_K * 2, SLOT_BYTES = 2 * CHUNK_BYTES;
+// A unit is 8 output rows of a matrix, all of K. It is cut into chunks of 256 k: 4 KB of bf16, in which warp w finds
+// its 8 x 32 tile (row-major, 512 bytes) at w * 512. Warp w owns k in [w * K/8, (w+1) * K/8). A slot holds four chunks.
+constexpr int CHUNK_K = 32 * WARPS, CHUNK_BYTES = 8 * CHUNK_K * 2, SLOT_CHUNKS = 4, SLOT_BYTES = SLOT_CHUNKS * CHUNK_BYTES;
 __host__ __device__ constexpr int chunks_of(int k) { return (k + CHUNK_K - 1) / CHUNK_K; }
 __host__ __device__ constexpr int units_of(int rows) { return (rows + 7) / 8; }
 
@@ -45,18 +45,17 @@ __host__ __device__ constexpr int first_unit(int units, int sm) { return (int)((
 __host__ __device__ constexpr int owner_of(int units, int unit) { return (int)((((long long)unit + 1) * SMS - 1) / units); }
 
 // --- DeltaNet and attention work items ------------------------------------------------------------------------------
-constexpr int COLUMNS = 16;                       // value columns of a DeltaNet block: one a warp
+constexpr int COLUMNS = 16;                       // value columns of a DeltaNet block: two a warp
 constexpr int BLOCKS = VALUE_DIM / COLUMNS;       // of a layer
 constexpr int BLOCKS_PER_HEAD = STATE_DIM / COLUMNS;
 constexpr int BLOCK_CHANNELS = 2 * STATE_DIM + COLUMNS;  // q | k | its own v
 constexpr int HISTORY = 4;                        // convolution inputs kept, by position modulo 4
-constexpr int KEYS = 16;                          // keys of an attention chunk: one a warp
+constexpr int KEYS = 16;                          // keys of an attention chunk: two a warp
 constexpr int SPLITS = 128 / KV_HEADS;            // chunk c belongs to split c mod SPLITS, whatever the chip
 constexpr int ATTENTION_ITEMS = KV_HEADS * SPLITS;
 
 // --- tokens ---------------------------------------------------------------------------------------------------------
-constexpr int HALVES = NODES / 8;                 // groups of 8 tokens
-constexpr int TILES = (HALVES + 1) / 2;           // groups of 16: what one mma takes
+constexpr int QUADS = (NODES + 3) / 4;            // groups of 4 tokens: what one mma takes
 
 // --- packet buffers, in packets (4 values) --------------------------------------------------------------------------
 constexpr int X_PACKETS = HIDDEN / 4;
@@ -71,9 +70,6 @@ constexpr int BEST_PACKETS = SMS;
 // --- vectors: the small F32 weights, layer after layer --------------------------------------------------------------
 constexpr int DELTA_VECTORS = 2 * HIDDEN + 4 * CONV_CHANNELS + 2 * VALUE_HEADS + STATE_DIM;
 constexpr int ATTENTION_VECTORS = 2 * HIDDEN + 2 * HEAD_DIM;
-__host__ __device__ constexpr int vectors_before(int layer) {
-    return count_recurrent(layer) * DELTA_VECTORS + (layer - count_recurrent(layer)) * ATTENTION_VECTORS;
-}
 // inside a layer: mixer norm | MLP norm | then conv [channels][4] | dt | a | gated norm, or q norm | k norm
 constexpr int MIX_NORM = 0, MLP_NORM = HIDDEN, AFTER_NORMS = 2 * HIDDEN;
 constexpr int CONV_AT = AFTER_NORMS, DT_AT = CONV_AT + 4 * CONV_CHANNELS, A_AT = DT_AT + VALUE_HEADS;
