@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from train import shards
 from train.data import load_tokens
-from train.generate import write_samples
+from train.generate import cut_prompts, write_samples
 from train.model import MLP, Config, Qwen35, half_precision, rope_angles, rotate
 from train.optim import Optimizer, multiplier
 
@@ -304,8 +304,9 @@ def main() -> None:
     parser.add_argument("--generate-minutes", type=float, default=1.0)
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--steps", type=int, default=0)
-    parser.add_argument("--sequences", type=int, default=32768)
-    parser.add_argument("--generate-batch", type=int, default=2048)
+    parser.add_argument("--sequences", type=int, default=8192, help="written by the target; each is seen as three")
+    parser.add_argument("--corpus-sequences", type=int, default=49152, help="cut from the corpus, for breadth")
+    parser.add_argument("--generate-batch", type=int, default=8192)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=384)
     parser.add_argument("--batch", type=int, default=128)
@@ -330,6 +331,8 @@ def main() -> None:
         args.seed,
         args.generate_minutes * 60,
     )
+    corpus = cut_prompts(tokens, args.corpus_sequences, args.prompt + args.new, marker, 0.1, args.seed + 1000)
+    sequences = torch.cat([sequences.repeat(3, 1), corpus.to(torch.int16)])
     config = DraftConfig(
         vocab_size=target.config.vocab_size,
         hidden_size=target.config.hidden_size,

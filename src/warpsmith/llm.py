@@ -32,6 +32,7 @@ from warpsmith.engine.stop import StopStrings
 from warpsmith.errors import BadRequest, NoDevice
 from warpsmith.model.config import Config
 from warpsmith.model.weights import read_config
+from warpsmith.wisp import WISP
 
 if TYPE_CHECKING:
     from warpsmith.model.tokenizer import Tokenizer
@@ -99,7 +100,7 @@ def load(
     """Open a model and make it ready to run.
 
     `model` is a GGUF file, a directory of safetensors, or a name on the Hugging Face Hub (`user/repo`,
-    `user/repo:QUANT`, `user/repo/file.gguf`); None is a tiny model with random weights that needs no download.
+    `user/repo:QUANT`, `user/repo/file.gguf`); None is wisp, the small model that comes with the package.
     `device` is one of auto, cuda, cpu, reference; naming `threads` chooses the cpu. `context` is how many tokens of
     prompt and answer there is room for.
 
@@ -117,9 +118,7 @@ def load(
 
         draft = find_draft(draft, spec_budget, offline)
     if model is None:
-        from warpsmith.model.synthetic import tiny_model
-
-        checkpoint = tiny_model()
+        checkpoint = open_checkpoint(WISP)
     else:
         from warpsmith.checkpoint.hub import resolve
 

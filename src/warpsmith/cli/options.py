@@ -109,11 +109,7 @@ def open_model(args: argparse.Namespace) -> LLM:
 def introduce(args: argparse.Namespace, llm: LLM) -> None:
     """Say which model runs when none was named."""
     if args.model is None:
-        config = llm.config
-        aside(
-            f"no model named (-m): running a stand-in of {config.layers} layers whose weights are random, "
-            "so its text is noise"
-        )
+        aside("no model named (-m): running wisp, the 27M-parameter model that comes with warpsmith")
 
 
 def natural(text: str) -> int:

@@ -41,12 +41,9 @@ def _open(name: str | None, offline: bool) -> tuple[Checkpoint, Config]:
     from warpsmith.checkpoint.hub import resolve
     from warpsmith.model.weights import read_config
 
-    if name is None:
-        from warpsmith.model.synthetic import tiny_model
+    from warpsmith.wisp import WISP
 
-        checkpoint = tiny_model()
-    else:
-        checkpoint = open_checkpoint(resolve(name, offline))
+    checkpoint = open_checkpoint(WISP if name is None else resolve(name, offline))
     return checkpoint, read_config(checkpoint)
 
 
