@@ -236,3 +236,15 @@ def test_the_best_kernels_are_chosen() -> None:
     )
     assert CpuBackend(config, tensors, threads=1).kernels == best
     assert CpuBackend(config, tensors, threads=1, features=[]).kernels == "generic"
+
+
+def test_embeddings_and_head_are_lent_as_the_reference_lends_them() -> None:
+    config = small_config(2)
+    reference, cpu = pair(config, random_tensors(config))
+    tokens = [3, 9, 3]
+    assert (cpu.embed(tokens) == reference.embed(tokens)).all()
+    hidden = np.random.default_rng(0).standard_normal((5, config.hidden)).astype(np.float32)
+    assert relative(cpu.head(hidden, LOGITS).logits, reference.head(hidden, LOGITS).logits) < 1e-5
+    assert (cpu.head(hidden).argmax == reference.head(hidden).argmax).all()
+    with pytest.raises(BadRequest, match="rows"):
+        cpu.head(hidden[:, :-1])

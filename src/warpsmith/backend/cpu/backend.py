@@ -19,6 +19,7 @@ from warpsmith.backend.base import (
     Want,
     check_room,
     check_tokens,
+    output_from_logits,
 )
 from warpsmith.backend.cpu import _cpu, loading
 from warpsmith.backend.tree import MAX_NODES, Tree
@@ -167,6 +168,22 @@ class CpuBackend(Backend):
             yield token
             if token in stop:
                 return
+
+    def embed(self, tokens: Sequence[int]) -> np.ndarray:
+        ids = np.asarray(tokens, dtype=np.int32)
+        check_tokens(self.config, ids)
+        rows = np.empty((len(ids), self.config.hidden), np.float32)
+        for token, row in zip(ids.tolist(), rows, strict=True):
+            self._engine.unpack_row(token, row)
+        return rows
+
+    def head(self, hidden: np.ndarray, want: Want = ARGMAX) -> Output:
+        rows = np.ascontiguousarray(hidden, dtype=np.float32)
+        if rows.ndim != 2 or rows.shape[1] != self.config.hidden or not 1 <= len(rows) <= MAX_NODES:
+            raise BadRequest(f"The LM head takes 1 to {MAX_NODES} rows of {self.config.hidden}.")
+        logits = np.empty((len(rows), self.config.vocab), np.float32)
+        self._engine.multiply("token_embd.weight" if self.config.tied else "output.weight", rows, logits)
+        return output_from_logits(logits, want)
 
     def mtp(
         self, state: State, tokens: Sequence[int], hidden: np.ndarray, position: int, want: Want = ARGMAX
