@@ -114,7 +114,7 @@ def test_the_command_in_every_format() -> None:
         assert r.keys() >= KEYS
         assert len(r["samples_ns"]) == 2
         assert r["avg_ts"] > 0
-    assert records[0]["model_type"] == "qwen35 tiny F32"
+    assert records[0]["model_type"] == "qwen35 wisp Q8_0"
     rows = list(csv.DictReader(io.StringIO(results["csv"].stdout)))
     assert [row["test"] for row in rows] == [r["test"] for r in records]
 

@@ -200,9 +200,9 @@ def test_chat_templates(answer: Callable[..., dict[str, Any]]) -> None:
     assert prompt_tokens("--chat", "--thinking", "on") < prompt_tokens("--chat", "--thinking", "off")
 
 
-def test_an_interrupted_run_exits_130() -> None:
+def test_an_interrupted_run_exits_130(gguf: Path) -> None:
     with subprocess.Popen(
-        [*COMMAND, "run", "-p", "x", "-n", "-1", *ENDLESS],
+        [*COMMAND, "run", "-m", str(gguf), "-p", "x", "-n", "-1", *ENDLESS],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=ENVIRONMENT,

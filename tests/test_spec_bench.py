@@ -22,6 +22,8 @@ from warpsmith.errors import BadFile, BadRequest, ModelNotFound
 from warpsmith.llm import LLM
 from warpsmith.measure.prompts import read_prompts
 from warpsmith.measure.speculation import Comparison, compare, comparison_table
+from warpsmith.model.config import SIZES
+from warpsmith.model.synthetic import synthesize
 
 ENVIRONMENT = os.environ | {"OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -31,6 +33,13 @@ def command(*args: str | Path, cache: Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "warpsmith.cli", *map(str, args)],
         capture_output=True, text=True, timeout=300, env=ENVIRONMENT | {"XDG_CACHE_HOME": str(cache)},
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    synthesize(SIZES["tiny"], path, recipe="f32")
+    return path
 
 
 @pytest.fixture
@@ -183,11 +192,12 @@ def test_the_command_prints_a_row_for_each_budget(prompts: Path, tmp_path: Path)
         ["--prompts", "FILE", "--sweep", "0,4"],
         ["--prompts", "FILE", "--sweep", "99"],
         ["--prompts", "FILE", "--thinking", "on"],
-        ["--prompts", "FILE", "--draft", "mtp"],
+        ["--prompts", "FILE", "-m", "MODEL", "--draft", "mtp"],
     ],
 )
-def test_what_cannot_be_compared_is_a_usage_error(flags: list[str], prompts: Path, tmp_path: Path) -> None:
-    result = command("bench", "spec", *[str(prompts) if f == "FILE" else f for f in flags], cache=tmp_path)
+def test_what_cannot_be_compared_is_a_usage_error(flags: list[str], prompts: Path, tiny: Path, tmp_path: Path) -> None:
+    files = {"FILE": str(prompts), "MODEL": str(tiny)}  # the model has no MTP head
+    result = command("bench", "spec", *[files.get(f, f) for f in flags], cache=tmp_path)
     assert result.returncode == 2, result.stderr
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
@@ -209,8 +219,8 @@ class Tired(NGram):
         return None if len(context.ids) > 12 else super().propose(context)
 
 
-def test_stats_say_when_and_why_drafting_stopped() -> None:
-    with warpsmith.load(device="cpu", context=64) as base:
+def test_stats_say_when_and_why_drafting_stopped(tiny: Path) -> None:
+    with warpsmith.load(tiny, device="cpu", context=64) as base:
         llm = LLM(base.backend, base.checkpoint, 64, Tired())
         stats = llm.generate([1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3], max_tokens=20, stop_ids=[], temperature=0).stats
         assert stats.speculation_off == "it is late"

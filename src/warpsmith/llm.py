@@ -285,7 +285,7 @@ class LLM:
 
         >>> llm = load()
         >>> llm.score([1, 2, 3]).shape
-        (3, 512)
+        (3, 8192)
         """
         backend, tokens = self.backend, _token_ids(ids)
         if not tokens:

@@ -40,7 +40,6 @@ def _open(name: str | None, offline: bool) -> tuple[Checkpoint, Config]:
     from warpsmith.checkpoint.canonical import open_checkpoint
     from warpsmith.checkpoint.hub import resolve
     from warpsmith.model.weights import read_config
-
     from warpsmith.wisp import WISP
 
     checkpoint = open_checkpoint(WISP if name is None else resolve(name, offline))
