@@ -1,4 +1,4 @@
-"""wisp, the small model that comes with the package, and a DFlash draft for it. docs/wisp.md says how they were made."""
+"""wisp, the small model that comes with the package, and a DFlash draft for it: see docs/wisp.md."""
 
 from __future__ import annotations
 
