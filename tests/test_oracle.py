@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+import warpsmith  # noqa: E402
 from warpsmith.backend.base import LOGITS, Want  # noqa: E402
 from warpsmith.backend.reference import ReferenceBackend  # noqa: E402
 from warpsmith.backend.tree import Tree  # noqa: E402
@@ -92,6 +93,13 @@ def test_logits_match(saved: tuple[torch.nn.Module, Path], length: int) -> None:
     whole = backend.prefill(backend.new_state(length), ids, EVERY_ROW).logits
     assert whole is not None
     assert relative_error(whole, expected) < 1e-4
+
+
+def test_score_is_what_transformers_says(saved: tuple[torch.nn.Module, Path]) -> None:
+    model, path = saved  # there is no tokenizer beside the weights: score needs none
+    ids = np.random.default_rng(4).integers(0, 320, 130)
+    with warpsmith.load(path, device="reference", context=256) as llm:
+        assert relative_error(llm.score(ids), score(model, ids)) < 1e-4
 
 
 def test_logits_match_however_the_prompt_is_split(saved: tuple[torch.nn.Module, Path]) -> None:
