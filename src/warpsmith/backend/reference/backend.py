@@ -51,7 +51,7 @@ class ReferenceState(State):
         attention = [*config.attention_layers, *range(config.layers, config.layers + config.mtp_layers)]
         for layer in attention:
             shape = (context, config.kv_heads, config.head_dim)
-            self.layers[layer] = LayerState(keys=np.empty(shape, dtype), values=np.empty(shape, dtype))
+            self.layers[layer] = LayerState(keys=np.zeros(shape, dtype), values=np.zeros(shape, dtype))
         for layer in config.recurrent_layers:
             self.layers[layer] = LayerState(
                 conv=np.zeros((config.conv_kernel - 1, config.conv_channels), dtype),
