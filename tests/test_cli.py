@@ -24,6 +24,8 @@ COMMAND = [sys.executable, "-m", "warpsmith.cli"]
 VERBS = ("run", "chat", "bench", "show", "pull", "convert", "synth", "doctor")
 # a random model's end tokens made impossible: an answer then goes on until it is stopped
 ENDLESS = [flag for token in sorted(byte_tokenizer(272).eos_ids) for flag in ("--logit-bias", f"{token}-1000")]
+# slow enough that an answer is still being written when Ctrl-C arrives
+SLOW = ["--device", "reference", "--draft", "none"]
 SMALL = ["--layers", "2", "--hidden", "256", "--ffn", "256", "--vocab", "272"]
 # one thread for numpy: on a busy machine many threads wait for each other most of the time
 ENVIRONMENT = os.environ | {"OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -202,7 +204,7 @@ def test_chat_templates(answer: Callable[..., dict[str, Any]]) -> None:
 
 def test_an_interrupted_run_exits_130(gguf: Path) -> None:
     with subprocess.Popen(
-        [*COMMAND, "run", "-m", str(gguf), "-p", "x", "-n", "-1", *ENDLESS],
+        [*COMMAND, "run", "-m", str(gguf), "-p", "x", "-n", "-1", *ENDLESS, *SLOW],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=ENVIRONMENT,
@@ -281,7 +283,7 @@ class Terminal:
 
 
 def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves(gguf: Path) -> None:
-    terminal = Terminal("chat", "-m", str(gguf), "--logit-bias", "65+1000", NO_COLOR="1")  # AAAA...
+    terminal = Terminal("chat", "-m", str(gguf), *SLOW, "--logit-bias", "65+1000", NO_COLOR="1")  # AAAA...
     terminal.until("> ")
     terminal.type("hello\n")
     at = terminal.until("A")
