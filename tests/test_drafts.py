@@ -111,8 +111,6 @@ def check_texts(name: str, seed: int, length: int, nodes: int, greedy: bool) -> 
 def test_every_stop_condition_ends_the_text_where_plain_decoding_does(name: str, draft: str) -> None:
     on = backend(name)
     made = drafts(on, 30)
-    if draft not in made:
-        pytest.skip(f"the {name} backend lends no head")
     prompt = prompt_of(20, 1)
     truth = run(Conversation(on, 100), prompt, SAMPLED, max_tokens=40)
     accepted = 0
