@@ -3,6 +3,7 @@
 python -m train.data fetch --wheels DIR                  download the wheels pinned in packages.txt
 python -m train.data build --wheels DIR --corpus DIR     text of both splits, and DATA.md
 python -m train.data pack  --corpus DIR --tokenizer DIR --out DIR     tokens_*.xz (one folder a pack), heldout.npz
+python -m train.data prompts --corpus DIR                heldout_prompts.jsonl: excerpts to measure with
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ HELD_OUT_BYTES = 2_500_000
 TEST_SHARE = 0.06  # of test files: they are repetitive, yet asserts and fixtures should not be unknown
 PACKAGE_BYTES = 6_000_000  # no single package may dominate
 CHAT_SHARE = 0.10
+KINDS = ("code", "prose", "chat")
+PROMPTS, PROMPT_BYTES, CONTINUATION_BYTES = 60, 800, 600
+PROMPT_FILE = HERE / "heldout_prompts.jsonl"
 MINIMAL_LZMA = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 1 << 27, "lc": 0, "lp": 1, "pb": 1}]
 
 
@@ -234,6 +238,7 @@ def write_report(packages: list[Package], kept: dict[str, int], reasons: collect
         "",
         "Written by `python -m train.data build`; the wheels are pinned in `packages.txt`.",
         "Only packages whose metadata states an MIT, BSD, Apache or PSF licence are used.",
+        "`heldout_prompts.jsonl` quotes short excerpts of held-out packages, each under its package's licence below.",
         "",
         f"CPython {library[0].version} standard library (PSF-2.0), {sum(kept[p.name] for p in library) / 1e6:.1f} MB. "
         f"Held out: {held}.",
@@ -279,6 +284,38 @@ def pack(corpus: Path, tokenizer_dir: Path, out: Path, pack_tokens: int, packs: 
             write_pack(out, written, ids)
 
 
+def cut_excerpt(text: str, rng: random.Random) -> tuple[str, str] | None:
+    """Whole lines around a random place: what a prompt shows, and how the file goes on."""
+    ends = [i + 1 for i, character in enumerate(text) if character == "\n"]
+    middle = [e for e in ends if PROMPT_BYTES <= e <= len(text) - CONTINUATION_BYTES]
+    if not middle or not text.isascii():
+        return None
+    place = rng.choice(middle)
+    first = next(e for e in ends if e >= place - PROMPT_BYTES)
+    last = max(e for e in ends if e <= place + CONTINUATION_BYTES)
+    prompt, continuation = text[first:place], text[place:last]
+    return (prompt, continuation) if prompt.strip() and continuation.strip() else None
+
+
+def write_prompts(corpus: Path, path: Path) -> None:
+    """A few excerpts of held-out code, one package after the other so that none dominates."""
+    documents: dict[str, list[str]] = collections.defaultdict(list)
+    with open(corpus / "heldout.jsonl") as f:
+        for document in map(json.loads, f):
+            if document["kind"] == "code":
+                documents[document["package"]].append(document["text"])
+    rng = random.Random(SEED)
+    rows: list[dict[str, str]] = []
+    while len(rows) < PROMPTS and any(documents.values()):
+        for package in sorted(documents):
+            if len(rows) < PROMPTS and documents[package]:
+                excerpt = cut_excerpt(documents[package].pop(0), rng)
+                if excerpt:
+                    rows.append({"package": package, "prompt": excerpt[0], "continuation": excerpt[1]})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(f"{path.name}: {len(rows)} excerpts of {len({r['package'] for r in rows})} packages")
+
+
 def write_pack(out: Path, i: int, ids: list[np.ndarray]) -> None:
     tokens = np.concatenate(ids)
     packed = lzma.compress(tokens.tobytes(), format=lzma.FORMAT_XZ, filters=MINIMAL_LZMA)
@@ -288,13 +325,12 @@ def write_pack(out: Path, i: int, ids: list[np.ndarray]) -> None:
 
 
 def write_heldout(path: Path, documents: list[dict[str, str]], ids: list[np.ndarray]) -> None:
-    kinds = ("code", "prose", "chat")
     np.savez_compressed(
         path,
         tokens=np.concatenate(ids),
         lengths=np.array([len(x) for x in ids], np.int32),
         bytes=np.array([len(d["text"].encode()) for d in documents], np.int32),
-        kind=np.array([kinds.index(d["kind"]) for d in documents], np.uint8),
+        kind=np.array([KINDS.index(d["kind"]) for d in documents], np.uint8),
     )
     print(f"{path.name}: {sum(map(len, ids)) / 1e6:.2f}M tokens, {path.stat().st_size / 2**20:.1f} MiB")
 
@@ -309,7 +345,7 @@ def load_tokens(directory: Path) -> np.ndarray:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", choices=("fetch", "build", "pack"))
+    parser.add_argument("step", choices=("fetch", "build", "pack", "prompts"))
     parser.add_argument("--wheels", type=Path, default=Path("wheels"))
     parser.add_argument("--corpus", type=Path, default=Path("corpus"))
     parser.add_argument("--tokenizer", type=Path, default=Path("tokenizer"))
@@ -324,6 +360,8 @@ def main() -> None:
         fetch(args.wheels)
     elif args.step == "build":
         build(args.wheels, args.corpus, Benchmark(args.benchmark))
+    elif args.step == "prompts":
+        write_prompts(args.corpus, PROMPT_FILE)
     else:
         pack(args.corpus, args.tokenizer, args.out, args.pack_tokens, args.packs)
 

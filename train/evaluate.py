@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from train.data import KINDS
 from train.model import Qwen35, half_precision
-
-KINDS = ("code", "prose", "chat")
 
 
 @torch.no_grad()
