@@ -127,7 +127,8 @@ def main() -> None:
         print_profile(config, tensors, nodes)
     for in_flight in arguments.in_flight:
         start = time.perf_counter()
-        backend = CudaBackend(config, tensors, in_flight=in_flight, options={"WATCHDOG_CYCLES": "4000000000ll"})
+        options = {"IN_FLIGHT": in_flight, "WATCHDOG_CYCLES": "4000000000ll"}
+        backend = CudaBackend(config, tensors, options=options)
         print(f"in flight {in_flight}: loaded in {time.perf_counter() - start:.1f} s", flush=True)
         time_backend(backend, arguments.depths, arguments.nodes)
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from warpsmith.backend.tree import Tree
+from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.errors import BadRequest
 from warpsmith.model.config import Config
 
@@ -108,6 +108,7 @@ class Backend(ABC):
 
     name: str  # "reference", "cpu", "cuda"
     config: Config
+    largest_tree: int = MAX_NODES  # nodes that `forward` takes on this device
 
     @abstractmethod
     def memory(self, context: int) -> list[MemoryPart]:
@@ -123,7 +124,7 @@ class Backend(ABC):
 
     @abstractmethod
     def forward(self, state: State, tree: Tree, want: Want = ARGMAX) -> Output:
-        """Run 1 to 64 nodes on top of the committed state without changing it."""
+        """Run up to `largest_tree` nodes on top of the committed state without changing it."""
 
     @abstractmethod
     def commit(self, state: State, path: Sequence[int]) -> None:

@@ -42,7 +42,11 @@ def make_proposer(
     """
     if draft == "none" or budget == 0:
         return None
+    most = backend.largest_tree - 1
+    if budget != "auto" and budget > most:
+        raise BadRequest(f"Trees on this device have room for {most} drafted nodes, not {budget}.", "Or use auto.")
     chosen = _best_of(backend, model) if draft == "auto" else _named(draft, backend)
+    chosen.nodes = min(chosen.nodes, most)
     if budget != "auto":
         chosen.nodes = budget
         return chosen

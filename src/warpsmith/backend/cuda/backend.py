@@ -19,8 +19,8 @@ from warpsmith.backend.base import (
     check_tokens,
     output_from_logits,
 )
-from warpsmith.backend.cuda.compiler import build
-from warpsmith.backend.cuda.driver import Buffer, Device, HostRing, Kernel
+from warpsmith.backend.cuda.compiler import build, target
+from warpsmith.backend.cuda.driver import Buffer, Chip, Device, HostRing, Kernel, Module
 from warpsmith.backend.cuda.layout import (
     COLUMNS,
     HEAD_DIM,
@@ -37,6 +37,7 @@ from warpsmith.backend.cuda.layout import (
     Request,
 )
 from warpsmith.backend.cuda.packing import Progress, pack_stream
+from warpsmith.backend.cuda.profiles import Profile, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.errors import BadRequest, DoesNotFit
@@ -73,20 +74,22 @@ class CudaBackend(Backend):
         *,
         context: int | None = None,
         progress: Progress | None = None,
-        in_flight: int = 2,
+        architecture: str | None = None,
         options: Mapping[str, object] | None = None,
     ) -> None:
-        check_shape(config)
         self.config, self.device = config, Device()
+        check_shape(config)
         self.chip = self.device.chip
+        self.chip_profile = choose(self.chip.name, self.chip.capability)[0]
+        self.largest_tree = self.chip_profile.largest_tree
+        self.architecture = architecture or target(self.chip.capability)
         self.layout = layout = Layout(config, self.chip.sms)
-        self.options = {"IN_FLIGHT": in_flight, **(options or {})}
+        self.options = dict(options or {})
         self.context = context or config.context
         self._check_fit(self.context)
         self._kernels: dict[int, Kernel] = {}
-        base = {**layout.constants(), **self._variant(8), **self.options}
-        pack = self.device.load(build("pack.cu", self.chip.architecture, base)).kernel("pack")
-        self._commit = self.device.load(build("commit.cu", self.chip.architecture, base)).kernel("commit")
+        pack = self._build("pack.cu", 1).kernel("pack")
+        self._commit = self._build("commit.cu", 1).kernel("commit")
 
         self.stream = pack_stream(self.device, pack, layout, tensors, progress)
         self.vectors = self.device.upload(
@@ -132,8 +135,8 @@ class CudaBackend(Backend):
             raise BadRequest("There is nothing to prefill.", "Pass at least one token.")
         check_room(state, len(ids))
         parts = []
-        for start in range(0, len(ids), MAX_NODES):
-            chunk = ids[start : start + MAX_NODES]
+        for start in range(0, len(ids), self.largest_tree):
+            chunk = ids[start : start + self.largest_tree]
             last = start + len(chunk) == len(ids)
             tokens = want.tokens if want.every_row or last else "none"
             part = self.forward(state, Tree.chain(chunk), Want(tokens, want.top, want.features, want.hidden))
@@ -145,6 +148,8 @@ class CudaBackend(Backend):
         assert isinstance(state, CudaState)
         check_tokens(self.config, tree.tokens)
         check_room(state, int(tree.depths().max()) + 1)
+        if len(tree) > self.largest_tree:
+            raise BadRequest(f"{len(tree)} nodes are more than the {self.largest_tree} that {self.chip.name} takes.")
         self._launch(state, tree, want)
         self._last = (state, tree)
         n, hidden = len(tree), self.config.hidden
@@ -238,9 +243,9 @@ class CudaBackend(Backend):
 
     def restore(self, state: State, snapshot: Snapshot) -> None:
         assert isinstance(state, CudaState)
-        targets = (state.delta, state.history, state.keys, state.values)
-        for target, source in zip(targets, snapshot.data, strict=True):
-            target.copy_from(source)
+        buffers = (state.delta, state.history, state.keys, state.values)
+        for buffer, source in zip(buffers, snapshot.data, strict=True):
+            buffer.copy_from(source)
         state.length, self._last = snapshot.length, None
 
     def trace(self, state: State, tree: Tree, stop_after: str) -> dict[str, np.ndarray]:
@@ -278,28 +283,15 @@ class CudaBackend(Backend):
 
     # -- launching ------------------------------------------------------------------------------------------------
 
-    def _variant(self, nodes: int) -> dict[str, object]:
-        """Ring and scratch of the build that takes up to `nodes` nodes, as deep as shared memory allows."""
-        group = self.config.heads // self.config.kv_heads
-        scratch = max(group * (4 * HEAD_DIM + 8 * 16) * 4, nodes * (2 * STATE_DIM + 3 * COLUMNS + 4) * 4, nodes * 2048)
-        scratch = max(scratch, 32 << 10)
-        scratch = -(-scratch // 1024) * 1024
-        own = -(-(self.config.hidden // 8) // self.chip.sms)
-        staged = WARPS * 64 * -(-max(self.config.ffn, self.config.value_dim, self.config.heads * HEAD_DIM) // 256)
-        other = nodes * (own * 32 + 2 * WARPS * 4 + nodes + 44) + 1024 + (staged if nodes == 1 else 0)
-        slots = (self.chip.shared_memory - scratch - other) // SLOT_BYTES
-        if slots < 2:
-            raise DoesNotFit(f"{nodes} nodes need more shared memory than {self.chip.name} has.", "Use a smaller tree.")
-        return {"NODES": nodes, "SCRATCH_BYTES": scratch, "RING_SLOTS": min(slots, 16)}
-
     def _kernel(self, nodes: int) -> Kernel:
         size = next(n for n in VARIANTS if nodes <= n)
         if size not in self._kernels:
-            variant = self._variant(size)
-            constants = {**self.layout.constants(), **variant, **self.options}
-            module = self.device.load(build("forward.cu", self.chip.architecture, constants))
-            self._kernels[size] = module.kernel("forward", self.chip.shared_memory)
+            self._kernels[size] = self._build("forward.cu", size).kernel("forward", self.chip.shared_memory)
         return self._kernels[size]
+
+    def _build(self, source: str, nodes: int) -> Module:
+        constants = build_constants(self.layout, self.chip, self.chip_profile, nodes) | self.options
+        return self.device.load(build(source, self.architecture, constants))
 
     def _params(self, state: CudaState) -> Params:
         def at(buffer: Buffer) -> int:
@@ -359,6 +351,27 @@ class CudaBackend(Backend):
                 f"{needed / 2**30:.2f} GiB are needed ({listing}) and {free / 2**30:.2f} are free on {self.chip.name}.",
                 fix,
             )
+
+
+def build_constants(layout: Layout, chip: Chip, profile: Profile, nodes: int) -> dict[str, object]:
+    """What a build for trees of up to `nodes` nodes is told; the ring is as deep as shared memory allows."""
+    config = layout.config
+    group = config.heads // config.kv_heads
+    scratch = max(group * (4 * HEAD_DIM + 8 * 16) * 4, nodes * (2 * STATE_DIM + 3 * COLUMNS + 4) * 4, nodes * 2048)
+    scratch = max(scratch, 32 << 10)
+    scratch = -(-scratch // 1024) * 1024
+    own = -(-(config.hidden // 8) // chip.sms)
+    staged = WARPS * 64 * -(-max(config.ffn, config.value_dim, config.heads * HEAD_DIM) // 256)
+    other = nodes * (own * 32 + 2 * WARPS * 4 + nodes + 44) + 1024 + (staged if nodes == 1 else 0)
+    slots = (chip.shared_memory - scratch - other) // SLOT_BYTES
+    if slots < 2:
+        raise DoesNotFit(f"{nodes} nodes need more shared memory than {chip.name} has.", "Use a smaller tree.")
+    return layout.constants() | {
+        "NODES": nodes,
+        "SCRATCH_BYTES": scratch,
+        "RING_SLOTS": min(slots, 16),
+        "IN_FLIGHT": max(1, profile.in_flight // SLOT_BYTES),
+    }
 
 
 def check_shape(config: Config) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from warpsmith.errors import NoDevice, WarpsmithError
 
 SOURCES = files("warpsmith.backend.cuda") / "kernels"
+DIGEST_BYTES = 32
 
 
 def sources() -> dict[str, str]:
@@ -23,29 +25,26 @@ def cache_directory() -> Path:
     return base / "warpsmith" / "cubin"
 
 
+def target(capability: tuple[int, int]) -> str:
+    """What to build for: machine code (`sm_90`), or PTX of the newest older chip (`compute_120`) where NVRTC is older
+    than the chip; the driver makes machine code of that."""
+    major, minor = capability
+    known = _check(_nvrtc().nvrtcGetSupportedArchs())
+    wanted = major * 10 + minor
+    return f"sm_{wanted}" if wanted in known else f"compute_{max(n for n in known if n < wanted)}"
+
+
 def build(name: str, architecture: str, constants: Mapping[str, Any], options: tuple[str, ...] = ()) -> bytes:
     """The cubin of kernel file `name` for an architecture (`sm_90`), with `constants` defined; from the cache if built
     before. A `compute_80` architecture gives PTX, which the driver builds for the chip at hand."""
-    try:
-        from cuda.bindings import nvrtc
-    except ImportError:
-        raise NoDevice("NVRTC is not installed.", "Install it with `pip install 'warpsmith[cuda]'`.") from None
-    _, major, minor = nvrtc.nvrtcVersion()
+    version = _check(_nvrtc().nvrtcVersion())
     texts = sources()
-    key = repr((name, architecture, sorted(constants.items()), options, major, minor, sorted(texts.items())))
+    key = repr((name, _flags(architecture, constants, options), version, sorted(texts.items())))
     path = cache_directory() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
-    try:
-        return path.read_bytes()
-    except OSError:
-        pass
+    if (kept := _read(path)) is not None:
+        return kept
     image, _ = compile_source(name, architecture, constants, options)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_bytes(image)
-        part.replace(path)
-    except OSError:
-        pass  # a cache that cannot be written only costs time
+    _write(path, image)
     return image
 
 
@@ -53,16 +52,10 @@ def compile_source(
     name: str, architecture: str, constants: Mapping[str, Any], options: tuple[str, ...] = ()
 ) -> tuple[bytes, str]:
     """(machine code, compiler's log)."""
-    from cuda.bindings import nvrtc
-
-    def check(result: tuple[Any, ...]) -> Any:
-        if int(result[0]) != 0:
-            raise WarpsmithError(f"NVRTC reports {result[0].name} for {name}.", "Please report this.")
-        return result[1] if len(result) == 2 else result[1:]
-
+    nvrtc = _nvrtc()
     texts = sources()
     headers = [n for n in texts if n != name]
-    program = check(
+    program = _check(
         nvrtc.nvrtcCreateProgram(
             texts[name].encode(),
             name.encode(),
@@ -71,17 +64,69 @@ def compile_source(
             [h.encode() for h in headers],
         )
     )
-    flags = [f"-arch={architecture}", "-std=c++17", "-lineinfo", *options]
-    flags += [f"-D{k}={v}" for k, v in constants.items()]
-    outcome = nvrtc.nvrtcCompileProgram(program, len(flags), [f.encode() for f in flags])[0]
-    log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
-    check((*nvrtc.nvrtcGetProgramLog(program, log), None))
-    text = log.rstrip(b"\0 ").decode(errors="replace")
-    if int(outcome) != 0:
-        raise WarpsmithError(f"{name} does not compile for {architecture}: {text}", "Please report this.")
-    ptx = architecture.startswith("compute_")
-    size, get = (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX) if ptx else (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
-    image = b" " * check(size(program))
-    check((*get(program, image), None))
-    nvrtc.nvrtcDestroyProgram(program)
-    return image, text
+    try:
+        flags = _flags(architecture, constants, options)
+        outcome = nvrtc.nvrtcCompileProgram(program, len(flags), [f.encode() for f in flags])[0]
+        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
+        _check(nvrtc.nvrtcGetProgramLog(program, log))
+        text = log.rstrip(b"\0 ").decode(errors="replace")
+        if int(outcome) != 0:
+            raise WarpsmithError(f"{name} does not compile for {architecture}: {text}", "Please report this.")
+        kind = "PTX" if architecture.startswith("compute_") else "CUBIN"
+        image = b" " * _check(getattr(nvrtc, f"nvrtcGet{kind}Size")(program))
+        _check(getattr(nvrtc, f"nvrtcGet{kind}")(program, image))
+        return image, text
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _flags(architecture: str, constants: Mapping[str, Any], options: tuple[str, ...]) -> list[str]:
+    defined = [f"-D{name}={value}" for name, value in sorted(constants.items())]
+    return [f"-arch={architecture}", "-std=c++17", "-lineinfo", *options, *defined]
+
+
+def _nvrtc() -> Any:
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()  # the bindings may be there without the library
+    except (ImportError, RuntimeError):
+        raise NoDevice("NVRTC is not installed.", "Install it with `pip install 'warpsmith[cuda]'`.") from None
+    return nvrtc
+
+
+def _check(result: tuple[Any, ...]) -> Any:
+    """The value of an NVRTC call, or an error in its words."""
+    code, *values = result
+    if int(code) != 0:
+        raise WarpsmithError(f"NVRTC reports {code.name}.", "Please report this.")
+    return values[0] if len(values) == 1 else values
+
+
+# -- the cache: a digest of the image, then the image ------------------------------------------------------------------
+
+
+def _read(path: Path) -> bytes | None:
+    """What was kept, unless it was damaged since."""
+    try:
+        kept = path.read_bytes()
+    except OSError:
+        return None
+    digest, image = kept[:DIGEST_BYTES], kept[DIGEST_BYTES:]
+    return image if image and hashlib.sha256(image).digest() == digest else None
+
+
+def _write(path: Path, image: bytes) -> None:
+    """Readers see all of it or nothing, however many processes write the same at once."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False)  # noqa: SIM115
+        try:
+            with part:
+                part.write(hashlib.sha256(image).digest() + image)
+            Path(part.name).replace(path)
+        except BaseException:
+            Path(part.name).unlink(missing_ok=True)
+            raise
+    except OSError:
+        pass  # a cache that cannot be written only costs time

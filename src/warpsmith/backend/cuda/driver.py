@@ -43,11 +43,6 @@ class Chip:
     capability: tuple[int, int]
     sms: int
     shared_memory: int  # bytes a block may ask for
-    memory: int
-
-    @property
-    def architecture(self) -> str:
-        return f"sm_{self.capability[0]}{self.capability[1]}"
 
 
 class Device:
@@ -83,7 +78,6 @@ class Device:
             ),
             sms=get(attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
             shared_memory=get(attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
-            memory=int(check(cu.cuDeviceTotalMem(self.handle))),
         )
 
     def free_memory(self) -> int:
