@@ -96,6 +96,7 @@ def load(
     context: int | None = None,
     threads: int | None = None,
     offline: bool = False,
+    progress: Callable[[int, int], object] | None = None,
 ) -> LLM:
     """Open a model and make it ready to run.
 
@@ -108,6 +109,8 @@ def load(
     is auto (the model's own draft, else its MTP head, else n-grams), ngram, mtp, a DFlash draft by path or Hub name,
     or a `Proposer`; None or none decode plainly. `spec_budget` is how many tokens it may guess a step, at most 63;
     auto chooses what pays on this machine, which may be nothing.
+
+    `progress` hears of the bytes loaded and of the bytes in all, again and again.
 
     >>> llm = load(device="reference", context=256)
     >>> llm.device, llm.context
@@ -130,7 +133,7 @@ def load(
         raise BadRequest(
             f"A context of {context} is outside [2, {config.context}].", "Choose one the model was made for."
         )
-    backend = backend_for(device, checkpoint, config, threads)
+    backend = backend_for(device, checkpoint, config, threads, context, progress)
     if isinstance(draft, str | Path):
         from warpsmith.draft.select import make_proposer
 
@@ -138,20 +141,34 @@ def load(
     return LLM(backend, checkpoint, context, draft)
 
 
-def backend_for(device: str, checkpoint: Checkpoint, config: Config, threads: int | None = None) -> Backend:
-    """Who computes. "auto" is the fastest that can be used here: cuda, then cpu, then the numpy reference."""
+def backend_for(
+    device: str,
+    checkpoint: Checkpoint,
+    config: Config,
+    threads: int | None = None,
+    context: int | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> Backend:
+    """Who computes. "auto" is the fastest that can be used here: cuda, then cpu, then the numpy reference.
+
+    `context` is the longest that will be asked for, None the model's own: a GPU's memory is planned before loading.
+    """
     if device not in DEVICES:
         raise BadRequest(f"There is no device {device!r}.", f"Choose one of {', '.join(DEVICES)}.")
     if threads is not None:
         if device not in ("auto", "cpu"):
             raise BadRequest(f"The {device} device has no setting for threads.", "Leave it out, or use the cpu device.")
-        return _backend_class("cpu")(config, checkpoint.tensors, threads=threads)
-    if device == "auto":
-        for name in ("cuda", "cpu"):
-            with suppress(NoDevice):
-                return _backend_class(name)(config, checkpoint.tensors)
-        device = "reference"
-    return _backend_class(device)(config, checkpoint.tensors)
+        device = "cpu"
+    settings: dict[str, dict[str, Any]] = {
+        "cuda": {"context": context, "progress": progress},
+        "cpu": {"threads": threads, "progress": progress},
+        "reference": {},
+    }
+    for name in ("cuda", "cpu") if device == "auto" else ():
+        with suppress(NoDevice):
+            return _backend_class(name)(config, checkpoint.tensors, **settings[name])
+    name = "reference" if device == "auto" else device
+    return _backend_class(name)(config, checkpoint.tensors, **settings[name])
 
 
 def _backend_class(name: str) -> Any:

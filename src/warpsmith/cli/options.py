@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from warpsmith.cli.terminal import aside
+from warpsmith.cli.terminal import aside, loading_bar
 from warpsmith.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -95,15 +95,17 @@ def sampling_keywords(args: argparse.Namespace) -> dict[str, Any]:
 def open_model(args: argparse.Namespace) -> LLM:
     import warpsmith
 
-    return warpsmith.load(
-        args.model,
-        device=args.device,
-        draft=args.draft,
-        spec_budget=args.spec_budget,
-        context=args.ctx_size,
-        threads=args.threads,
-        offline=args.offline,
-    )
+    with loading_bar() as progress:
+        return warpsmith.load(
+            args.model,
+            device=args.device,
+            draft=args.draft,
+            spec_budget=args.spec_budget,
+            context=args.ctx_size,
+            threads=args.threads,
+            offline=args.offline,
+            progress=progress,
+        )
 
 
 def introduce(args: argparse.Namespace, llm: LLM) -> None:

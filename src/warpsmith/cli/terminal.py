@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TextIO
+
+WORTH_A_BAR = 256 << 20  # bytes that take long enough to load
 
 # Control characters could move the cursor, change the title or worse. Tabs and newlines may pass.
 _VISIBLE = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
@@ -48,3 +50,24 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=total)
         yield lambda nbytes: bar.advance(task, nbytes)
+
+
+@contextmanager
+def loading_bar() -> Iterator[Callable[[int, int], None]]:
+    """A bar for `warpsmith.load`, which tells it of bytes done and bytes in all. Small models are not worth one."""
+    with ExitStack() as stack:
+        advance: Callable[[int], None] | None = None
+        before = 0
+
+        def hear(done: int, total: int) -> None:
+            nonlocal advance, before
+            if total < WORTH_A_BAR:
+                return
+            if advance is None:
+                advance = stack.enter_context(progress("loading", total))
+            advance(done - before)
+            before = done
+            if done == total:
+                stack.close()
+
+        yield hear

@@ -20,7 +20,7 @@ from warpsmith.backend.base import (
     output_from_logits,
 )
 from warpsmith.backend.cuda.compiler import build, target
-from warpsmith.backend.cuda.driver import Buffer, Chip, Device, HostRing, Kernel, Module
+from warpsmith.backend.cuda.driver import Buffer, Chip, Device, Kernel, Module, Pinned
 from warpsmith.backend.cuda.layout import (
     COLUMNS,
     HEAD_DIM,
@@ -36,11 +36,12 @@ from warpsmith.backend.cuda.layout import (
     Path,
     Request,
 )
+from warpsmith.backend.cuda.memory import check_fit, memory_parts
 from warpsmith.backend.cuda.packing import Progress, pack_stream
 from warpsmith.backend.cuda.profiles import Profile, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.checkpoint.canonical import Tensor
-from warpsmith.errors import BadRequest, DoesNotFit
+from warpsmith.errors import BadRequest, DoesNotFit, NoDevice
 from warpsmith.model.config import Config
 
 LAST_TAG = 0xFFFF
@@ -86,7 +87,7 @@ class CudaBackend(Backend):
         self.layout = layout = Layout(config, self.chip.sms)
         self.options = dict(options or {})
         self.context = context or config.context
-        self._check_fit(self.context)
+        check_fit(layout, self.context, self.device.free_memory(), self.chip.name)
         self._kernels: dict[int, Kernel] = {}
         pack = self._build("pack.cu", 1).kernel("pack")
         self._commit = self._build("commit.cu", 1).kernel("commit")
@@ -105,7 +106,7 @@ class CudaBackend(Backend):
         self.hidden = self.device.allocate(MAX_NODES * config.hidden * 4)
         self.kept_delta = self.device.allocate(layout.delta_bytes)
         self.kept_history = self.device.allocate(layout.history_bytes)
-        self.ring = HostRing(self.device, 1 + max(BURST, MAX_NODES))
+        self.ring = Pinned(self.device, np.int32, 1 + max(BURST, MAX_NODES))
         marks = int(str(self.options.get("PROFILE", 0)))  # a profiling build keeps that many clocks an SM
         self.profile = self.device.zeros(self.chip.sms * marks * 8)
         self.tag = 1
@@ -114,16 +115,7 @@ class CudaBackend(Backend):
     # -- the contract ---------------------------------------------------------------------------------------------
 
     def memory(self, context: int) -> list[MemoryPart]:
-        layout = self.layout
-        packets = sum(layout.packet_counts.values()) * MAX_NODES * PACKET_BYTES
-        kept = layout.delta_bytes + layout.history_bytes
-        outputs = MAX_NODES * 4 * (self.config.vocab + self.config.hidden * (1 + MAX_FEATURES))
-        return [
-            MemoryPart("weights", layout.stream_bytes),
-            MemoryPart("keys and values", 2 * layout.cache_bytes(context)),
-            MemoryPart("DeltaNet states", layout.delta_bytes + layout.history_bytes),
-            MemoryPart("scratch", packets + outputs + sum(layout.pending_bytes().values()) + kept),
-        ]
+        return memory_parts(self.layout, context)
 
     def new_state(self, context: int) -> CudaState:
         if context > self.context:
@@ -235,17 +227,29 @@ class CudaBackend(Backend):
     def snapshot(self, state: State) -> Snapshot:
         assert isinstance(state, CudaState)
         copies = []
-        for source in (state.delta, state.history, state.keys, state.values):
-            copy = self.device.allocate(source.nbytes)
-            copy.copy_from(source)
-            copies.append(copy)
+        for source in (state.delta, state.history):
+            copies.append(self.device.allocate(source.nbytes))
+            copies[-1].copy_from(source)
+        used = self.layout.cache_bytes(state.length)
+        for source in (state.keys, state.values):
+            copies.append(self.device.allocate(used))
+            if used:
+                copies[-1].copy_starts(source, self.layout.caches, used // self.layout.caches)
         return Snapshot(state.length, sum(c.nbytes for c in copies), copies)
 
     def restore(self, state: State, snapshot: Snapshot) -> None:
         assert isinstance(state, CudaState)
-        buffers = (state.delta, state.history, state.keys, state.values)
-        for buffer, source in zip(buffers, snapshot.data, strict=True):
-            buffer.copy_from(source)
+        if snapshot.length > state.context:
+            raise BadRequest(
+                f"A snapshot of {snapshot.length} tokens does not fit in a context of {state.context}.",
+                "Restore it into a state at least as long.",
+            )
+        delta, history, keys, values = snapshot.data
+        state.delta.copy_from(delta)
+        state.history.copy_from(history)
+        if used := self.layout.cache_bytes(snapshot.length):
+            state.keys.copy_starts(keys, self.layout.caches, used // self.layout.caches)
+            state.values.copy_starts(values, self.layout.caches, used // self.layout.caches)
         state.length, self._last = snapshot.length, None
 
     def trace(self, state: State, tree: Tree, stop_after: str) -> dict[str, np.ndarray]:
@@ -339,19 +343,6 @@ class CudaBackend(Backend):
         self.tag += needed
         self._kernel(len(tree)).launch(self.chip.sms, THREADS, self._params(state), request, cooperative=True)
 
-    def _check_fit(self, context: int) -> None:
-        parts = self.memory(context)
-        needed, free = sum(p.nbytes for p in parts), self.device.free_memory()
-        if needed > free:
-            listing = ", ".join(f"{p.what} {p.nbytes / 2**30:.2f}" for p in parts)
-            per_token = 2 * self.layout.cache_bytes(1)
-            room = (free - needed + context * per_token) // per_token
-            fix = f"A context of {room} would fit (-c {room})." if room > 0 else "Use a smaller model."
-            raise DoesNotFit(
-                f"{needed / 2**30:.2f} GiB are needed ({listing}) and {free / 2**30:.2f} are free on {self.chip.name}.",
-                fix,
-            )
-
 
 def build_constants(layout: Layout, chip: Chip, profile: Profile, nodes: int) -> dict[str, object]:
     """What a build for trees of up to `nodes` nodes is told; the ring is as deep as shared memory allows."""
@@ -381,7 +372,7 @@ def check_shape(config: Config) -> None:
     fits = fits and c.conv_kernel == 4 and c.hidden % 8 == 0 and c.ffn % 4 == 0 and c.layers <= 64 and c.tied
     fits = fits and 128 % c.kv_heads == 0 and 128 // c.kv_heads >= 32
     if not fits:
-        raise BadRequest("The CUDA kernels do not take this model's shape.", "Use --device cpu.")
+        raise NoDevice("The CUDA kernels do not take this model's shape.", "Use --device cpu.")
 
 
 def _join(parts: list[Output], want: Want) -> Output:

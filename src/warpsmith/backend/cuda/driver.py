@@ -12,7 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from warpsmith.backend.cuda.profiles import OLDEST
 from warpsmith.errors import DoesNotFit, NoDevice, WarpsmithError
+
+OUT_OF_MEMORY, NO_DEVICE = 2, 100  # of the driver's error codes
 
 
 def _bindings() -> Any:
@@ -28,6 +31,8 @@ def _bindings() -> Any:
 def check(result: tuple[Any, ...]) -> Any:
     """The value of a driver call, or an error in its words."""
     code, *values = result
+    if int(code) == OUT_OF_MEMORY:
+        raise DoesNotFit("The GPU's memory is full.", "End other programs that use it, or use --device cpu.")
     if int(code) != 0:
         raise WarpsmithError(
             f"The CUDA driver reports {code.name}.", "Another program may be using the GPU; try again."
@@ -54,11 +59,11 @@ class Device:
             code = int(cu.cuInit(0)[0])
         except RuntimeError:  # the bindings raise when there is no driver library at all
             raise NoDevice("There is no NVIDIA driver on this machine.", "Use --device cpu.") from None
-        if code != 0:
+        if code not in (0, NO_DEVICE):
             raise NoDevice(
                 f"The NVIDIA driver does not start (error {code}).", "Check `nvidia-smi`, or use --device cpu."
             )
-        if check(cu.cuDeviceGetCount()) <= ordinal:
+        if code == NO_DEVICE or check(cu.cuDeviceGetCount()) <= ordinal:
             raise NoDevice(
                 "No NVIDIA GPU is visible.", "Check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or use --device cpu."
             )
@@ -68,8 +73,6 @@ class Device:
         def get(which: Any) -> int:
             return int(check(cu.cuDeviceGetAttribute(which, self.handle)))
 
-        self.context = check(cu.cuDevicePrimaryCtxRetain(self.handle))
-        check(cu.cuCtxSetCurrent(self.context))
         self.chip = Chip(
             name=check(cu.cuDeviceGetName(128, self.handle)).split(b"\0")[0].decode(),
             capability=(
@@ -79,6 +82,13 @@ class Device:
             sms=get(attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
             shared_memory=get(attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
         )
+        if self.chip.capability < OLDEST:
+            has, needed = (".".join(map(str, version)) for version in (self.chip.capability, OLDEST))
+            raise NoDevice(
+                f"{self.chip.name} has compute capability {has}, and the kernels need {needed}.", "Use --device cpu."
+            )
+        self.context = check(cu.cuDevicePrimaryCtxRetain(self.handle))
+        check(cu.cuCtxSetCurrent(self.context))
 
     def free_memory(self) -> int:
         return int(check(self.cu.cuMemGetInfo())[0])
@@ -109,7 +119,7 @@ class Buffer:
     def __init__(self, device: Device, nbytes: int) -> None:
         self.device, self.nbytes = device, nbytes
         code, pointer = device.cu.cuMemAlloc(max(nbytes, 16))
-        if int(code) == 2:  # CUDA_ERROR_OUT_OF_MEMORY
+        if int(code) == OUT_OF_MEMORY:
             free = device.free_memory()
             raise DoesNotFit(
                 f"{nbytes / 2**30:.2f} GiB more do not fit on the GPU, which has {free / 2**30:.2f} GiB free.",
@@ -138,23 +148,60 @@ class Buffer:
     def copy_from(self, other: Buffer) -> None:
         check(self.device.cu.cuMemcpyDtoD(self.pointer, other.pointer, min(self.nbytes, other.nbytes)))
 
+    def copy_starts(self, other: Buffer, pieces: int, nbytes: int) -> None:
+        """Of as many equal pieces as both buffers have, the first bytes of each."""
+        cu = self.device.cu
+        copy = cu.CUDA_MEMCPY2D()
+        copy.srcMemoryType = copy.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        copy.srcDevice, copy.srcPitch = other.pointer, other.nbytes // pieces
+        copy.dstDevice, copy.dstPitch = self.pointer, self.nbytes // pieces
+        copy.WidthInBytes, copy.Height = nbytes, pieces
+        check(cu.cuMemcpy2D(copy))
 
-class HostRing:
-    """Pinned host memory the device writes into while a kernel runs."""
+    def fill(self, source: Pinned, nbytes: int) -> None:
+        """Queue a copy; the source must stay as it is until an event after it has happened."""
+        check(self.device.cu.cuMemcpyHtoDAsync(self.pointer, source.address, nbytes, 0))
 
-    def __init__(self, device: Device, count: int) -> None:
+
+class Pinned:
+    """Host memory that stays in place: the device reads it or writes into it while the host goes on."""
+
+    def __init__(self, device: Device, dtype: Any, count: int) -> None:
         cu = device.cu
-        flags = cu.CU_MEMHOSTALLOC_DEVICEMAP
-        self.address = int(check(cu.cuMemHostAlloc(4 * count, flags)))
+        nbytes = np.dtype(dtype).itemsize * count
+        self.address = int(check(cu.cuMemHostAlloc(nbytes, cu.CU_MEMHOSTALLOC_DEVICEMAP)))
         self.pointer = int(check(cu.cuMemHostGetDevicePointer(self.address, 0)))
         self.device = device
-        self.array = np.ctypeslib.as_array((ctypes.c_int32 * count).from_address(self.address))
+        self.array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.address)).view(dtype)
         self.array[:] = 0
 
     def __del__(self) -> None:
         if address := getattr(self, "address", 0):
             self.device.cu.cuMemFreeHost(address)
             self.address = 0
+
+
+class Event:
+    """A point in the queue of copies and launches."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.handle = check(device.cu.cuEventCreate(0))
+
+    def __del__(self) -> None:
+        if handle := getattr(self, "handle", None):
+            self.device.cu.cuEventDestroy(handle)
+            self.handle = None
+
+    def record(self) -> None:
+        check(self.device.cu.cuEventRecord(self.handle, 0))
+
+    def wait(self) -> None:
+        """Until everything queued before it is done; at once if it was never recorded."""
+        check(self.device.cu.cuEventSynchronize(self.handle))
+
+    def seconds_since(self, earlier: Event) -> float:
+        return float(check(self.device.cu.cuEventElapsedTime(earlier.handle, self.handle))) / 1e3
 
 
 class Module:

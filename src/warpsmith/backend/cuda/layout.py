@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.model.config import Config
+from warpsmith.model.weights import expected_shapes
 
 WARPS, CHUNK_K, CHUNK_BYTES, SLOT_BYTES = 8, 256, 4096, 16384
 THREADS = WARPS * 32 + 32
@@ -137,6 +139,14 @@ class Layout:
                 names += [block + "attn_q_norm.weight", block + "attn_k_norm.weight"]
         return [*names, "output_norm.weight"]
 
+    @property
+    def vector_bytes(self) -> int:
+        shapes = expected_shapes(self.config)
+        return sum(math.prod(shapes[name]) for name in self.vector_names()) * 4
+
+    def rope_bytes(self, context: int) -> int:
+        return (64 + context // 64 + 1) * (self.config.rotary_dim // 2) * 8
+
     def rope_table(self, context: int) -> np.ndarray:
         """cos and sin of a position's low six bits [64, 32], then of the rest [context / 64 + 1, 32]."""
         half = self.config.rotary_dim // 2
@@ -180,9 +190,14 @@ class Layout:
     def history_bytes(self) -> int:
         return self.delta_layers * self.blocks * HISTORY * BLOCK_CHANNELS * 4
 
+    @property
+    def caches(self) -> int:
+        """Key heads of all layers, each with a contiguous cache of its own."""
+        return self.attention_layers * self.config.kv_heads
+
     def cache_bytes(self, context: int) -> int:
         """Keys, or values."""
-        return self.attention_layers * self.config.kv_heads * context * HEAD_DIM * 2
+        return self.caches * context * HEAD_DIM * 2
 
     def pending_bytes(self) -> dict[str, int]:
         rows = self.delta_layers * self.blocks * MAX_NODES * 4
