@@ -298,14 +298,17 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_auto_takes_the_first_device_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
-        def __init__(self, *args: object) -> None:
+        def __init__(self, *args: object, context: int | None, progress: object) -> None:
+            contexts.append(context)
             raise NoDevice("The driver is too old.")
 
     class Works:
         name = "cpu"
 
-        def __init__(self, *args: object, threads: int = 1) -> None:
+        def __init__(self, *args: object, threads: int | None, progress: object) -> None:
             self.threads = threads
+
+    contexts: list[int | None] = []
 
     for name, classes in (("cuda", {"CudaBackend": Broken}), ("cpu", {"CpuBackend": Works})):
         module = type(sys)(f"warpsmith.backend.{name}")
@@ -315,7 +318,8 @@ def test_auto_takes_the_first_device_that_works(monkeypatch: pytest.MonkeyPatch)
     assert backend_for("auto", TINY, config).name == "cpu"
     assert backend_for("auto", TINY, config, threads=3).threads == 3  # type: ignore[attr-defined]
     with pytest.raises(NoDevice, match="driver"):
-        backend_for("cuda", TINY, config)
+        backend_for("cuda", TINY, config, context=77)
+    assert contexts == [None, 77]  # a GPU's memory is planned for it; naming threads does not try the GPU
 
 
 @pytest.mark.parametrize(
