@@ -17,7 +17,8 @@ from warpsmith.errors import BadRequest, DoesNotFit
 from warpsmith.model.config import SIZES, Config
 from warpsmith.model.synthetic import random_blocks, random_checkpoint
 
-KERNELS = [pytest.param(None, id="best"), pytest.param([], id="generic")]
+KERNELS = [pytest.param(None, id="best"), pytest.param(["portable"], id="portable")]
+F32_CACHE = {"cache_type_k": "f32", "cache_type_v": "f32"}
 TINY = dataclasses.replace(SIZES["tiny"], vocab=300)
 
 
@@ -58,12 +59,12 @@ def compare(config: Config, tensors: dict[str, Tensor], bound: float, **options:
 @pytest.mark.parametrize("ratio", [1, 2, 3])
 def test_agrees_with_the_reference(ratio: int, kernels: list[str] | None) -> None:
     config = small_config(ratio)
-    compare(config, random_tensors(config, seed=ratio), 3e-5, features=kernels, kv="f32")
+    compare(config, random_tensors(config, seed=ratio), 3e-5, features=kernels, **F32_CACHE)
 
 
 def test_an_untied_head_is_used() -> None:
     config = small_config(2, tied=False)
-    compare(config, random_tensors(config), 3e-5, kv="f32")
+    compare(config, random_tensors(config), 3e-5, **F32_CACHE)
 
 
 # Weights are the same numbers on both sides. What differs: keys and values in 16 bits, and for quantised weights
@@ -93,15 +94,18 @@ def random_weights(kind: str, tensor: Tensor) -> np.ndarray:
     return random_blocks(TYPES[kind], np.random.SFC64(5), count, cols**-0.5).reshape(rows, -1)
 
 
-@pytest.mark.parametrize(("kv", "bound"), [("f32", 3e-5), ("f16", 1e-3), ("q8_0", 0.03)])
-def test_keys_and_values_in_every_type(kv: str, bound: float) -> None:
+@pytest.mark.parametrize(
+    ("keys", "values", "bound"),
+    [("f32", "f32", 3e-5), ("f16", "f16", 1e-3), ("q8_0", "q8_0", 0.03), ("q8_0", "f32", 0.03), ("f16", "q8_0", 0.03)],
+)
+def test_keys_and_values_in_every_type(keys: str, values: str, bound: float) -> None:
     config = small_config(2)
-    compare(config, random_tensors(config), bound, kv=kv)
+    compare(config, random_tensors(config), bound, cache_type_k=keys, cache_type_v=values)
 
 
 def test_a_long_past_is_attended_to() -> None:
     config = small_config(1)
-    reference, cpu = pair(config, random_tensors(config), kv="f32")
+    reference, cpu = pair(config, random_tensors(config), **F32_CACHE)
     ids = np.random.default_rng(0).integers(0, config.vocab, 1100)
     found, expected = (
         backend.prefill(backend.new_state(1100), ids, Want("logits", every_row=True)).logits
@@ -113,7 +117,7 @@ def test_a_long_past_is_attended_to() -> None:
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_mtp_agrees_with_the_reference(kernels: list[str] | None) -> None:
     config = small_config(2, mtp_layers=1)
-    reference, cpu = pair(config, random_tensors(config), features=kernels, kv="f32")
+    reference, cpu = pair(config, random_tensors(config), features=kernels, **F32_CACHE)
     rng = np.random.default_rng(2)
     ids, hidden = rng.integers(0, config.vocab, 70), rng.standard_normal((70, config.hidden)).astype(np.float32)
     want = Want("top", top=7, hidden=True)
@@ -196,10 +200,13 @@ def test_what_cannot_be_done_is_refused() -> None:
         cpu.mtp(state, [1], np.zeros((1, config.hidden)), 0)
     with pytest.raises(BadRequest, match="no sse9"):
         CpuBackend(config, tensors, features=["sse9"])
+    if features := _cpu.features():
+        with pytest.raises(BadRequest, match="alone"):
+            CpuBackend(config, tensors, features=features[:1])
     with pytest.raises(BadRequest, match="threads"):
         CpuBackend(config, tensors, threads=0)
     with pytest.raises(BadRequest, match="kept as"):
-        CpuBackend(config, tensors, kv="q2")
+        CpuBackend(config, tensors, cache_type_v="q2")
     with pytest.raises(BadRequest, match="multiple of 16"):
         CpuBackend(small_config(2, hidden=40), tensors)
     with pytest.raises(DoesNotFit, match="A context of"):
@@ -214,6 +221,8 @@ def test_memory_counts_what_is_allocated() -> None:
     cpu = CpuBackend(config, random_tensors(config), threads=1)
     parts = {part.what: part.nbytes for part in cpu.memory(100)}
     assert parts["keys and values"] == 100 * 2 * 2 * 32 * 2  # one attention layer, keys and values, two heads, f16
+    mixed = CpuBackend(config, random_tensors(config), threads=1, cache_type_k="q8_0", cache_type_v="f32")
+    assert mixed.memory(100)[1].nbytes == 100 * 2 * (34 + 32 * 4)
     assert parts["DeltaNet states"] == 3 * 4 * (2 * 4 * 16 * 16 + 3 * config.conv_channels)
     assert parts["weights"] > sum(t.nbytes for t in random_tensors(config).values())  # padded to whole panels
 
@@ -232,10 +241,10 @@ def test_the_best_kernels_are_chosen() -> None:
     tensors = random_tensors(config)
     here = _cpu.features()
     best = (
-        "neon" if "dotprod" in here else "avx512" if "avx512vnni" in here else "avx2" if "avx2" in here else "generic"
+        "neon" if "dotprod" in here else "avx512" if "avx512vnni" in here else "avx2" if "avx2" in here else "portable"
     )
     assert CpuBackend(config, tensors, threads=1).kernels == best
-    assert CpuBackend(config, tensors, threads=1, features=[]).kernels == "generic"
+    assert CpuBackend(config, tensors, threads=1, features=["portable"]).kernels == "portable"
 
 
 def test_embeddings_and_head_are_lent_as_the_reference_lends_them() -> None:

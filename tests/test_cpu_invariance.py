@@ -26,12 +26,14 @@ def recipe_tensors(recipe: str) -> dict[str, Tensor]:
 
 
 @cache
-def backend(recipe: str, threads: int = 2, generic: bool = False, kv: str = "f16") -> CpuBackend:
-    features = [] if generic else None
+def backend(
+    recipe: str, threads: int = 2, portable: bool = False, cache: tuple[str, str] = ("f16", "f16")
+) -> CpuBackend:
+    options = {"features": ["portable"] if portable else None, "cache_type_k": cache[0], "cache_type_v": cache[1]}
     if recipe == "small":  # short heads, three value heads a key head
         config = small_config(3)
-        return CpuBackend(config, random_tensors(config), threads=threads, features=features, kv=kv)
-    return CpuBackend(TINY, recipe_tensors(recipe), threads=threads, features=features, kv=kv)
+        return CpuBackend(config, random_tensors(config), threads=threads, **options)
+    return CpuBackend(TINY, recipe_tensors(recipe), threads=threads, **options)
 
 
 def started(cpu: CpuBackend, length: int, context: int = 1200) -> CpuState:
@@ -74,14 +76,14 @@ def test_a_node_depends_on_its_ancestors_alone(recipe: str, seed: int, nodes: in
 
 @pytest.mark.parametrize("recipe", ["f16", "bf16", "q8_0", "q4_0"])
 def test_so_it_is_for_every_weight_type(recipe: str) -> None:
-    for generic in (False, True):
-        cpu = backend(recipe, generic=generic)
+    for portable in (False, True):
+        cpu = backend(recipe, portable=portable)
         check_tree(cpu, 21, random_tree(np.random.default_rng(7), 23, cpu.config.vocab))
 
 
-@pytest.mark.parametrize("kv", ["f32", "q8_0"])
-def test_so_it_is_for_every_type_of_keys(kv: str) -> None:
-    cpu = backend("small", kv=kv)
+@pytest.mark.parametrize("cache", [("f32", "f32"), ("q8_0", "q8_0"), ("q8_0", "f16")])
+def test_so_it_is_for_every_type_of_keys_and_values(cache: tuple[str, str]) -> None:
+    cpu = backend("small", cache=cache)
     check_tree(cpu, 21, random_tree(np.random.default_rng(7), 23, cpu.config.vocab))
 
 
@@ -98,10 +100,10 @@ def test_a_star_and_a_chain_of_64_nodes() -> None:
     check_tree(cpu, 3, Tree(np.arange(64), np.array([-1] + [0] * 63)))
 
 
-@pytest.mark.parametrize("generic", [False, True])
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("recipe", ["small", "q4_k_m", "bf16"])
-def test_prefill_is_decoding_and_can_be_cut_anywhere(recipe: str, generic: bool) -> None:
-    cpu = backend(recipe, generic=generic)
+def test_prefill_is_decoding_and_can_be_cut_anywhere(recipe: str, portable: bool) -> None:
+    cpu = backend(recipe, portable=portable)
     ids = np.random.default_rng(5).integers(0, cpu.config.vocab, 150)
     whole = cpu.new_state(150)
     logits = cpu.prefill(whole, ids, EVERY).logits

@@ -305,7 +305,7 @@ def test_auto_takes_the_first_device_that_works(monkeypatch: pytest.MonkeyPatch)
     class Works:
         name = "cpu"
 
-        def __init__(self, *args: object, threads: int | None, progress: object) -> None:
+        def __init__(self, *args: object, threads: int | None = None, progress: object = None) -> None:
             self.threads = threads
 
     contexts: list[int | None] = []

@@ -95,6 +95,9 @@ def load(
     spec_budget: int | Literal["auto"] = "auto",
     context: int | None = None,
     threads: int | None = None,
+    cpu_features: Sequence[str] | None = None,
+    cache_type_k: str | None = None,
+    cache_type_v: str | None = None,
     offline: bool = False,
     progress: Callable[[int, int], object] | None = None,
 ) -> LLM:
@@ -102,8 +105,11 @@ def load(
 
     `model` is a GGUF file, a directory of safetensors, or a name on the Hugging Face Hub (`user/repo`,
     `user/repo:QUANT`, `user/repo/file.gguf`); None is wisp, the small model that comes with the package.
-    `device` is one of auto, cuda, cpu, reference; naming `threads` chooses the cpu. `context` is how many tokens of
-    prompt and answer there is room for.
+    `device` is one of auto, cuda, cpu, reference. `context` is how many tokens of prompt and answer there is room for.
+
+    Settings of the cpu device, which naming one of them chooses: `threads` (all usable cores), `cpu_features` (the
+    instruction sets that kernels may use, ["portable"] for none; all), `cache_type_k` and `cache_type_v` (how keys and
+    values are kept: f16, f32 or q8_0; f16).
 
     `draft` guesses ahead so that one forward pass can decide several tokens; the text stays the same to the byte. It
     is auto (the model's own draft, else its MTP head, else n-grams), ngram, mtp, a DFlash draft by path or Hub name,
@@ -133,7 +139,8 @@ def load(
         raise BadRequest(
             f"A context of {context} is outside [2, {config.context}].", "Choose one the model was made for."
         )
-    backend = backend_for(device, checkpoint, config, threads, context, progress)
+    cpu = {"threads": threads, "features": cpu_features, "cache_type_k": cache_type_k, "cache_type_v": cache_type_v}
+    backend = backend_for(device, checkpoint, config, context, progress, **cpu)
     if isinstance(draft, str | Path):
         from warpsmith.draft.select import make_proposer
 
@@ -145,23 +152,27 @@ def backend_for(
     device: str,
     checkpoint: Checkpoint,
     config: Config,
-    threads: int | None = None,
     context: int | None = None,
     progress: Callable[[int, int], object] | None = None,
+    **cpu: Any,
 ) -> Backend:
     """Who computes. "auto" is the fastest that can be used here: cuda, then cpu, then the numpy reference.
 
     `context` is the longest that will be asked for, None the model's own: a GPU's memory is planned before loading.
+    `cpu` holds keywords of CpuBackend, None where nothing was said; one that was said asks for the cpu.
     """
     if device not in DEVICES:
         raise BadRequest(f"There is no device {device!r}.", f"Choose one of {', '.join(DEVICES)}.")
-    if threads is not None:
+    cpu = {name: value for name, value in cpu.items() if value is not None}
+    if cpu:
         if device not in ("auto", "cpu"):
-            raise BadRequest(f"The {device} device has no setting for threads.", "Leave it out, or use the cpu device.")
+            raise BadRequest(
+                f"The {device} device has no setting for {', '.join(cpu)}.", "Leave it out, or use the cpu device."
+            )
         device = "cpu"
     settings: dict[str, dict[str, Any]] = {
         "cuda": {"context": context, "progress": progress},
-        "cpu": {"threads": threads, "progress": progress},
+        "cpu": cpu | {"progress": progress},
         "reference": {},
     }
     for name in ("cuda", "cpu") if device == "auto" else ():

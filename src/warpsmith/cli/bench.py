@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
     args.ctx_size = max(2, longest)
     with open_model(args) as llm:
         introduce(args, llm)
-        facts = _facts(llm, args.threads)
+        facts = _facts(llm)
         records = []
         for test in tests:
             aside(f"{test.name} ...")
@@ -63,16 +63,23 @@ def _tests(args: argparse.Namespace) -> list[Case]:
     return prompts + [Case(0, n, depth) for depth in args.n_depth for n in args.n_gen if n]
 
 
-def _facts(llm: LLM, threads: int | None) -> dict[str, Any]:
+def _facts(llm: LLM) -> dict[str, Any]:
     from warpsmith.measure import machine
 
+    settings: dict[str, int | str] = {"n_threads": machine.usable_cores()}
+    if llm.device == "cpu":
+        from warpsmith.backend.cpu import CpuBackend
+
+        assert isinstance(llm.backend, CpuBackend)
+        settings = llm.backend.settings
+        aside(", ".join(f"{name} {value}" for name, value in settings.items()))
     gpus, _ = machine.gpus()
     return {
         "build_commit": __version__,
         "cpu_info": machine.cpu_model(),
         "gpu_info": ", ".join(gpu["name"] for gpu in gpus),
         "backends": llm.device,
-        "n_threads": threads or machine.usable_cores(),
+        **settings,
         "model_filename": str(llm.checkpoint.path),
         "model_type": _model_type(llm),
         "model_size": llm.checkpoint.nbytes,

@@ -21,7 +21,6 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
         "-m", "--model", metavar="NAME", help="a file, a directory, user/repo[:QUANT] or user/repo/file.gguf"
     )
     group.add_argument("-c", "--ctx-size", type=natural, metavar="N", help="tokens of context to make room for")
-    group.add_argument("-t", "--threads", type=natural, metavar="N", help="CPU threads")
     group.add_argument("--device", choices=DEVICES, default="auto", help="who computes (default: auto)")
     group.add_argument(
         "--draft", default="auto", metavar="D", help="auto, none, ngram, mtp, or a draft model (default: auto)"
@@ -34,6 +33,21 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens drafted a step; 0 is off (default: auto)",
     )
     group.add_argument("--offline", action="store_true", help="use the network for nothing")
+    cpu = parser.add_argument_group("cpu device", "Naming one of these chooses the cpu.")
+    cpu.add_argument("-t", "--threads", type=natural, metavar="N", help="threads (default: all usable cores)")
+    cpu.add_argument(
+        "--cpu-features",
+        type=lambda text: text.split(","),
+        metavar="F,...",
+        help="instruction sets that kernels may use, of those `doctor` lists; portable is none (default: all)",
+    )
+    for short, kept in (("k", "keys"), ("v", "values")):
+        cpu.add_argument(
+            f"-ct{short}",
+            f"--cache-type-{short}",
+            choices=("f32", "f16", "q8_0"),
+            help=f"how {kept} of the past are kept (default: f16)",
+        )
 
 
 def sampling_arguments(parser: argparse.ArgumentParser, predict: int) -> None:
@@ -103,6 +117,9 @@ def open_model(args: argparse.Namespace) -> LLM:
             spec_budget=args.spec_budget,
             context=args.ctx_size,
             threads=args.threads,
+            cpu_features=args.cpu_features,
+            cache_type_k=args.cache_type_k,
+            cache_type_v=args.cache_type_v,
             offline=args.offline,
             progress=progress,
         )

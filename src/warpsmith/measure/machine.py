@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 import sys
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from warpsmith.backend.cores import usable_cores as usable_cores
 
 
 def cpu_model() -> str:
@@ -34,16 +35,6 @@ def cpu_features() -> list[str]:
         return list(import_module("warpsmith.backend.cpu._cpu").features())
     except ImportError:
         return []
-
-
-def usable_cores() -> int:
-    """Cores this process may run on, also inside a container with a quota."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
-    except (OSError, ValueError):
-        return cores
 
 
 def memory() -> dict[str, int]:

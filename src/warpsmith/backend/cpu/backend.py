@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -21,13 +20,16 @@ from warpsmith.backend.base import (
     check_tokens,
     output_from_logits,
 )
+from warpsmith.backend.cores import usable_cores
 from warpsmith.backend.cpu import _cpu, loading
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.errors import BadRequest, DoesNotFit
 from warpsmith.model.config import Config
 
-KV_BYTES = {"f16": 2.0, "f32": 4.0, "q8_0": 34 / 32}  # of one number
+CacheType = Literal["f16", "f32", "q8_0"]
+CACHE_BYTES: dict[CacheType, float] = {"f16": 2.0, "f32": 4.0, "q8_0": 34 / 32}  # of one number
+PORTABLE = "portable"  # kernels that need no feature
 _TOKENS = {"none": 0, "argmax": 1, "top": 2, "logits": 3}
 
 
@@ -47,8 +49,9 @@ class CpuState(State):
 class CpuBackend(Backend):
     """C++ kernels for the processor in hand. A prompt, a tree or a token is one call into the engine.
 
-    `features` restricts the instruction sets (all this processor has, if None): for tests and comparisons.
-    `kv` is how keys and values are kept. `progress` hears of bytes packed and bytes in all while loading.
+    `features` restricts the instruction sets (all this processor has, if None): for tests and comparisons;
+    ["portable"] is plain C++. `cache_type_k` and `cache_type_v` are how keys and values are kept. `progress` hears of
+    the bytes packed so far and of all there are.
     """
 
     name = "cpu"
@@ -60,30 +63,45 @@ class CpuBackend(Backend):
         *,
         threads: int | None = None,
         features: Sequence[str] | None = None,
-        kv: Literal["f16", "f32", "q8_0"] = "f16",
+        cache_type_k: CacheType = "f16",
+        cache_type_v: CacheType = "f16",
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
         _check_shape(config)
-        if kv not in KV_BYTES:
-            raise BadRequest(f"Keys and values cannot be kept as {kv!r}.", f"Use one of {', '.join(KV_BYTES)}.")
-        self.config, self.kv = config, kv
+        for kind in (cache_type_k, cache_type_v):
+            if kind not in CACHE_BYTES:
+                raise BadRequest(
+                    f"Keys and values cannot be kept as {kind!r}.", f"Use one of {', '.join(CACHE_BYTES)}."
+                )
+        self.config, self.cache_type_k, self.cache_type_v = config, cache_type_k, cache_type_v
         self.threads = usable_cores() if threads is None else threads
         if not 1 <= self.threads <= 1024:
             raise BadRequest(f"{self.threads} threads cannot share the work.", "Ask for 1 to 1024.")
-        here = _cpu.features()
-        if features is not None and (missing := set(features) - set(here)):
-            raise BadRequest(
-                f"This processor has no {', '.join(sorted(missing))}.", f"It has {', '.join(here) or 'no extensions'}."
-            )
+        allowed = _allowed_features(features)
         self._weight_bytes = loading.weight_bytes(config, tensors)
         _check_fits(self._weight_bytes, "The weights")
-        self._engine = _cpu.Engine(config, self.threads, list(here if features is None else features))
+        self._engine = _cpu.Engine(config, self.threads, allowed)
+        if features is not None and allowed and self.kernels == PORTABLE:
+            raise BadRequest(
+                f"There are no kernels for {', '.join(allowed)} alone.",
+                f"Use {','.join(_cpu.features())} or {PORTABLE}.",
+            )
         loading.load(self._engine, config, tensors, progress)
 
     @property
     def kernels(self) -> str:
-        """Which kernels were chosen: generic, neon, avx2 or avx512."""
+        """Which kernels were chosen: portable, neon, avx2 or avx512."""
         return self._engine.kernels
+
+    @property
+    def settings(self) -> dict[str, int | str]:
+        """What was chosen or left to us, under the names that llama-bench has for it, and the kernels."""
+        return {
+            "n_threads": self.threads,
+            "cpu_kernels": self.kernels,
+            "type_k": self.cache_type_k,
+            "type_v": self.cache_type_v,
+        }
 
     # -- the contract ---------------------------------------------------------------------------------------------
 
@@ -95,7 +113,7 @@ class CpuBackend(Backend):
             raise BadRequest(f"A context of {context} tokens is not possible.", "Ask for at least one.")
         parts = self._state_memory(context)
         _check_fits(sum(part.nbytes for part in parts), f"A context of {context} tokens")
-        return CpuState(_cpu.State(self._engine, context, self.kv))
+        return CpuState(_cpu.State(self._engine, context, self.cache_type_k, self.cache_type_v))
 
     def prefill(self, state: State, ids: Sequence[int], want: Want = ARGMAX) -> Output:
         assert isinstance(state, CpuState)
@@ -210,7 +228,8 @@ class CpuBackend(Backend):
 
     def _state_memory(self, context: int) -> list[MemoryPart]:
         c = self.config
-        kv_row = int(2 * (len(c.attention_layers) + bool(c.mtp_layers)) * c.kv_heads * c.head_dim * KV_BYTES[self.kv])
+        pair_bytes = CACHE_BYTES[self.cache_type_k] + CACHE_BYTES[self.cache_type_v]
+        kv_row = int((len(c.attention_layers) + bool(c.mtp_layers)) * c.kv_heads * c.head_dim * pair_bytes)
         recurrent = len(c.recurrent_layers)
         states = 2 * c.value_heads * c.key_head_dim * c.value_head_dim + (c.conv_kernel - 1) * c.conv_channels
         rows = recurrent * MAX_NODES * (c.conv_channels + 2 * c.value_heads) * 4 + MAX_NODES * kv_row
@@ -265,11 +284,17 @@ class CpuBackend(Backend):
         )
 
 
-def usable_cores() -> int:
-    """Processors this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return max(1, len(os.sched_getaffinity(0)))
-    return os.cpu_count() or 1
+def _allowed_features(asked: Sequence[str] | None) -> list[str]:
+    """The instruction sets that may be used: those asked for, all of which the processor must have."""
+    here = _cpu.features()
+    if asked is None:
+        return here
+    allowed = [name for name in asked if name != PORTABLE]
+    if missing := set(allowed) - set(here):
+        raise BadRequest(
+            f"This processor has no {', '.join(sorted(missing))}.", f"It has {', '.join([*here, PORTABLE])}."
+        )
+    return allowed
 
 
 def _check_shape(config: Config) -> None:

@@ -4,5 +4,5 @@
 #include "kernels_vector.h"
 
 namespace warpsmith {
-const Kernels kGenericKernels = kernels_of<Generic>("generic");
+const Kernels kGenericKernels = kernels_of<Generic>("portable");
 }

@@ -167,8 +167,8 @@ NB_MODULE(_cpu, m) {
 
     nb::class_<State>(m, "State")
         .def("__init__",
-             [](State* self, const Engine& engine, int context, const std::string& kv) {
-                 new (self) State(engine.model, context, kv_of(kv));
+             [](State* self, const Engine& engine, int context, const std::string& keys, const std::string& values) {
+                 new (self) State(engine.model, context, kv_of(keys), kv_of(values));
              }, nb::keep_alive<1, 2>())
         .def_ro("length", &State::length)
         .def_ro("context", &State::context)

@@ -79,7 +79,7 @@ private:
     // pass_attention.cpp
     void attention_rows(int index, int node);
     const uint8_t* kv_row(int index, bool value, int head, int node, int position) const;
-    void load_rows(const uint8_t* const* rows, int count, float* out) const;
+    void load_rows(Kv kind, const uint8_t* const* rows, int count, float* out) const;
     void attend_segment(int thread, int index, int head, int first, int last, int segment, float* running);
     void plan_attention();
     void attention_out(int node, int query_head, const float* running) const;

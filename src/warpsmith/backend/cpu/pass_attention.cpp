@@ -75,8 +75,8 @@ void Pass::attention_rows(int index, int node) {
                             in_place ? state.value_row(index, head, position + node) : state.pending_value(index, node, head)};
         const float* from[2] = {k, v};
         for (int i = 0; i < 2; i++) {
-            if (state.kv == Kv::F16) kernels.to_f16(from[i], width, rows[i]);
-            else if (state.kv == Kv::F32) std::memcpy(rows[i], from[i], width * sizeof(float));
+            if (state.kinds[i] == Kv::F16) kernels.to_f16(from[i], width, rows[i]);
+            else if (state.kinds[i] == Kv::F32) std::memcpy(rows[i], from[i], width * sizeof(float));
             else to_q8(from[i], width, rows[i]);
         }
     }
@@ -88,10 +88,10 @@ const uint8_t* Pass::kv_row(int index, bool value, int head, int node, int at) c
     return value ? state.pending_value(index, ancestor, head) : state.pending_key(index, ancestor, head);
 }
 
-void Pass::load_rows(const uint8_t* const* rows, int count, float* out) const {
+void Pass::load_rows(Kv kind, const uint8_t* const* rows, int count, float* out) const {
     for (int i = 0; i < count; i++, out += c.head_dim) {
-        if (state.kv == Kv::F16) kernels.from_f16(rows[i], c.head_dim, out);
-        else if (state.kv == Kv::F32) std::memcpy(out, rows[i], c.head_dim * sizeof(float));
+        if (kind == Kv::F16) kernels.from_f16(rows[i], c.head_dim, out);
+        else if (kind == Kv::F32) std::memcpy(out, rows[i], c.head_dim * sizeof(float));
         else from_q8(rows[i], c.head_dim, out);
     }
 }
@@ -114,8 +114,8 @@ void Pass::attend_segment(int thread, int index, int head, int first, int last, 
                     key_rows[j] = kv_row(index, false, head, i, at + j);
                     value_rows[j] = kv_row(index, true, head, i, at + j);
                 }
-                load_rows(key_rows, count, keys);
-                load_rows(value_rows, count, values);
+                load_rows(state.kinds[0], key_rows, count, keys);
+                load_rows(state.kinds[1], value_rows, count, values);
             }
             for (int g = 0; g < group; g++) {
                 const float* q = w.q + (static_cast<size_t>(i) * c.heads + head * group + g) * 2 * width;

@@ -159,8 +159,8 @@ void Pass::commit(Model& model, Workspace& work, State& state, const int32_t* no
         } else {
             for (int i = 0; i < count; i++) {
                 for (int head = 0; head < c.kv_heads; head++) {
-                    std::memcpy(state.key_row(index, head, state.length + i), state.pending_key(index, nodes[i], head), state.row_bytes());
-                    std::memcpy(state.value_row(index, head, state.length + i), state.pending_value(index, nodes[i], head), state.row_bytes());
+                    std::memcpy(state.key_row(index, head, state.length + i), state.pending_key(index, nodes[i], head), state.row_bytes(false));
+                    std::memcpy(state.value_row(index, head, state.length + i), state.pending_value(index, nodes[i], head), state.row_bytes(true));
                 }
             }
         }

@@ -53,42 +53,47 @@ Tree Tree::of(const int32_t* parents, int n) {
     return tree;
 }
 
-State::State(const Model& model, int room, Kv type) : config(model.config), context(room), kv(type) {
+State::State(const Model& model, int room, Kv keys, Kv values)
+    : config(model.config), context(room), kinds{keys, values} {
     for (int i = 0; i < config.layers + (config.mtp_layers ? 1 : 0); i++) {
         const bool recurrent = i < config.layers && config.recurrent[i];
         slot_.push_back(recurrent ? recurrent_++ : attention_++);
     }
     const size_t width = static_cast<size_t>(config.head_dim);
-    row_bytes_ = kv == Kv::F16 ? 2 * width : kv == Kv::F32 ? 4 * width : width / 32 * 34;
-    const size_t rows = static_cast<size_t>(attention_) * 2 * config.kv_heads;
-    kv_ = Memory(rows * context * row_bytes_);
-    pending_kv_ = Memory(rows * kMaxNodes * row_bytes_);
+    const size_t rows = static_cast<size_t>(attention_) * config.kv_heads;
+    for (int which = 0; which < 2; which++) {
+        row_bytes_[which] = kinds[which] == Kv::F16 ? 2 * width : kinds[which] == Kv::F32 ? 4 * width : width / 32 * 34;
+        kv_[which] = Memory(rows * context * row_bytes_[which]);
+        pending_kv_[which] = Memory(rows * kMaxNodes * row_bytes_[which]);
+    }
     conv_ = Memory(recurrent_ * conv_floats() * sizeof(float));
     for (auto& delta : delta_) delta = Memory(recurrent_ * delta_floats() * sizeof(float));
     pending_qkv_ = Memory(static_cast<size_t>(recurrent_) * kMaxNodes * config.channels() * sizeof(float));
     pending_gates_ = Memory(static_cast<size_t>(recurrent_) * kMaxNodes * gate_stride() * sizeof(float));
 }
 
-size_t State::row_bytes() const { return row_bytes_; }
-
 size_t State::snapshot_bytes() const {
-    const size_t rows = static_cast<size_t>(attention_) * 2 * config.kv_heads * length;
-    return rows * row_bytes_ + recurrent_ * (conv_floats() + delta_floats()) * sizeof(float);
+    const size_t rows = static_cast<size_t>(attention_) * config.kv_heads * length;
+    return rows * (row_bytes_[0] + row_bytes_[1]) + recurrent_ * (conv_floats() + delta_floats()) * sizeof(float);
 }
 
 void State::save(uint8_t* to) const {
-    const size_t run = static_cast<size_t>(length) * row_bytes_;
-    for (int plane = 0; plane < attention_ * 2 * config.kv_heads; plane++, to += run) {
-        copy(to, kv_.data() + static_cast<size_t>(plane) * context * row_bytes_, run);
+    for (int which = 0; which < 2; which++) {
+        const size_t run = static_cast<size_t>(length) * row_bytes_[which];
+        for (int plane = 0; plane < attention_ * config.kv_heads; plane++, to += run) {
+            copy(to, kv_[which].data() + static_cast<size_t>(plane) * context * row_bytes_[which], run);
+        }
     }
     copy(to, conv_.data(), conv_.size());
     copy(to + conv_.size(), delta_[current_].data(), delta_[current_].size());
 }
 
 void State::load(const uint8_t* from, int saved) {
-    const size_t run = static_cast<size_t>(saved) * row_bytes_;
-    for (int plane = 0; plane < attention_ * 2 * config.kv_heads; plane++, from += run) {
-        copy(kv_.data() + static_cast<size_t>(plane) * context * row_bytes_, from, run);
+    for (int which = 0; which < 2; which++) {
+        const size_t run = static_cast<size_t>(saved) * row_bytes_[which];
+        for (int plane = 0; plane < attention_ * config.kv_heads; plane++, from += run) {
+            copy(kv_[which].data() + static_cast<size_t>(plane) * context * row_bytes_[which], from, run);
+        }
     }
     copy(conv_.data(), from, conv_.size());
     copy(delta_[current_].data(), from + conv_.size(), delta_[current_].size());

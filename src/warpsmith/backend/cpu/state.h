@@ -1,6 +1,7 @@
 // The committed past of one sequence, and the rows of the last tree until one of its paths is committed.
 //
-// Keys and values, per attention layer: [kv head][position] rows of head_dim numbers as f16, f32 or Q8_0 blocks.
+// Keys, and values likewise, per attention layer: [kv head][position] rows of head_dim numbers as f16, f32 or Q8_0
+// blocks; keys and values may be of different types.
 // DeltaNet states, per DeltaNet layer: [value head][dv / width][dk][width] floats (delta_width), twice: the committed state, and the one
 // after the root of the last tree, which a commit makes the committed one by swapping. Convolution inputs: the last
 // taps-1 rows of channels, oldest first.
@@ -33,14 +34,14 @@ struct Tree {
 };
 
 struct State {
-    State(const Model& model, int context, Kv kv);
+    State(const Model& model, int context, Kv keys, Kv values);
 
     const Config& config;
     const int context;
-    const Kv kv;
+    const Kv kinds[2];  // of keys, of values
     int length = 0;
 
-    size_t row_bytes() const;  // one key or value
+    size_t row_bytes(bool value) const { return row_bytes_[value]; }
     uint8_t* key_row(int layer, int head, int position) const { return kv_row(layer, 0, head, position); }
     uint8_t* value_row(int layer, int head, int position) const { return kv_row(layer, 1, head, position); }
     float* conv(int layer) const { return conv_.floats() + static_cast<size_t>(slot_[layer]) * conv_floats(); }
@@ -60,7 +61,7 @@ struct State {
     uint8_t* pending_key(int layer, int node, int head) const { return pending_row(layer, 0, node, head); }
     uint8_t* pending_value(int layer, int node, int head) const { return pending_row(layer, 1, node, head); }
 
-    // A snapshot is every committed byte in one buffer: all keys and values, then convolution inputs, then states.
+    // A snapshot is every committed byte in one buffer: all keys, all values, then convolution inputs, then states.
     size_t snapshot_bytes() const;
     void save(uint8_t* to) const;
     void load(const uint8_t* from, int length);
@@ -70,18 +71,18 @@ struct State {
 
 private:
     uint8_t* kv_row(int layer, int which, int head, int position) const {
-        const size_t plane = (static_cast<size_t>(slot_[layer]) * 2 + which) * config.kv_heads + head;
-        return kv_.data() + (plane * context + position) * row_bytes_;
+        const size_t plane = static_cast<size_t>(slot_[layer]) * config.kv_heads + head;
+        return kv_[which].data() + (plane * context + position) * row_bytes_[which];
     }
     uint8_t* pending_row(int layer, int which, int node, int head) const {
-        const size_t plane = (static_cast<size_t>(slot_[layer]) * 2 + which) * kMaxNodes + node;
-        return pending_kv_.data() + (plane * config.kv_heads + head) * row_bytes_;
+        const size_t plane = static_cast<size_t>(slot_[layer]) * kMaxNodes + node;
+        return pending_kv_[which].data() + (plane * config.kv_heads + head) * row_bytes_[which];
     }
 
     std::vector<int> slot_;  // of a layer, among the layers of its kind
     int recurrent_ = 0, attention_ = 0, current_ = 0;
-    size_t row_bytes_;
-    Memory kv_, conv_, delta_[2], pending_qkv_, pending_gates_, pending_kv_;
+    size_t row_bytes_[2];
+    Memory kv_[2], conv_, delta_[2], pending_qkv_, pending_gates_, pending_kv_[2];
 };
 
 }  // namespace warpsmith
