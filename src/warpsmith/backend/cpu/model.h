@@ -2,13 +2,12 @@
 #pragma once
 #include <mutex>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "kernels.h"
-#include "memory.h"
 #include "pool.h"
 #include "types.h"
+#include "weights.h"
 
 namespace warpsmith {
 
@@ -42,32 +41,19 @@ class Model {
 public:
     Model(Config config, int threads, const std::vector<std::string>& features);
 
-    static size_t packed_bytes(Type type, int rows, int cols);
-    void reserve(size_t bytes);  // room for all matrices, once
-    void add_matrix(const std::string& name, Type type, int rows, int cols, const uint8_t* stored);
-    void add_vector(const std::string& name, const float* values, size_t count);
     void finish();  // every tensor is there: connect the layers
 
     const Config config;
     const Kernels& kernels;
     Pool pool;
     std::mutex busy;  // one pass at a time
+    Weights weights;
 
     std::vector<Layer> layers;  // the MTP block's layer comes after the others
     Matrix embedding, head;
     const float* output_norm = nullptr;
     Matrix mtp_project;
     const float *mtp_embedding_norm = nullptr, *mtp_hidden_norm = nullptr, *mtp_output_norm = nullptr;
-
-    const Matrix& matrix(const std::string& name) const;
-
-private:
-    const float* vector(const std::string& name) const;
-
-    Memory arena_;
-    size_t used_ = 0;
-    std::unordered_map<std::string, Matrix> matrices_;
-    std::unordered_map<std::string, std::vector<float>> vectors_;
 };
 
 }  // namespace warpsmith

@@ -73,7 +73,7 @@ NB_MODULE(_cpu, m) {
     m.doc() = "Kernels of the CPU backend.";
     m.def("features", &cpu_features, "Instruction sets of this processor that matter to the kernels.");
     m.def("packed_bytes", [](const std::string& type, int rows, int cols) {
-        return Model::packed_bytes(type_of(type), rows, cols);
+        return Weights::packed_bytes(type_of(type), rows, cols);
     });
 
     nb::class_<Want>(m, "Want")
@@ -97,7 +97,7 @@ NB_MODULE(_cpu, m) {
              })
         .def_prop_ro("kernels", [](const Engine& self) { return std::string(self.model.kernels.name); })
         .def_prop_ro("threads", [](const Engine& self) { return self.model.pool.threads(); })
-        .def("reserve", [](Engine& self, size_t bytes) { self.model.reserve(bytes); })
+        .def("reserve", [](Engine& self, size_t bytes) { self.model.weights.reserve(bytes); })
         .def("add_matrix",
              [](Engine& self, const std::string& name, const std::string& type, int rows, int cols, Array<const uint8_t> stored) {
                  const Type t = type_of(type);
@@ -108,10 +108,10 @@ NB_MODULE(_cpu, m) {
                  }
                  const uint8_t* data = stored.data();
                  nb::gil_scoped_release release;
-                 self.model.add_matrix(name, t, rows, cols, data);
+                 self.model.weights.add_matrix(self.model.pool, name, t, rows, cols, data);
              })
         .def("add_vector", [](Engine& self, const std::string& name, Array<const float> values) {
-            self.model.add_vector(name, values.data(), values.size());
+            self.model.weights.add_vector(name, values.data(), values.size());
         })
         .def("finish", &Engine::finish)
         .def("unpack_row",
