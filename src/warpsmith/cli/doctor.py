@@ -41,7 +41,7 @@ def examine() -> dict[str, Any]:
         },
         "memory": machine.memory(),
         "driver": driver,
-        "gpus": gpus,
+        "gpus": [gpu | _profile(gpu) for gpu in gpus],
         "cuda_packages": {name: machine.package_version(name) for name in CUDA_PACKAGES},
         "cache": _cache(),
         "devices": devices,
@@ -68,6 +68,14 @@ def _problems() -> dict[str, str | None]:
     return problems
 
 
+def _profile(gpu: dict[str, Any]) -> dict[str, Any]:
+    """The settings that the kernels for a GPU are built with, and whether they were measured on such a chip."""
+    from warpsmith.backend.cuda.profiles import capability_from, choose
+
+    profile, measured = choose(gpu["name"], capability_from(gpu["compute_capability"]))
+    return {"profile": profile.name, "measured": measured}
+
+
 def _cache() -> dict[str, Any]:
     from huggingface_hub import constants
 
@@ -87,7 +95,8 @@ def _page(facts: dict[str, Any]) -> str:
     lines.append(f"NVIDIA     {facts['driver']}")
     lines += [
         f"           {gpu['name']}: compute capability {gpu['compute_capability']}, "
-        f"{gpu['multiprocessors']} SMs, {size(gpu['memory'])}"
+        f"{gpu['multiprocessors']} SMs, {size(gpu['memory'])}; profile {gpu['profile']}, "
+        f"{'measured' if gpu['measured'] else 'not measured'} on this chip"
         for gpu in facts["gpus"]
     ]
     packages = [f"{name} {version or 'missing'}" for name, version in facts["cuda_packages"].items()]

@@ -43,39 +43,31 @@ def build(name: str, architecture: str, constants: Mapping[str, Any], options: t
     path = cache_directory() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
     if (kept := _read(path)) is not None:
         return kept
-    image, _ = compile_source(name, architecture, constants, options)
+    image, _ = compile_source(texts[name], name, architecture, constants, options)
     _write(path, image)
     return image
 
 
 def compile_source(
-    name: str, architecture: str, constants: Mapping[str, Any], options: tuple[str, ...] = ()
+    text: str, name: str, architecture: str, constants: Mapping[str, Any], options: tuple[str, ...] = ()
 ) -> tuple[bytes, str]:
-    """(machine code, compiler's log)."""
+    """(machine code, compiler's log) of a source, which may include our headers."""
     nvrtc = _nvrtc()
-    texts = sources()
-    headers = [n for n in texts if n != name]
-    program = _check(
-        nvrtc.nvrtcCreateProgram(
-            texts[name].encode(),
-            name.encode(),
-            len(headers),
-            [texts[h].encode() for h in headers],
-            [h.encode() for h in headers],
-        )
-    )
+    headers = {n: header.encode() for n, header in sources().items() if n.endswith(".cuh")}
+    names = [n.encode() for n in headers]
+    program = _check(nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), len(names), list(headers.values()), names))
     try:
         flags = _flags(architecture, constants, options)
         outcome = nvrtc.nvrtcCompileProgram(program, len(flags), [f.encode() for f in flags])[0]
         log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
         _check(nvrtc.nvrtcGetProgramLog(program, log))
-        text = log.rstrip(b"\0 ").decode(errors="replace")
+        said = log.rstrip(b"\0 ").decode(errors="replace")
         if int(outcome) != 0:
-            raise WarpsmithError(f"{name} does not compile for {architecture}: {text}", "Please report this.")
+            raise WarpsmithError(f"{name} does not compile for {architecture}: {said}", "Please report this.")
         kind = "PTX" if architecture.startswith("compute_") else "CUBIN"
         image = b" " * _check(getattr(nvrtc, f"nvrtcGet{kind}Size")(program))
         _check(getattr(nvrtc, f"nvrtcGet{kind}")(program, image))
-        return image, text
+        return image, said
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 

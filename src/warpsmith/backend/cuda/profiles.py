@@ -71,7 +71,7 @@ def parse(name: str, text: str) -> Profile:
     profile = Profile(
         name=name,
         devices=tuple(field("devices", list, lambda parts: all(isinstance(p, str) and p for p in parts))),
-        capability=_capability(field("compute_capability", str, lambda text: _capability(text) >= OLDEST)),
+        capability=capability_from(field("compute_capability", str, lambda text: capability_from(text) >= OLDEST)),
         sms=field("multiprocessors", int, lambda n: 1 <= n <= 1024),
         shared_memory=field("shared_memory_kib", int, lambda n: 48 <= n <= 1024) << 10,
         in_flight=field("in_flight_kib", int, lambda n: 1 <= n <= 1024) << 10,
@@ -83,6 +83,7 @@ def parse(name: str, text: str) -> Profile:
     return profile
 
 
-def _capability(text: str) -> tuple[int, int]:
+def capability_from(text: str) -> tuple[int, int]:
+    """(9, 0) from "9.0"; (0, 0) from nonsense."""
     major, dot, minor = text.partition(".")
     return (int(major), int(minor)) if dot and major.isdigit() and minor.isdigit() else (0, 0)

@@ -1,0 +1,192 @@
+"""The CUDA kernels for every chip we know, compiled without a GPU; and the cache that keeps what was compiled."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from warpsmith.backend.cuda.backend import VARIANTS, build_constants
+from warpsmith.backend.cuda.compiler import DIGEST_BYTES, build, cache_directory, compile_source, sources, target
+from warpsmith.backend.cuda.driver import Chip
+from warpsmith.backend.cuda.layout import THREADS, Layout
+from warpsmith.backend.cuda.profiles import Profile, load_profiles
+from warpsmith.errors import NoDevice
+from warpsmith.model.config import SIZES
+
+MODEL = SIZES["0.8B"]
+REGISTERS = 65536  # of an SM, on every chip since 8.0
+MAX_SPILL, MAX_TREE_SPILL = 1024, 4096  # bytes of registers put aside, or fetched back
+PROFILES = list(load_profiles())
+
+
+@pytest.fixture(autouse=True)
+def _nvrtc() -> None:
+    try:
+        target((9, 0))
+    except NoDevice as error:
+        pytest.skip(str(error))
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a kernel takes, in the compiler's words."""
+
+    registers: int
+    static_shared: int
+    spill_stores: int
+    spill_loads: int
+
+
+def usage(log: str) -> Usage:
+    def number(pattern: str) -> int:
+        found = re.search(pattern, log)
+        return int(found[1]) if found else 0
+
+    return Usage(
+        registers=int(re.search(r"Used (\d+) registers", log)[1]),  # type: ignore[index]
+        static_shared=number(r"(\d+) bytes smem"),
+        spill_stores=number(r"(\d+) bytes spill stores"),
+        spill_loads=number(r"(\d+) bytes spill loads"),
+    )
+
+
+def constants_for(profile: Profile, nodes: int) -> dict[str, object]:
+    chip = Chip(profile.name, profile.capability, profile.sms, profile.shared_memory)
+    return build_constants(Layout(MODEL, profile.sms), chip, profile, nodes)
+
+
+def compiled(source: str, profile: Profile, nodes: int) -> Usage:
+    return _compiled(source, target(profile.capability), tuple(constants_for(profile, nodes).items()))
+
+
+@cache  # some chips differ in memory only
+def _compiled(source: str, architecture: str, constants: tuple[tuple[str, object], ...]) -> Usage:
+    options = ("--ptxas-options=-v",)
+    _, log = compile_source(sources()[source], source, architecture, dict(constants), options)
+    return usage(log)
+
+
+def check_shared_memory(profile: Profile, constants: Mapping[str, object]) -> None:
+    """The compiler itself adds up what a block shares, and must find it within what the chip gives."""
+    text = f'#include "block.cuh"\nstatic_assert(SHARED_BYTES <= {profile.shared_memory}, "too much");'
+    compile_source(text, "shared.cu", target(profile.capability), constants)
+
+
+def problems(profile: Profile, nodes: int) -> list[str]:
+    """What is wrong with the forward kernel for that chip and trees of that many nodes."""
+    check_shared_memory(profile, constants_for(profile, nodes))
+    used = compiled("forward.cu", profile, nodes)
+    print(f"{profile.name}, {nodes} nodes: {used}")
+    most = MAX_SPILL if nodes == 1 else MAX_TREE_SPILL
+    wrong = {
+        "shared memory that is not counted": used.static_shared > 0,
+        "too many registers": used.registers * THREADS > REGISTERS,
+        "too many spills": max(used.spill_stores, used.spill_loads) > most,
+    }
+    return [f"{profile.name}, {nodes} nodes: {what} ({used})" for what, is_so in wrong.items() if is_so]
+
+
+def test_the_forward_kernel_builds_for_every_chip() -> None:
+    builds = [(load_profiles()[name], 1) for name in PROFILES]
+    builds.append((load_profiles()["rtx-3090"], VARIANTS[1]))  # a tree where there is little shared memory
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda build: problems(*build), builds))
+    assert not [problem for each in found for problem in each]
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_the_small_kernels_build_for_every_chip(name: str) -> None:
+    for source in ("commit.cu", "pack.cu"):
+        used = compiled(source, load_profiles()[name], 1)
+        assert used.registers * 512 <= REGISTERS
+        assert used.spill_stores == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", VARIANTS[1:])
+@pytest.mark.parametrize("name", PROFILES)
+def test_every_tree_builds_for_every_chip(name: str, nodes: int) -> None:
+    profile = load_profiles()[name]
+    if nodes > profile.largest_tree:
+        pytest.skip(f"trees on this chip have at most {profile.largest_tree} nodes")
+    assert not problems(profile, nodes)
+
+
+def test_older_chips_get_neither_bulk_copies_nor_clusters() -> None:
+    constants = constants_for(load_profiles()["generic"], 1)
+    ptx, _ = compile_source(sources()["forward.cu"], "forward.cu", "compute_80", constants)
+    assert b".target sm_80" in ptx
+    assert b"cp.async." in ptx
+    assert b"bulk" not in ptx
+    assert b"cluster" not in ptx
+
+
+def test_a_chip_newer_than_the_compiler_gets_ptx() -> None:
+    assert target((8, 6)) == "sm_86"
+    assert target((12, 0)) == "sm_120"
+    assert re.fullmatch(r"compute_\d+", target((99, 0)))
+
+
+# -- the cache ---------------------------------------------------------------------------------------------------------
+
+CONSTANTS = constants_for(load_profiles()["generic"], 1)
+
+
+def build_pack(architecture: str = "sm_90") -> bytes:
+    return build("pack.cu", architecture, CONSTANTS)
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return cache_directory()
+
+
+def test_what_was_built_is_read_back(empty_cache: Path) -> None:
+    image = build_pack()
+    (kept,) = empty_cache.iterdir()
+    assert kept.read_bytes()[DIGEST_BYTES:] == image
+    other = b"anything with the right digest"
+    kept.write_bytes(hashlib.sha256(other).digest() + other)
+    assert build_pack() == other
+    assert build_pack("sm_86") not in (image, other)
+    assert len(list(empty_cache.iterdir())) == 2
+
+
+@pytest.mark.parametrize("damage", ["empty", "short", "changed"])
+def test_a_damaged_file_is_built_again(empty_cache: Path, damage: str) -> None:
+    image = build_pack()
+    (kept,) = empty_cache.iterdir()
+    good = kept.read_bytes()
+    middle = len(good) // 2
+    bad = {"empty": b"", "short": good[:-1], "changed": good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :]}
+    kept.write_bytes(bad[damage])
+    assert build_pack() == image
+    assert kept.read_bytes() == good
+
+
+def test_processes_build_the_same_kernel_at_once(empty_cache: Path) -> None:
+    program = "from test_cuda_build import build_pack; import hashlib; print(hashlib.sha256(build_pack()).hexdigest())"
+    command = [sys.executable, "-c", program]
+    folder = Path(__file__).parent
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) for _ in range(3)]
+    digests = {process.communicate()[0].strip() for process in running}
+    assert [process.returncode for process in running] == [0, 0, 0]
+    assert digests == {hashlib.sha256(build_pack()).hexdigest()}
+    assert [f.suffix for f in empty_cache.iterdir()] == [".cubin"]
+
+
+def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    assert build_pack() == build_pack()
