@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from statistics import median
 
 import numpy as np
 
@@ -20,13 +21,14 @@ from warpsmith.backend.base import (
     output_from_logits,
 )
 from warpsmith.backend.cuda.compiler import build, target
-from warpsmith.backend.cuda.driver import Buffer, Chip, Device, Kernel, Module, Pinned
+from warpsmith.backend.cuda.driver import Buffer, Chip, Device, Event, Kernel, Module, Pinned
 from warpsmith.backend.cuda.layout import (
     COLUMNS,
     HEAD_DIM,
     MAX_FEATURES,
     MAX_STOPS,
     PACKET_BYTES,
+    READ_AHEAD,
     SLOT_BYTES,
     STATE_DIM,
     THREADS,
@@ -35,6 +37,7 @@ from warpsmith.backend.cuda.layout import (
     Params,
     Path,
     Request,
+    Stream,
 )
 from warpsmith.backend.cuda.memory import check_fit, memory_parts
 from warpsmith.backend.cuda.packing import Progress, pack_stream
@@ -279,6 +282,27 @@ class CudaBackend(Backend):
             return {"y": self._packet_values("y", n)[:, : c.heads * HEAD_DIM]}
         name = {"embed": "x", "mix_out": "x_mid", "mlp_in": "h", "mlp_out": "x"}[kind]
         return {"h" if kind == "mlp_in" else "x": self._packet_values(name, n)}
+
+    def bytes_a_token(self, length: int) -> int:
+        layout = self.layout
+        weights = layout.stream_bytes + layout.vector_bytes
+        return weights + 2 * layout.cache_bytes(length) + 2 * layout.delta_bytes
+
+    def read_bandwidth(self) -> float:
+        """Every SM reads its stream and does nothing with it; the median of nine times."""
+        image = build("stream.cu", self.architecture, {})
+        kernel = self.device.load(image).kernel("read_stream", READ_AHEAD)
+        ends = self.device.upload(np.append(self.layout.stream_start, self.layout.stream_bytes).astype(np.uint64))
+        request = Stream(bytes=self.stream.pointer, start=ends.pointer)
+        begin, end = Event(self.device), Event(self.device)
+        times = []
+        for _ in range(10):
+            begin.record()
+            kernel.launch(self.chip.sms, 32, request)
+            end.record()
+            end.wait()
+            times.append(end.seconds_since(begin))
+        return self.layout.stream_bytes / median(times[1:])
 
     def _packet_values(self, name: str, nodes: int) -> np.ndarray:
         count = self.layout.packet_counts[name]

@@ -19,6 +19,7 @@ COLUMNS, HISTORY, STATE_DIM, HEAD_DIM = 16, 4, 128, 256
 BLOCK_CHANNELS = 2 * STATE_DIM + COLUMNS
 MAX_STOPS, MAX_FEATURES = 16, 8
 PACKET_BYTES = 16
+READ_AHEAD = 3 * 32768  # PIECES * PIECE_BYTES of stream.cu
 
 
 def chunks_of(k: int) -> int:
@@ -276,6 +277,12 @@ class Path(ctypes.Structure):
     """`Path` of commit.cu."""
 
     _fields_ = [("count", ctypes.c_int), ("length", ctypes.c_int), ("node", ctypes.c_int * MAX_NODES)]
+
+
+class Stream(ctypes.Structure):
+    """`Stream` of stream.cu."""
+
+    _fields_ = [("bytes", ctypes.c_void_p), ("start", ctypes.c_void_p)]
 
 
 class Pack(ctypes.Structure):
