@@ -1,70 +1,102 @@
-"""wisp in one command a run; every stage is its own process, so that one that fails does not take the rest along.
+"""wisp from nothing but this folder: fetch the packages, train model and draft, write the GGUF files and the tables.
 
-python -m train smoke --data carry --out OUT      speed probe, then every stage for a few seconds
-python -m train first --data carry --out OUT      most of pretraining, at a constant rate
-python -m train last  --data carry --out OUT      the rest with the rate going to zero, then the draft and the scores
+python -m train --work DIR                                    everything, in the steps that made the files that ship
+python -m train --work DIR --stages pretrain anneal           some of it: stages find the earlier ones' results in DIR
+python -m train --work DIR --smoke --wheels FEW_WHEELS        every stage in small, on any machine, to see that it runs
+
+Training needs an NVIDIA GPU with 80 GB or more (an H200: ten minutes of pretraining, three for the draft); the stages
+before it need no GPU, and only the first a network. Every stage is a process of its own with pinned seeds.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+# How long the runs were that made the files in the package.
+CONSTANT_STEPS, DECAY_STEPS, DRAFT_STEPS = 987, 454, 1030
+FEATURES = "1,3,5,6"
+SMALL_STEP = ["--length", 64, "--batch-tokens", 256, "--micro-tokens", 128, "--no-compile", "--log-every", 1]
+SMALL_TEXT = ["--sequences", 6, "--corpus-sequences", 6, "--prompt", 16, "--new", 24, "--batch", 2, "--anchors", 2]
 
-def stage(module: str, *arguments: object) -> bool:
-    command = [sys.executable, "-u", "-m", f"train.{module}", *map(str, arguments)]
+
+def run(module: str, *arguments: object) -> None:
+    command = [sys.executable, "-u", "-m", module, *map(str, arguments)]
     started = time.monotonic()
     status = subprocess.run(command).returncode
     print(f"[{module}: exit {status} after {time.monotonic() - started:.0f} s]", flush=True)
-    return status == 0
+    if status:
+        raise SystemExit(status)
+
+
+def stages(args: argparse.Namespace) -> dict[str, Callable[[], None]]:
+    """What is run, in order, each by the name it has on the command line."""
+    work: Path = args.work
+    corpus, packs, tokenizer, out = work / "corpus", work / "packs", work / "tokenizer", work / "out"
+    wheels, gguf, model = args.wheels or work / "wheels", args.gguf or work / "gguf", work / "wisp"
+    build = ["--wheels", wheels, "--corpus", corpus, *(["--benchmark", args.benchmark] if args.benchmark else [])]
+    build += ["--report", work / "DATA.md"] if args.smoke else []
+    small = SMALL_STEP if args.smoke else []
+    pretrain = ["--data", packs, "--out", out, "--state", work / "state", *small]
+    draft = ["--target", model, "--data", packs, "--out", out, "--features", FEATURES]
+    draft += [*SMALL_TEXT, "--steps", 2] if args.smoke else ["--steps", DRAFT_STEPS]
+    few = ["--prompts", 4, "--prompt", 16, "--new", 24, "--length", 64, "--rows", 2] if args.smoke else []
+    tables = ["--model", gguf / "wisp.gguf", "--draft", gguf / "wisp-dflash.gguf", "--heldout", packs / "heldout.npz"]
+    tables += ["--humaneval", args.benchmark] if args.benchmark else []
+    tables += ["--samples", 1, "-n", 16, "--tables", "chain", "mtp"] if args.smoke else []
+
+    def export() -> None:
+        gguf.mkdir(parents=True, exist_ok=True)
+        (gguf / "wisp.gguf").unlink(missing_ok=True)
+        run("warpsmith.cli", "convert", model, gguf / "wisp.gguf", "--type", "q8_0")
+        shutil.copy(out / "draft.gguf", gguf / "wisp-dflash.gguf")
+
+    def anneal() -> None:
+        steps = ["--steps", 2 if args.smoke else DECAY_STEPS]
+        run("train.pretrain", *pretrain, *steps, "--warmup", 0.005, "--decay-from", 0.3)
+        run("train.plot", out / "pretrain.json", out)
+        run("train.shards", out / "wisp", model, tokenizer)
+
+    return {
+        "fetch": lambda: run("train.data", "fetch", "--wheels", wheels),
+        "build": lambda: run("train.data", "build", *build),
+        "tokenizer": lambda: run("train.tokenizer", "--corpus", corpus, "--out", tokenizer),
+        "pack": lambda: run("train.data", "pack", "--corpus", corpus, "--tokenizer", tokenizer, "--out", packs),
+        # most of pretraining at a constant rate on the first pack, then the rate goes to zero on both
+        "pretrain": lambda: run(
+            "train.pretrain", *pretrain, "--packs", 1, "--steps", 2 if args.smoke else CONSTANT_STEPS
+        ),
+        "anneal": anneal,
+        "draft": lambda: run("train.draft", *draft),
+        "evaluate": lambda: run(
+            "train.evaluate", "--target", model, "--draft", out / "draft", "--data", packs, "--out", out, *few
+        ),
+        "export": export,
+        "card": lambda: run("train.card", *tables),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", choices=("smoke", "first", "last"))
-    parser.add_argument("--data", type=Path, required=True, help="tokens_*.xz at any depth, heldout.npz, tokenizer/")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--state", type=Path, default=Path("build/train"), help="kept on this machine between runs")
-    parser.add_argument("--resume", type=Path, help="prefix of shards to continue from when there is no state")
-    parser.add_argument("--pretrain-minutes", type=float)
-    parser.add_argument("--draft-minutes", type=float, default=2.5)
-    parser.add_argument("--generate-minutes", type=float, default=0.8)
-    args, extra = parser.parse_known_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    shared = ["--data", args.data, "--tokenizer", args.data / "tokenizer", "--out", args.out]
-    wisp = args.out / "wisp"
-    pretrain = ["--data", args.data, "--out", args.out, *extra]
-    if args.run == "smoke":
-        stage("probe")
-        stage("pretrain", *pretrain, "--minutes", 0.8, "--log-every", 5)
-        stage(
-            "draft",
-            "--target",
-            wisp,
-            *shared,
-            "--generate-minutes",
-            0.1,
-            "--minutes",
-            0.7,
-            "--sequences",
-            4096,
-        )
-        stage("evaluate", "--target", wisp, "--draft", args.out / "draft", *shared)
-        return
-    pretrain += ["--state", args.state]
-    if args.resume:
-        pretrain += ["--resume", args.resume]
-    if args.run == "first":
-        stage("pretrain", *pretrain, "--minutes", args.pretrain_minutes or 9.3)
-        return
-    decay = ["--warmup", 0.005, "--decay-from", 0.3]
-    stage("pretrain", *pretrain, *decay, "--minutes", args.pretrain_minutes or 5.3)
-    minutes = ["--minutes", args.draft_minutes, "--generate-minutes", args.generate_minutes]
-    stage("draft", "--target", wisp, *shared, *minutes)
-    stage("evaluate", "--target", wisp, "--draft", args.out / "draft", *shared)
+    parser = argparse.ArgumentParser(
+        prog="python -m train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = list(stages(argparse.Namespace(work=Path(), wheels=None, gguf=None, benchmark=None, smoke=False)))
+    parser.add_argument("--work", type=Path, required=True, metavar="DIR", help="where everything is kept")
+    parser.add_argument("--stages", nargs="+", choices=names, default=names, help="run only these (default: all)")
+    parser.add_argument("--wheels", type=Path, metavar="DIR", help="packages fetched before; left alone")
+    parser.add_argument("--gguf", type=Path, metavar="DIR", help="where the two GGUF files go (default: DIR/gguf)")
+    parser.add_argument("--benchmark", type=Path, metavar="FILE", help="JSONL prompts to keep out and to measure with")
+    parser.add_argument("--smoke", action="store_true", help="a few steps of everything")
+    args = parser.parse_args()
+    todo = stages(args)
+    for name in names:
+        if name in args.stages and not (name == "fetch" and args.wheels):
+            todo[name]()
 
 
 if __name__ == "__main__":

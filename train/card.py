@@ -88,6 +88,8 @@ def split_bits(llm: LLM, path: Path, progress: Callable[[str], object]) -> dict[
     result = {"all": nats.mean() / math.log(2) * lengths.sum() / sizes.sum()}
     for i, name in enumerate(KINDS):
         here = kinds == i
+        if not (predicted == i).any():
+            continue
         result[name] = nats[predicted == i].mean() / math.log(2) * lengths[here].sum() / sizes[here].sum()
     return {name: float(bits) for name, bits in result.items()}
 

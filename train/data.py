@@ -154,8 +154,8 @@ def standard_library(reasons: collections.Counter[str]) -> Iterator[Package]:
         yield Package(f"cpython/{name}", version, "PSF-2.0", "", "", sources)
 
 
-def build(wheels: Path, corpus: Path, benchmark: Benchmark) -> None:
-    """Write train.jsonl and heldout.jsonl under `corpus`, and DATA.md beside this file."""
+def build(wheels: Path, corpus: Path, benchmark: Benchmark, report: Path) -> None:
+    """Write train.jsonl and heldout.jsonl under `corpus`, and what went into them as `report`."""
     reasons: collections.Counter[str] = collections.Counter()
     packages = list(standard_library(reasons))
     paths = sorted(wheels.rglob("*.whl"), key=lambda p: p.name.lower())
@@ -216,7 +216,7 @@ def build(wheels: Path, corpus: Path, benchmark: Benchmark) -> None:
             sizes[kind] += len(text.encode())
         print(name, {k: f"{v / 1e6:.1f} MB" for k, v in sizes.items()}, len(documents), "documents")
     print(dict(reasons.most_common()))
-    write_report(packages, kept, reasons)
+    write_report(packages, kept, reasons, report)
 
 
 def trim(documents: list[tuple[str, str, str]], limit: int) -> list[tuple[str, str, str]]:
@@ -229,7 +229,7 @@ def trim(documents: list[tuple[str, str, str]], limit: int) -> list[tuple[str, s
     return result
 
 
-def write_report(packages: list[Package], kept: dict[str, int], reasons: collections.Counter[str]) -> None:
+def write_report(packages: list[Package], kept: dict[str, int], reasons: collections.Counter[str], path: Path) -> None:
     library = [p for p in packages if p.name.startswith("cpython/")]
     others = sorted((p for p in packages if p not in library and kept.get(p.name)), key=lambda p: p.name.lower())
     held = ", ".join(p.name for p in library if p.held_out)
@@ -251,7 +251,7 @@ def write_report(packages: list[Package], kept: dict[str, int], reasons: collect
     for p in others:
         split = "held out" if p.held_out else "train"
         lines.append(f"| {p.name} | {p.version} | {p.licence} | {kept[p.name] / 1e6:.2f} | {split} |")
-    (HERE / "DATA.md").write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join(lines) + "\n")
 
 
 def pack(corpus: Path, tokenizer_dir: Path, out: Path, pack_tokens: int, packs: int) -> None:
@@ -335,12 +335,12 @@ def write_heldout(path: Path, documents: list[dict[str, str]], ids: list[np.ndar
     print(f"{path.name}: {sum(map(len, ids)) / 1e6:.2f}M tokens, {path.stat().st_size / 2**20:.1f} MiB")
 
 
-def load_tokens(directory: Path) -> np.ndarray:
-    """All packs found in `directory`, joined, as uint16 ids."""
-    packs = sorted(directory.rglob("tokens_*.xz"))
-    if not packs:
+def load_tokens(directory: Path, packs: int | None = None) -> np.ndarray:
+    """The first packs found in `directory`, or all, joined, as uint16 ids."""
+    found = sorted(directory.rglob("tokens_*.xz"))[:packs]
+    if not found:
         raise FileNotFoundError(f"no tokens_*.xz in {directory}; run `python -m train.data pack` first")
-    return np.concatenate([np.frombuffer(lzma.decompress(p.read_bytes()), np.uint16) for p in packs])
+    return np.concatenate([np.frombuffer(lzma.decompress(p.read_bytes()), np.uint16) for p in found])
 
 
 def main() -> None:
@@ -354,12 +354,13 @@ def main() -> None:
     parser.add_argument(
         "--packs", type=int, default=2, help="how many packs to write; the rest of the corpus is left out"
     )
+    parser.add_argument("--report", type=Path, default=HERE / "DATA.md", help="where build tells what was used")
     parser.add_argument("--benchmark", type=Path, help="jsonl with `prompt` fields that must not be trained on")
     args = parser.parse_args()
     if args.step == "fetch":
         fetch(args.wheels)
     elif args.step == "build":
-        build(args.wheels, args.corpus, Benchmark(args.benchmark))
+        build(args.wheels, args.corpus, Benchmark(args.benchmark), args.report)
     elif args.step == "prompts":
         write_prompts(args.corpus, PROMPT_FILE)
     else:

@@ -1,6 +1,11 @@
 """Train a DFlash draft: a few layers that fill a block of masked positions at once from the target's features.
 
-python -m train.draft --target PREFIX --data DIR --tokenizer DIR --out DIR --minutes 3
+python -m train.draft --target MODEL --data FILE --out DIR
+
+MODEL is any Qwen3.5 that warpsmith runs: a GGUF file, a directory of safetensors, a name on the Hub. FILE holds what
+it will be asked, a JSON object a line: {"text": ...} or {"prompt": ...} to continue, or {"messages": [...]} for its
+chat template. The model continues pieces of it, and the draft learns to foresee what it wrote. DIR/draft.gguf is then
+ready for `warpsmith run -m MODEL --draft DIR/draft.gguf`. FILE may also be the folder that `train.data pack` writes.
 """
 
 from __future__ import annotations
@@ -18,9 +23,11 @@ from torch import Tensor, nn
 
 from train import shards
 from train.data import load_tokens
+from train.export import write_draft
 from train.generate import cut_prompts, write_samples
-from train.model import MLP, Config, Qwen35, half_precision, rope_angles, rotate
+from train.model import MLP, Qwen35, half_precision, rope_angles, rotate
 from train.optim import Optimizer, multiplier
+from train.target import ASSISTANT_TURN, load_target, load_tokenizer, read_tokens
 
 
 @dataclass(frozen=True)
@@ -193,9 +200,9 @@ def target_features(target: Qwen35, ids: Tensor, layers: tuple[int, ...]) -> Ten
         return torch.cat(taken, -1)
 
 
-def block_loss(draft_hidden: Tensor, embedding: Tensor, labels: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+def block_loss(draft_hidden: Tensor, head: Tensor, labels: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
     """Cross-entropy weighted by exp(-(j - 1) / gamma), and the share of right guesses at each offset."""
-    logits = F.linear(draft_hidden[:, :, 1:], embedding).float()
+    logits = F.linear(draft_hidden[:, :, 1:], head).float()
     losses = F.cross_entropy(logits.flatten(0, 2), labels.flatten(), ignore_index=-100, reduction="none").view_as(
         labels
     )
@@ -225,7 +232,7 @@ def train_draft(
     draft = Draft(config).to(device)
     draft.initialise(seed)
     optimizer = Optimizer(draft, rate, 0.003, decay=0.01)
-    embedding = target.model.embed_tokens.weight.detach()
+    embedding, head = target.model.embed_tokens.weight.detach(), target.head.detach()
     random = torch.Generator().manual_seed(seed)
     order = torch.empty(0, dtype=torch.long)
     loss_of = block_loss
@@ -250,7 +257,7 @@ def train_draft(
         inputs, labels = blocks_at(ids, places, config.block_size, config.mask_token_id)
         with half_precision(device):
             hidden = draft(features, F.embedding(inputs, embedding), places)
-            loss, right = loss_of(hidden, embedding, labels, 7.0)
+            loss, right = loss_of(hidden, head, labels, 7.0)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
         optimizer.step(multiplier(progress, 0.04, 0.3))
@@ -272,81 +279,91 @@ def train_draft(
     return draft
 
 
-def load_target(prefix: Path, device: torch.device) -> Qwen35:
-    """From travelling shards, or from a directory with model.safetensors and config.json."""
-    if prefix.is_dir():
-        from safetensors.torch import load_file
-
-        tensors, config = (
-            load_file(prefix / "model.safetensors"),
-            json.loads((prefix / "config.json").read_text()),
-        )
-    else:
-        tensors, config = shards.load(prefix)
-    model = Qwen35(Config.from_json(config))
-    model.load_state_dict(tensors)
-    return model.to(device).eval().requires_grad_(False)
+def spread(layers: int, features: int) -> tuple[int, ...]:
+    """Evenly from the second layer to the last but two, as published drafts read them."""
+    return tuple(dict.fromkeys(round(1 + i * (layers - 4) / max(1, features - 1)) for i in range(features)))
 
 
-def assistant_marker(tokenizer_dir: Path) -> Tensor:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
-    return torch.tensor(tokenizer.encode("<|im_start|>assistant\n<think>\n\n</think>\n\n").ids)
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", type=Path, required=True, help="prefix of shards, or a model directory")
-    parser.add_argument("--data", type=Path, required=True, help="directory with tokens_*.xz and heldout.npz")
-    parser.add_argument("--tokenizer", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--generate-minutes", type=float, default=1.0)
-    parser.add_argument("--minutes", type=float, default=3.0)
-    parser.add_argument("--steps", type=int, default=0)
-    parser.add_argument("--sequences", type=int, default=8192, help="written by the target; each is seen as three")
-    parser.add_argument("--corpus-sequences", type=int, default=49152, help="cut from the corpus, for breadth")
-    parser.add_argument("--generate-batch", type=int, default=8192)
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--new", type=int, default=384)
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--anchors", type=int, default=48)
-    parser.add_argument("--rate", type=float, default=0.02)
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--seed", type=int, default=35)
+    parser.add_argument("--target", required=True, metavar="MODEL")
+    parser.add_argument("--data", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    shape = parser.add_argument_group("shape")
+    shape.add_argument("--layers", type=int, default=3)
+    shape.add_argument("--ffn", type=int, help="inner size of the MLPs (default: twice the target's hidden size)")
+    shape.add_argument("--heads", type=int, help="of 128 (default: as many as the hidden size holds)")
+    shape.add_argument("--block", type=int, default=16, help="tokens filled at once, the known one included")
+    shape.add_argument("--features", type=numbers, metavar="I,J,...", help="target layers to read (default: 4, spread)")
+    shape.add_argument("--mask-token", type=int, help="id (default: the token <|mask|>, else the vocabulary's last)")
+    text = parser.add_argument_group("text")
+    text.add_argument("--sequences", type=int, default=8192, help="written by the target; each is seen as three")
+    text.add_argument("--corpus-sequences", type=int, default=49152, help="cut from the data, for breadth")
+    text.add_argument("--generate-batch", type=int, default=8192, help="written at once; less needs less memory")
+    text.add_argument("--generate-minutes", type=float, default=60.0, help="stop writing after so long")
+    text.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
+    text.add_argument("--new", type=int, default=384, help="tokens written after it")
+    fit = parser.add_argument_group("training")
+    fit.add_argument("--steps", type=int, default=1030)
+    fit.add_argument("--minutes", type=float, help="train for so long instead of so many steps")
+    fit.add_argument("--batch", type=int, default=128, help="sequences a step")
+    fit.add_argument("--anchors", type=int, default=48, help="blocks a sequence")
+    fit.add_argument("--rate", type=float, default=0.02)
+    fit.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
+    fit.add_argument("--seed", type=int, default=35)
     args = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer, template = load_tokenizer(args.target)
+    if args.data.is_dir():
+        tokens = torch.from_numpy(load_tokens(args.data).astype("int32"))
+    else:
+        tokens = read_tokens(args.data, tokenizer, template)
+    if len(tokens) <= args.prompt + args.new:
+        raise SystemExit(f"{args.data} holds {len(tokens)} tokens: --prompt and --new together need more")
+    tokens = tokens.to(device)
     target = load_target(args.target, device)
-    tokens = torch.from_numpy(load_tokens(args.data).astype("int32")).to(device)
-    marker = assistant_marker(args.tokenizer).to(device)
+    marker = torch.tensor(tokenizer.encode(ASSISTANT_TURN), device=device)
     sequences = write_samples(
         target,
         tokens,
         marker,
         args.sequences,
-        args.generate_batch,
+        min(args.generate_batch, args.sequences),
         args.prompt,
         args.new,
         args.seed,
         args.generate_minutes * 60,
     )
     corpus = cut_prompts(tokens, args.corpus_sequences, args.prompt + args.new, marker, 0.1, args.seed + 1000)
-    sequences = torch.cat([sequences.repeat(3, 1), corpus.to(torch.int16)])
+    sequences = torch.cat([sequences.repeat(3, 1), corpus.to(torch.int32)])
+    c, mask = target.config, tokenizer.token_id("<|mask|>")
+    heads = args.heads or max(1, c.hidden_size // 128)
     config = DraftConfig(
-        vocab_size=target.config.vocab_size,
-        hidden_size=target.config.hidden_size,
-        num_target_layers=target.config.num_hidden_layers,
-        rope_theta=target.config.rope_theta,
+        hidden_size=c.hidden_size,
+        intermediate_size=args.ffn or 2 * c.hidden_size,
+        num_hidden_layers=args.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 2),
+        rope_theta=c.rope_theta,
+        block_size=args.block,
+        target_layer_ids=args.features or spread(c.num_hidden_layers, 4),
+        mask_token_id=args.mask_token or mask or c.vocab_size - 1,
+        vocab_size=c.vocab_size,
+        num_target_layers=c.num_hidden_layers,
     )
     args.out.mkdir(parents=True, exist_ok=True)
-    train_draft(
+    draft = train_draft(
         target,
         sequences,
         args.prompt,
         config,
-        args.minutes * 60,
-        args.steps,
+        (args.minutes or 0) * 60,
+        0 if args.minutes else args.steps,
         args.batch,
         args.anchors,
         args.rate,
@@ -354,6 +371,7 @@ def main() -> None:
         args.seed,
         args.compile,
     )
+    write_draft(args.out / "draft.gguf", f"{Path(args.target).stem}-dflash", config, draft.state_dict())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Did training work: held-out bits per byte, and how many tokens a round the draft and the MTP layer would give.
 
-python -m train.evaluate --target PREFIX [--draft PREFIX] --data DIR --tokenizer DIR --out DIR
+python -m train.evaluate --target MODEL [--draft PREFIX] --data DIR --out DIR
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def bits_per_byte(model: Qwen35, heldout: dict[str, np.ndarray], length: int, ro
     tokens = torch.from_numpy(heldout["tokens"].astype(np.int64)).to(device)
     kind = torch.from_numpy(np.repeat(heldout["kind"], heldout["lengths"]).astype(np.int64)).to(device)
     windows = (len(tokens) - 1) // length
+    rows = min(rows, windows)
     used = windows * length
     losses = torch.zeros(used, device=device)
     for first in range(0, windows, rows):
@@ -107,18 +108,16 @@ def mtp_length(target: Qwen35, ids: Tensor, prompt: int, depth: int) -> list[flo
 
 
 def main() -> None:
-    from tokenizers import Tokenizer
-
     from train import shards
-    from train.draft import Draft, DraftConfig, assistant_marker, load_target
+    from train.draft import Draft, DraftConfig
     from train.generate import continue_prompts, cut_prompts
     from train.pretrain import load_heldout
+    from train.target import ASSISTANT_TURN, load_target, load_tokenizer
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", type=Path, required=True)
-    parser.add_argument("--draft", type=Path)
+    parser.add_argument("--target", required=True, metavar="MODEL")
+    parser.add_argument("--draft", type=Path, help="prefix of its shards")
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=96)
     parser.add_argument("--prompt", type=int, default=128)
@@ -132,7 +131,8 @@ def main() -> None:
     heldout = load_heldout(args.data)
     report: dict = {"heldout": bits_per_byte(target, heldout, args.length, args.rows)}
     tokens = torch.from_numpy(heldout["tokens"].astype(np.int32)).to(device)
-    marker = assistant_marker(args.tokenizer).to(device)
+    tokenizer, _ = load_tokenizer(args.target)
+    marker = torch.tensor(tokenizer.encode(ASSISTANT_TURN), device=device)
     prompts = cut_prompts(tokens, args.prompts, args.prompt, marker, 0.25, 7)
     greedy = continue_prompts(target, prompts, args.new, torch.zeros(args.prompts, device=device))
     chats = args.prompts // 4
@@ -143,11 +143,7 @@ def main() -> None:
         draft.load_state_dict(tensors)
         report["draft_length_chat"] = draft_length(target, draft, greedy[:chats], args.prompt)
         report["draft_length_code"] = draft_length(target, draft, greedy[chats:], args.prompt)
-    tokenizer = Tokenizer.from_file(str(args.tokenizer / "tokenizer.json"))
-    report["samples"] = []
-    for row in (*greedy[:4], *greedy[chats : chats + 4]):
-        text = tokenizer.decode(row.tolist(), skip_special_tokens=False)
-        report["samples"].append(text)
+    report["samples"] = [tokenizer.decode(row.tolist()) for row in (*greedy[:4], *greedy[chats : chats + 4])]
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "evaluation.json").write_text(json.dumps(report, indent=1))
     samples = report.pop("samples")

@@ -75,7 +75,7 @@ def write_samples(
         prompts = cut_prompts(tokens, batch, prompt, marker, 0.3, seed + len(results))
         # Chat prompts come first in the batch; shuffle so that every temperature sees both.
         prompts = prompts[torch.randperm(batch, device=tokens.device)]
-        results.append(continue_prompts(model, prompts, new, temperature).to(torch.int16))
+        results.append(continue_prompts(model, prompts, new, temperature).to(torch.int32))
         spent = time.monotonic() - started
         if spent + spent / len(results) > seconds:
             break

@@ -35,6 +35,8 @@ class Config:
     partial_rotary_factor: float = 0.25
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 4096
+    tie_word_embeddings: bool = True
+    mtp_num_hidden_layers: int = 1
     eos_token_id: int = 8178
     pad_token_id: int = 8176
 
@@ -64,9 +66,7 @@ class Config:
             "hidden_act": "silu",
             "attention_bias": False,
             "attn_output_gate": True,
-            "tie_word_embeddings": True,
             "mamba_ssm_dtype": "float32",
-            "mtp_num_hidden_layers": 1,
             "mtp_use_dedicated_embeddings": False,
             "dtype": "bfloat16",
         }
@@ -74,7 +74,10 @@ class Config:
     @classmethod
     def from_json(cls, data: dict) -> Config:
         known = {f.name for f in fields(cls)}
-        return cls(**{k: v for k, v in data.items() if k in known})
+        config = cls(**{k: v for k, v in {**data, **data.get("rope_parameters", {})}.items() if k in known})
+        if data.get("layer_types", config.layer_types) != config.layer_types:
+            raise ValueError(f"layers are not one attention layer in {config.full_attention_interval}")
+        return config
 
 
 def half_precision(device: torch.device) -> torch.autocast:
@@ -301,7 +304,15 @@ class Qwen35(nn.Module):
         super().__init__()
         self.config = config
         self.model = Trunk(config)
-        self.mtp = MTP(config)
+        if config.mtp_num_hidden_layers:
+            self.mtp = MTP(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def head(self) -> Tensor:
+        """The LM head's weight [vocabulary, hidden]."""
+        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
     def rope(self, start: int, length: int) -> tuple[Tensor, Tensor]:
         c = self.config
@@ -323,7 +334,7 @@ class Qwen35(nn.Module):
         return self.model.norm(h), [taken[i] for i in features or []]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.model.embed_tokens.weight)
+        return F.linear(hidden, self.head)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.logits(self.hidden(ids)[0])

@@ -29,6 +29,7 @@ class Settings:
     out: Path
     state: Path | None = None  # full-precision state kept on this machine between runs
     resume: Path | None = None  # prefix of travelling shards, used when there is no state
+    packs: int = 0  # how many of the data's packs to read; 0 is all
     minutes: float = 9.0
     steps: int = 0  # when given, the schedule counts steps instead of minutes
     length: int = 1024
@@ -224,7 +225,7 @@ def main() -> None:
     started = time.monotonic()
     settings = parse()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokens = load_tokens(settings.data)
+    tokens = load_tokens(settings.data, settings.packs or None)
     trainer = Trainer(Config(), settings, device, started)
     count = sum(p.numel() for p in trainer.model.parameters())
     print(f"{count / 1e6:.2f}M parameters, {len(tokens) / 1e6:.1f}M tokens, {device}", flush=True)

@@ -1,11 +1,12 @@
 """Checkpoints in parts small enough to travel: bf16, its nearly constant exponent bytes deflated, nothing lost.
 
-python -m train.shards PREFIX DIR       join PREFIX.0, PREFIX.1, ... into DIR/model.safetensors + config.json
+python -m train.shards PREFIX DIR TOKENIZER     join PREFIX.0, PREFIX.1, ... into a model directory that anything opens
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import sys
 import zlib
@@ -64,16 +65,18 @@ def load(prefix: Path) -> tuple[dict[str, Tensor], dict]:
     return tensors, header["config"]
 
 
-def join(prefix: Path, out: Path) -> None:
-    """Write the parts as a directory that Hugging Face's tools and ours can open."""
+def join(prefix: Path, out: Path, tokenizer: Path) -> None:
+    """Write the parts and a tokenizer's files as a directory that Hugging Face's tools and ours can open."""
     from safetensors.torch import save_file
 
     tensors, config = load(prefix)
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for file in tokenizer.iterdir():
+        shutil.copy(file, out)
     print(f"{out}: {len(tensors)} tensors, {sum(t.numel() for t in tensors.values()) / 1e6:.2f}M parameters")
 
 
 if __name__ == "__main__":
-    join(Path(sys.argv[1]), Path(sys.argv[2]))
+    join(*map(Path, sys.argv[1:]))

@@ -143,7 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--sample-mb", type=float, default=80)
+    parser.add_argument("--sample-mb", type=float, default=60, help="how much text the merges are learnt from")
     args = parser.parse_args()
     train_tokenizer(args.corpus, args.out, int(args.sample_mb * 1e6))
 
