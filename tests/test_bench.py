@@ -11,9 +11,10 @@ from itertools import accumulate
 
 import pytest
 
+from warpsmith.backend.base import ARGMAX
 from warpsmith.backend.reference.backend import ReferenceBackend
 from warpsmith.measure import machine
-from warpsmith.measure.speed import Case, Result, measure
+from warpsmith.measure.speed import PASSES, Case, Result, against_one_node, measure, reached
 from warpsmith.measure.table import record, table
 from warpsmith.measure.units import count, size
 from warpsmith.model.config import SIZES
@@ -97,6 +98,40 @@ def test_the_table_is_llama_bench_s() -> None:
     assert len({len(line) for line in lines}) == 1
 
 
+def test_what_a_pass_reaches_of_the_bandwidth() -> None:
+    class Counting(ReferenceBackend):
+        def bytes_a_token(self, length: int) -> int:
+            return 1000 + length
+
+    backend = Counting(SIZES["tiny"], tiny_model().tensors)
+    second = 10**9
+    assert reached(Result(Case(0, 4, 98), [second]), backend, 8800) == pytest.approx(0.5)  # 4 passes of 1100 bytes
+    assert reached(Result(Case(0, 0, 100, 22), [second]), backend, 1100 * PASSES * 4) == pytest.approx(0.25)
+    assert reached(Result(Case(512, 0), [second]), backend, 1e9) is None
+    assert reached(Result(Case(0, 4), [second]), ReferenceBackend(SIZES["tiny"], backend.tensors), 1e9) is None
+
+
+def test_trees_are_compared_with_one_node_at_their_depth() -> None:
+    times = {Case(0, 0, 0, 1): 10, Case(0, 0, 0, 22): 15, Case(0, 0, 7, 1): 20, Case(0, 0, 7, 22): 40, Case(0, 9): 5}
+    results = [Result(test, [time]) for test, time in times.items()]
+    assert [against_one_node(r, results) for r in results[:4]] == pytest.approx([1.0, 1.5, 1.0, 2.0])
+    assert against_one_node(results[4], results) is None
+    assert [r.test.name for r in results] == ["tree1", "tree22", "tree1 @ d7", "tree22 @ d7", "tg9"]
+    assert results[1].samples_ts == [22 * PASSES * 1e9 / 15]
+
+
+def test_every_pass_of_a_tree_starts_from_the_same_state() -> None:
+    class Counting(ReferenceBackend):
+        def forward(self, state, tree, want=ARGMAX):  # type: ignore[no-untyped-def]
+            calls.append((state.length, len(tree)))
+            return super().forward(state, tree, want)
+
+    calls: list[tuple[int, int]] = []
+    result = measure(Counting(SIZES["tiny"], tiny_model().tensors), Case(0, 0, 6, 5), 2)
+    assert calls == [(6, 5)] * (1 + 2 * PASSES)
+    assert len(result.samples_ns) == 2
+
+
 def test_units() -> None:
     assert [size(n) for n in (0, 1023, 1024, 3 << 20, 5 << 30)] == ["0 B", "1023 B", "1.00 KiB", "3.00 MiB", "5.00 GiB"]
     assert [count(n) for n in (7, 1_500, 20_452_864, 26_895_998_464)] == ["7", "1.50 K", "20.45 M", "26.90 B"]
@@ -118,12 +153,23 @@ def test_the_command_in_every_format() -> None:
     rows = list(csv.DictReader(io.StringIO(results["csv"].stdout)))
     assert [row["test"] for row in rows] == [r["test"] for r in records]
 
+    result = bench("-p", "4", "-n", "2", "-r", "1", "--tree", "3", "--bandwidth", "--device", "cpu")
+    assert result.returncode == 0, result.stderr
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in result.stdout.splitlines()]
+    assert [cells[0][8], *(row[5] for row in cells[2:])] == ["x one node", "pp4", "tg2", "tree1", "tree3"]
+    assert cells[0][9].endswith(" GB/s")
+    assert [row[8] for row in cells[2:5]] == ["", "", "1.00"]
+    assert cells[2][9] == ""
+    assert all(row[9].endswith("%") for row in cells[3:])
+
     lines = bench("-p", "4", "-n", "0", "-r", "1", "-o", "jsonl").stdout.splitlines()
     assert [json.loads(line)["n_prompt"] for line in lines] == [4]
     assert bench("-p", "4", "-n", "0", "-r", "1").stdout.startswith("| model")
 
 
-@pytest.mark.parametrize("flags", [["-p", "0", "-n", "0"], ["-p", "-4"], ["-r", "0"], ["-o", "xml"], ["-p", "x"]])
+@pytest.mark.parametrize(
+    "flags", [["-p", "0", "-n", "0"], ["-p", "-4"], ["-r", "0"], ["-o", "xml"], ["-p", "x"], ["--tree", "65"]]
+)
 def test_nonsense_is_a_usage_error(flags: list[str]) -> None:
     result = bench(*flags)
     assert result.returncode == 2

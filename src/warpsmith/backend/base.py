@@ -161,6 +161,16 @@ class Backend(ABC):
             if token in stop:
                 return
 
+    def bytes_a_token(self, length: int) -> int | None:
+        """What decoding one token after `length` others must read and write: every weight it needs, the keys and
+        values, the DeltaNet states in and out. None where nobody counted."""
+        return None
+
+    def read_bandwidth(self) -> float | None:
+        """Bytes a second that this device reads while it does nothing else, measured now; None where that is unknown.
+        Held against `bytes_a_token`, it says how fast decoding could be at best."""
+        return None
+
     def mtp(
         self, state: State, tokens: Sequence[int], hidden: np.ndarray, position: int, want: Want = ARGMAX
     ) -> Output:

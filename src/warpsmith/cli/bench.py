@@ -21,6 +21,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-p", "--n-prompt", type=_numbers, default=[512], metavar="N,...", help="prompt lengths (512)")
     parser.add_argument("-n", "--n-gen", type=_numbers, default=[128], metavar="N,...", help="tokens generated (128)")
     parser.add_argument("-d", "--n-depth", type=_numbers, default=[0], metavar="N,...", help="tokens already there (0)")
+    parser.add_argument(
+        "--tree", type=_numbers, default=[], metavar="N,...", help="also time forward passes over trees of N nodes"
+    )
+    parser.add_argument(
+        "--bandwidth", action="store_true", help="also measure how fast memory is read, and the part of it reached"
+    )
     parser.add_argument("-r", "--repetitions", type=natural, default=5, metavar="N", help="times each test is run (5)")
     parser.add_argument(
         "-o", "--output", choices=("md", "json", "jsonl", "csv"), default="md", help="how to print (default: md)"
@@ -34,24 +40,34 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.kind == "spec":
         return bench_spec.main(args)
-    from warpsmith.measure.speed import measure
+    from warpsmith.backend.tree import MAX_NODES
+    from warpsmith.measure.speed import against_one_node, measure, reached
     from warpsmith.measure.table import record, table
 
     tests = _tests(args)
     if not tests:
         raise BadRequest("There is nothing to measure: -p and -n are both 0.", "Give one of them a length.")
+    if max(args.tree, default=0) > MAX_NODES:
+        raise BadRequest(f"A tree has at most {MAX_NODES} nodes, not {max(args.tree)}.")
     if args.draft not in ("auto", "none"):
         raise BadRequest("bench measures plain decoding.", "Leave --draft out, or use `bench spec`.")
     args.draft = "none"
-    longest = max(test.depth + test.tokens for test in tests)
-    args.ctx_size = max(2, longest)
+    args.ctx_size = max(2, *(test.context for test in tests))
     with open_model(args) as llm:
         introduce(args, llm)
         facts = _facts(llm)
-        records = []
+        bandwidth = _bandwidth(llm) if args.bandwidth else None
+        results = []
         for test in tests:
             aside(f"{test.name} ...")
-            records.append(record(measure(llm.backend, test, args.repetitions), facts))
+            results.append(measure(llm.backend, test, args.repetitions))
+        records = [record(result, facts) for result in results]
+        for result, each in zip(results, records, strict=True):
+            if args.tree:
+                each["times_one_node"] = against_one_node(result, results)
+            if bandwidth is not None:
+                each["bandwidth"] = bandwidth
+                each["bandwidth_reached"] = reached(result, llm.backend, bandwidth)
     print(table(records, args.output))
     return 0
 
@@ -60,7 +76,17 @@ def _tests(args: argparse.Namespace) -> list[Case]:
     from warpsmith.measure.speed import Case
 
     prompts = [Case(n, 0, depth) for depth in args.n_depth for n in args.n_prompt if n]
-    return prompts + [Case(0, n, depth) for depth in args.n_depth for n in args.n_gen if n]
+    texts = [Case(0, n, depth) for depth in args.n_depth for n in args.n_gen if n]
+    sizes = sorted({1, *args.tree} - {0}) if args.tree else []  # one node is what the others are compared with
+    return prompts + texts + [Case(0, 0, depth, n) for depth in args.n_depth for n in sizes]
+
+
+def _bandwidth(llm: LLM) -> float:
+    aside("bandwidth ...")
+    measured = llm.backend.read_bandwidth()
+    if measured is None:
+        raise BadRequest(f"The {llm.device} device does not measure its memory.", "Leave --bandwidth out.")
+    return measured
 
 
 def _facts(llm: LLM) -> dict[str, Any]:

@@ -69,11 +69,7 @@ def measure(backend: Backend, wants: Want, clock: Callable[[], float] = perf_cou
     state = backend.new_state(PAST + MAX_NODES)
     backend.prefill(state, random.integers(0, backend.config.vocab, PAST).tolist(), replace(wants, tokens="none"))
     start, want = backend.snapshot(state), replace(wants, tokens="argmax")
-    trees = []
-    for size in (n for n in SIZES if n <= backend.largest_tree):
-        # a chain with a second child at every third node
-        parents = [i - 1 if i % 3 else i - 3 for i in range(size)]
-        trees.append(Tree(random.integers(0, backend.config.vocab, size), np.array([-1, *parents[1:]])))
+    trees = [typical_tree(n, random, backend.config.vocab) for n in SIZES if n <= backend.largest_tree]
     samples: dict[int, list[float]] = {len(tree): [] for tree in trees}
     started = clock()
     for _ in range(ROUNDS):
@@ -86,6 +82,12 @@ def measure(backend: Backend, wants: Want, clock: Callable[[], float] = perf_cou
         if clock() - started > PATIENCE:
             break
     return {size: min(times[1:] or times) for size, times in samples.items()}
+
+
+def typical_tree(size: int, random: np.random.Generator, vocab: int) -> Tree:
+    """Random tokens on a chain with a second child at every third node."""
+    parents = [i - 1 if i % 3 else i - 3 for i in range(size)]
+    return Tree(random.integers(0, vocab, size), np.array([-1, *parents[1:]]))
 
 
 def cache_directory() -> Path:

@@ -1,4 +1,5 @@
-"""How fast a backend reads a prompt and generates: the tests of llama-bench, timed the way it times them.
+"""How fast a backend reads a prompt and generates: the tests of llama-bench, timed the way it times them. And what a
+tree of drafted tokens takes, which llama-bench has no test for.
 
 Tokenising, sampling and making room for the state are not counted. A test at depth d starts on top of d tokens that
 are already there.
@@ -7,31 +8,46 @@ are already there.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import perf_counter_ns
 
 import numpy as np
 
-from warpsmith.backend.base import Backend, State
+from warpsmith.backend.base import Backend
+from warpsmith.draft.costs import typical_tree
+
+PASSES = 8  # of a tree, in one repetition: a single one is too short to time
 
 
 @dataclass(frozen=True)
 class Case:
-    """Read `prompt` tokens, then generate `generate` more, on top of `depth` tokens."""
+    """Read `prompt` tokens, then generate `generate` more, on top of `depth` tokens; or run trees of `nodes` there."""
 
     prompt: int
     generate: int
     depth: int = 0
+    nodes: int = 0
 
     @property
     def name(self) -> str:
-        parts = [f"pp{self.prompt}"] * (self.prompt > 0) + [f"tg{self.generate}"] * (self.generate > 0)
+        lengths = {"pp": self.prompt, "tg": self.generate, "tree": self.nodes}
+        parts = [f"{kind}{length}" for kind, length in lengths.items() if length]
         return "+".join(parts) + (f" @ d{self.depth}" if self.depth else "")
 
     @property
     def tokens(self) -> int:
-        return self.prompt + self.generate
+        return self.prompt + self.generate + self.nodes * PASSES
+
+    @property
+    def context(self) -> int:
+        """Tokens there must be room for."""
+        return self.depth + self.prompt + self.generate + self.nodes
+
+    @property
+    def passes(self) -> int:
+        """Forward passes, where their number is ours to say: a prompt may be read in any pieces."""
+        return 0 if self.prompt else self.generate or PASSES
 
 
 @dataclass(frozen=True)
@@ -66,31 +82,53 @@ class Result:
     def median_ts(self) -> float:
         return statistics.median(self.samples_ts)
 
+    @property
+    def pass_seconds(self) -> float:
+        """Of one forward pass, in the median."""
+        return statistics.median(self.samples_ns) / 1e9 / self.test.passes
+
+
+def reached(result: Result, backend: Backend, bandwidth: float) -> float | None:
+    """The part of `bandwidth` at which passes read the bytes they cannot do without; None where that is not known."""
+    needed = backend.bytes_a_token(result.test.depth + result.test.generate // 2)
+    if not result.test.passes or needed is None:
+        return None
+    return needed / (result.pass_seconds * bandwidth)
+
+
+def against_one_node(result: Result, others: Iterable[Result]) -> float | None:
+    """How many times as long a tree takes as a single node at the same depth, if both were measured."""
+    single = next((r for r in others if r.test.nodes == 1 and r.test.depth == result.test.depth), None)
+    return result.pass_seconds / single.pass_seconds if single is not None and result.test.nodes else None
+
 
 def measure(backend: Backend, test: Case, repetitions: int = 5, clock: Callable[[], int] = perf_counter_ns) -> Result:
     """Time a test, after one run that warms up."""
     random = np.random.default_rng(0)
     ids = random.integers(backend.config.vocab, size=test.depth + test.prompt + 1).tolist()
     past, prompt, first = ids[: test.depth], ids[test.depth : -1], ids[-1]
-    state = backend.new_state(test.depth + test.tokens)
+    state = backend.new_state(test.context)
     if past:
         backend.prefill(state, past)
     start = backend.snapshot(state)
-    _run(backend, state, prompt, first, min(test.generate, 1))
+    trees = [typical_tree(test.nodes, random, backend.config.vocab)] * PASSES if test.nodes else []
+
+    def run(generate: int, passes: int) -> None:
+        if prompt:
+            backend.prefill(state, prompt)
+        for _ in backend.decode(state, first, generate):
+            pass
+        for tree in trees[:passes]:
+            backend.forward(state, tree)
+
+    run(min(test.generate, 1), 1)
     samples = []
     for _ in range(repetitions):
         backend.restore(state, start)
         before = clock()
-        _run(backend, state, prompt, first, test.generate)
+        run(test.generate, PASSES)
         samples.append(max(1, clock() - before))
     return Result(test, samples)
-
-
-def _run(backend: Backend, state: State, prompt: list[int], first: int, generate: int) -> None:
-    if prompt:
-        backend.prefill(state, prompt)
-    for _ in backend.decode(state, first, generate):
-        pass
 
 
 def _deviation(samples: list[int] | list[float]) -> float:

@@ -22,6 +22,7 @@ def record(result: Result, facts: dict[str, Any]) -> dict[str, Any]:
         "n_prompt": result.test.prompt,
         "n_gen": result.test.generate,
         "n_depth": result.test.depth,
+        "n_nodes": result.test.nodes,
         "avg_ns": round(result.avg_ns),
         "stddev_ns": round(result.stddev_ns),
         "avg_ts": result.avg_ts,
@@ -49,6 +50,9 @@ def table(records: Sequence[dict[str, Any]], format: str) -> str:
 
 def _markdown(records: Sequence[dict[str, Any]]) -> str:
     header = ["model", "size", "params", "backend", "threads", "test", "t/s", "median"]
+    trees, bandwidth = any(r["n_nodes"] for r in records), records[0].get("bandwidth")
+    header += ["x one node"] * trees
+    header += [f"of {bandwidth / 1e9:.0f} GB/s"] if bandwidth else []
     rows = [
         [
             r["model_type"],
@@ -59,6 +63,8 @@ def _markdown(records: Sequence[dict[str, Any]]) -> str:
             r["test"],
             f"{r['avg_ts']:.2f} ± {r['stddev_ts']:.2f}",
             f"{r['median_ts']:.2f}",
+            *[_filled(r.get("times_one_node"), ".2f")] * trees,
+            *([_filled(r["bandwidth_reached"], ".1%")] if bandwidth else []),
         ]
         for r in records
     ]
@@ -71,3 +77,7 @@ def _markdown(records: Sequence[dict[str, Any]]) -> str:
         return "| " + " | ".join(padded) + " |"
 
     return "\n".join([line(header), "| " + "| ".join(rule) + "|", *map(line, rows)])
+
+
+def _filled(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
+from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
@@ -79,6 +82,7 @@ class CpuBackend(Backend):
             raise BadRequest(f"{self.threads} threads cannot share the work.", "Ask for 1 to 1024.")
         allowed = _allowed_features(features)
         self._weight_bytes = loading.weight_bytes(config, tensors)
+        self._bytes_read = loading.weight_bytes(config, tensors, every_token=True)
         _check_fits(self._weight_bytes, "The weights")
         self._engine = _cpu.Engine(config, self.threads, allowed)
         if features is not None and allowed and self.kernels == PORTABLE:
@@ -223,6 +227,24 @@ class CpuBackend(Backend):
             native = self._native_want(want, output, 0, rows, rows)
             self._engine.mtp(state.native, ids[rows], past[rows], position + start, native)
         return output
+
+    def bytes_a_token(self, length: int) -> int:
+        c = self.config
+        pair_bytes = CACHE_BYTES[self.cache_type_k] + CACHE_BYTES[self.cache_type_v]
+        cache = int(length * len(c.attention_layers) * c.kv_heads * c.head_dim * pair_bytes)
+        states = len(c.recurrent_layers) * c.value_heads * c.key_head_dim * c.value_head_dim * 4
+        return self._bytes_read + cache + 2 * states
+
+    def read_bandwidth(self) -> float:
+        """The threads read half a gigabyte, each its own part of it; the median of five times."""
+        times = []
+        with ThreadPoolExecutor(self.threads) as pool:
+            arrays = list(pool.map(lambda _: np.ones((1 << 26) // self.threads, np.uint64), range(self.threads)))
+            for _ in range(6):
+                before = perf_counter()
+                list(pool.map(np.bitwise_or.reduce, arrays))
+                times.append(perf_counter() - before)
+        return sum(a.nbytes for a in arrays) / median(times[1:])
 
     # -- what goes in and comes out -------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,11 +29,15 @@ def packed_type(tensor: Tensor) -> str:
     return tensor.type.name if tensor.type.name in PACKED else "Q8_0"
 
 
-def weight_bytes(config: Config, tensors: Mapping[str, Tensor]) -> int:
-    """What the weights take once packed."""
+def weight_bytes(config: Config, tensors: Mapping[str, Tensor], every_token: bool = False) -> int:
+    """What the weights take once packed, or what of them every token reads: not an MTP head, and of an embedding that
+    is not also the LM head only a row."""
+    shapes = expected_shapes(replace(config, mtp_layers=0) if every_token else config)
+    if every_token and not config.tied:
+        del shapes["token_embd.weight"]
     return sum(
         _cpu.packed_bytes(packed_type(tensors[name]), *shape) if is_matrix(name, shape) else 4 * int(np.prod(shape))
-        for name, shape in expected_shapes(config).items()
+        for name, shape in shapes.items()
     )
 
 
