@@ -40,7 +40,7 @@ def stages(args: argparse.Namespace) -> dict[str, Callable[[], None]]:
     corpus, packs, tokenizer, out = work / "corpus", work / "packs", work / "tokenizer", work / "out"
     wheels, gguf, model = args.wheels or work / "wheels", args.gguf or work / "gguf", work / "wisp"
     build = ["--wheels", wheels, "--corpus", corpus, *(["--benchmark", args.benchmark] if args.benchmark else [])]
-    build += ["--report", work / "DATA.md"] if args.smoke else []
+    build += ["--report", work / "DATA.md", "--heldout-bytes", 40_000] if args.smoke else []
     small = SMALL_STEP if args.smoke else []
     pretrain = ["--data", packs, "--out", out, "--state", work / "state", *small]
     draft = ["--target", model, "--data", packs, "--out", out, "--features", FEATURES]

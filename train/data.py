@@ -154,7 +154,7 @@ def standard_library(reasons: collections.Counter[str]) -> Iterator[Package]:
         yield Package(f"cpython/{name}", version, "PSF-2.0", "", "", sources)
 
 
-def build(wheels: Path, corpus: Path, benchmark: Benchmark, report: Path) -> None:
+def build(wheels: Path, corpus: Path, benchmark: Benchmark, report: Path, heldout_bytes: int) -> None:
     """Write train.jsonl and heldout.jsonl under `corpus`, and what went into them as `report`."""
     reasons: collections.Counter[str] = collections.Counter()
     packages = list(standard_library(reasons))
@@ -206,7 +206,7 @@ def build(wheels: Path, corpus: Path, benchmark: Benchmark, report: Path) -> Non
         documents += chats
         rng.shuffle(documents)
         if split:
-            documents = trim(documents, HELD_OUT_BYTES)
+            documents = trim(documents, heldout_bytes)
         name = "heldout" if split else "train"
         with open(corpus / f"{name}.jsonl", "w") as f:
             for kind, owner, text in documents:
@@ -354,13 +354,14 @@ def main() -> None:
     parser.add_argument(
         "--packs", type=int, default=2, help="how many packs to write; the rest of the corpus is left out"
     )
+    parser.add_argument("--heldout-bytes", type=int, default=HELD_OUT_BYTES, help="most text of the held-out split")
     parser.add_argument("--report", type=Path, default=HERE / "DATA.md", help="where build tells what was used")
     parser.add_argument("--benchmark", type=Path, help="jsonl with `prompt` fields that must not be trained on")
     args = parser.parse_args()
     if args.step == "fetch":
         fetch(args.wheels)
     elif args.step == "build":
-        build(args.wheels, args.corpus, Benchmark(args.benchmark), args.report)
+        build(args.wheels, args.corpus, Benchmark(args.benchmark), args.report, args.heldout_bytes)
     elif args.step == "prompts":
         write_prompts(args.corpus, PROMPT_FILE)
     else:
