@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from warpsmith.checkpoint.blocks import TYPES
+from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.checkpoint.gguf_writer import GGUFWriter, Typed, write_gguf
 from warpsmith.draft.dflash_files import DFlashConfig, DraftFile, expected_shapes
 from warpsmith.model.config import Config
@@ -73,8 +74,12 @@ def random_weights(config: DFlashConfig, seed: int = 0) -> dict[str, np.ndarray]
 
 
 def draft_in_memory(config: DFlashConfig, seed: int = 0) -> DraftFile:
-    weights = random_weights(config, seed)
-    return DraftFile(config, {name: (lambda name=name: weights[name]) for name in weights})
+    return DraftFile(config, {name: _tensor(name, values) for name, values in random_weights(config, seed).items()})
+
+
+def _tensor(name: str, values: np.ndarray) -> Tensor:
+    raw = np.ascontiguousarray(values).reshape(-1, values.shape[-1]).view(np.uint8)
+    return Tensor(name, TYPES["F32"], values.shape, lambda: raw)
 
 
 def config_json(config: DFlashConfig, said_causal: bool | None = None) -> dict[str, Any]:

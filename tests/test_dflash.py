@@ -26,6 +26,7 @@ from warpsmith.checkpoint.gguf_writer import write_gguf
 from warpsmith.draft.base import Context
 from warpsmith.draft.dflash import DFlash
 from warpsmith.draft.dflash_files import DFlashConfig, check_fits, is_draft, open_draft
+from warpsmith.draft.dflash_numpy import NumpyDraft
 from warpsmith.errors import BadFile, BadRequest
 from warpsmith.model.config import SIZES
 
@@ -53,9 +54,9 @@ def test_all_formats_hold_the_same_draft(format: str, config: DFlashConfig, tmp_
     expected = dataclasses.replace(config, source=opened.config.source, **known)
     assert opened.config == expected
     assert opened.config.source.startswith(str(path))
-    assert opened.weights.keys() == weights.keys()
+    assert opened.tensors.keys() == weights.keys()
     for name, values in weights.items():
-        assert np.array_equal(opened.weights[name](), values), name
+        assert np.array_equal(opened.tensors[name].float32(), values), name
 
 
 def test_a_draft_is_found_by_its_directory_or_its_file(tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_names_that_older_converters_gave_are_understood(tmp_path: Path) -> None
         )
         tensors[stored] = ("F32", values)
     write_gguf(tmp_path / "old.gguf", gguf_metadata(CONFIG, "lucebox"), tensors)
-    assert np.array_equal(open_draft(tmp_path / "old.gguf").weights["fc.weight"](), weights["fc.weight"])
+    assert np.array_equal(open_draft(tmp_path / "old.gguf").tensors["fc.weight"].float32(), weights["fc.weight"])
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -199,7 +200,7 @@ def test_drafts_of_the_27b_shape_open_in_every_format(format: str, tmp_path: Pat
     check_fits(opened.config, target)
     assert opened.config.target_layers == (1, 16, 31, 46, 61)
     assert opened.config.windows == config.windows
-    assert opened.weights["layers.4.self_attn.k_norm.weight"]().shape == (128,)
+    assert opened.tensors["layers.4.self_attn.k_norm.weight"].float32().shape == (128,)
     with pytest.raises(BadRequest, match="hidden size of 5120, and the model of 64"):
         check_fits(opened.config, SMALL)
 
@@ -244,7 +245,8 @@ def test_a_sliding_ring_forgets_what_its_window_hides() -> None:
     config = draft_config(SMALL, windows=(9, 5), causal=(True, True))
     file, features = draft_in_memory(config), features_of(300, config=config)
     draft = DFlash(file, BACKEND)
-    assert [ring.keys.shape[1] for ring in draft._rings] == [9, 5]
+    assert isinstance(draft.network, NumpyDraft)
+    assert [ring.keys.shape[1] for ring in draft.network._rings] == [9, 5]
     far = hidden_after(draft, features, [100, 3, 1, 196])
     near = DFlash(file, BACKEND)
     near.observe([1] * 8, 292, features[292:], None)

@@ -10,13 +10,14 @@ start from the same prefill, and splitting a prompt at multiples of `PREFILL_CHU
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
 from warpsmith.backend.tree import MAX_NODES, Tree
+from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.errors import BadRequest
 from warpsmith.model.config import Config
 
@@ -103,6 +104,28 @@ class MemoryPart:
     nbytes: int
 
 
+class BlockDraft(ABC):
+    """A network that guesses a block of positions at once (DFlash), and what it has seen of one sequence."""
+
+    @abstractmethod
+    def append(self, features: np.ndarray, position: int) -> None:
+        """Rows [n, features * hidden] of tokens that were committed at `position` onwards; later ones come later."""
+
+    @abstractmethod
+    def fill(self, root: int, position: int, rows: int, want: Want) -> Output:
+        """What may stand at the `rows` positions after `root`, which stands at `position`: a row of tokens for each,
+        and rows of `hidden` for the root and each. Nothing of it is kept."""
+
+    @abstractmethod
+    def forget(self) -> None: ...
+
+    @abstractmethod
+    def snapshot(self) -> Any: ...
+
+    @abstractmethod
+    def restore(self, saved: Any) -> None: ...
+
+
 class Backend(ABC):
     """One model, ready to compute."""
 
@@ -145,6 +168,14 @@ class Backend(ABC):
     def head(self, hidden: np.ndarray, want: Want = ARGMAX) -> Output:
         """The LM head on rows [n, hidden] that are normed already: how a draft without a head of its own speaks."""
         raise BadRequest(f"The {self.name} backend does not lend its LM head.", "Use --draft none.")
+
+    def block_draft(self, config: Any, tensors: Mapping[str, Tensor], capacity: Sequence[int]) -> BlockDraft | None:
+        """A DFlash network beside the model, on its device; None where numpy has to do.
+
+        `config` is a `DFlashConfig`, `tensors` are the weights by z-lab's names, `capacity` says of how many tokens
+        each layer keeps keys and values.
+        """
+        return None
 
     def decode(self, state: State, token: int, count: int, stop: frozenset[int] = frozenset()) -> Generator[int]:
         """Greedy decoding: commit `token`, yield the next, and so on, up to `count` tokens or one in `stop`.

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from warpsmith.checkpoint.blocks import TYPES, dequantize
-from warpsmith.checkpoint.canonical import brief
+from warpsmith.checkpoint.blocks import TYPES
+from warpsmith.checkpoint.canonical import Tensor, brief
 from warpsmith.errors import BadFile, BadRequest
 from warpsmith.model.config import Config
 
@@ -52,10 +52,10 @@ class DFlashConfig:
 
 @dataclass(frozen=True)
 class DraftFile:
-    """A draft's configuration and its weights by their names in `expected_shapes`, read when asked for."""
+    """A draft's configuration and its weights by their names in `expected_shapes`."""
 
     config: DFlashConfig
-    weights: Mapping[str, Callable[[], np.ndarray]] = field(repr=False)
+    tensors: Mapping[str, Tensor] = field(repr=False)
 
 
 def expected_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
@@ -140,12 +140,13 @@ def _open_directory(path: Path) -> DraftFile:
     stored = read_tensors(path)
     _check_tensors(config, {name: t.shape for name, t in stored.items()}, lambda name: name)
 
-    def reader(tensor: StoredTensor) -> Callable[[], np.ndarray]:
+    def canonical(name: str, tensor: StoredTensor) -> Tensor:
         if tensor.dtype not in ELEMENTS:
             raise BadFile(f"{tensor.path} stores a draft as {brief(tensor.dtype)}.", "Use a bf16, f16 or f32 draft.")
-        return lambda: dequantize(TYPES[tensor.dtype], tensor.bytes).reshape(tensor.shape)
+        rows = tensor.bytes.reshape(int(np.prod(tensor.shape[:-1])), -1)
+        return Tensor(name, TYPES[tensor.dtype], tensor.shape, lambda: rows)
 
-    return DraftFile(config, {name: reader(stored[name]) for name in expected_shapes(config)})
+    return DraftFile(config, {name: canonical(name, stored[name]) for name in expected_shapes(config)})
 
 
 def _config_from_json(data: Mapping[str, Any], source: str) -> DFlashConfig:
@@ -200,7 +201,7 @@ def _rope_theta(read: _Reader) -> float:
 
 
 def _open_gguf(path: Path) -> DraftFile:
-    from warpsmith.checkpoint.gguf import GGUFTensor, open_gguf
+    from warpsmith.checkpoint.gguf import open_gguf
 
     file = open_gguf(path)
     architecture = file.metadata.get("general.architecture")
@@ -210,10 +211,12 @@ def _open_gguf(path: Path) -> DraftFile:
     names = {name: _gguf_name(name) for name in file.tensors}
     _check_tensors(config, {names[n] or n: t.shape for n, t in file.tensors.items()}, _named_in(names))
 
-    def reader(tensor: GGUFTensor) -> Callable[[], np.ndarray]:
-        return lambda: dequantize(tensor.type, tensor.raw()).reshape(tensor.shape)
-
-    return DraftFile(config, {name: reader(file.tensors[stored]) for stored, name in names.items() if name})
+    tensors = {}
+    for stored, name in names.items():
+        if name:
+            tensor = file.tensors[stored]
+            tensors[name] = Tensor(name, tensor.type, tensor.shape, tensor.raw)
+    return DraftFile(config, tensors)
 
 
 def _config_from_gguf(metadata: Mapping[str, Any], architecture: str, source: str) -> DFlashConfig:

@@ -14,6 +14,7 @@ from warpsmith.backend.base import (
     ARGMAX,
     PREFILL_CHUNK,
     Backend,
+    BlockDraft,
     MemoryPart,
     Output,
     Snapshot,
@@ -203,9 +204,14 @@ class CpuBackend(Backend):
         rows = np.ascontiguousarray(hidden, dtype=np.float32)
         if rows.ndim != 2 or rows.shape[1] != self.config.hidden or not 1 <= len(rows) <= MAX_NODES:
             raise BadRequest(f"The LM head takes 1 to {MAX_NODES} rows of {self.config.hidden}.")
-        logits = np.empty((len(rows), self.config.vocab), np.float32)
+        logits = np.empty((len(rows), -(-self.config.vocab // 16) * 16), np.float32)  # kernels fill whole panels
         self._engine.multiply("token_embd.weight" if self.config.tied else "output.weight", rows, logits)
-        return output_from_logits(logits, want)
+        return output_from_logits(logits[:, : self.config.vocab], want)
+
+    def block_draft(self, config: Any, tensors: Mapping[str, Tensor], capacity: Sequence[int]) -> BlockDraft | None:
+        from warpsmith.backend.cpu.draft import CpuDraft
+
+        return CpuDraft(self._engine, self.config, config, tensors, capacity) if CpuDraft.runs(config) else None
 
     def mtp(
         self, state: State, tokens: Sequence[int], hidden: np.ndarray, position: int, want: Want = ARGMAX

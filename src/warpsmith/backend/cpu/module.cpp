@@ -7,6 +7,7 @@
 
 #include <optional>
 
+#include "draft.h"
 #include "packing.h"
 #include "pass.h"
 
@@ -60,6 +61,27 @@ Type type_of(const std::string& name) {
     throw nb::value_error(("no kernels for " + name).c_str());
 }
 
+DraftConfig draft_config_from(nb::handle o, const std::vector<int>& capacity) {
+    const auto number = [&](const char* name) { return nb::cast<int>(o.attr(name)); };
+    DraftConfig c{};
+    c.layers = number("layers"), c.hidden = number("hidden"), c.ffn = number("ffn"), c.heads = number("heads");
+    c.kv_heads = number("kv_heads"), c.head_dim = number("head_dim"), c.block = number("block");
+    c.mask_token = number("mask_token"), c.features = static_cast<int>(nb::cast<std::vector<int>>(o.attr("target_layers")).size());
+    c.eps = nb::cast<float>(o.attr("eps"));
+    c.rope_theta = nb::cast<double>(o.attr("rope_theta"));
+    for (nb::handle window : o.attr("windows")) c.windows.push_back(window.is_none() ? 0 : nb::cast<int>(window));
+    for (nb::handle flag : o.attr("causal")) c.causal.push_back(nb::cast<bool>(flag));
+    c.capacity = capacity;
+    return c;
+}
+
+void check_stored(const std::string& name, Type type, int rows, int cols, size_t bytes) {
+    const Layout& layout = layout_of(type);
+    if (rows < 1 || cols % layout.elems || bytes != static_cast<size_t>(rows) * (cols / layout.elems) * layout.stored_bytes) {
+        throw nb::value_error((name + " does not have the size of its shape").c_str());
+    }
+}
+
 Kv kv_of(const std::string& name) {
     if (name == "f16") return Kv::F16;
     if (name == "f32") return Kv::F32;
@@ -101,11 +123,7 @@ NB_MODULE(_cpu, m) {
         .def("add_matrix",
              [](Engine& self, const std::string& name, const std::string& type, int rows, int cols, Array<const uint8_t> stored) {
                  const Type t = type_of(type);
-                 const Layout& layout = layout_of(t);
-                 if (rows < 1 || cols % layout.elems ||
-                     stored.size() != static_cast<size_t>(rows) * (cols / layout.elems) * layout.stored_bytes) {
-                     throw nb::value_error((name + " does not have the size of its shape").c_str());
-                 }
+                 check_stored(name, t, rows, cols, stored.size());
                  const uint8_t* data = stored.data();
                  nb::gil_scoped_release release;
                  self.model.weights.add_matrix(self.model.pool, name, t, rows, cols, data);
@@ -164,6 +182,46 @@ NB_MODULE(_cpu, m) {
                  const Tree tree = Tree::chain(n);
                  Pass(self.model, *self.work, state, tree, position, true).mtp(ids, rows, want);
              });
+
+    nb::class_<Draft>(m, "Draft")
+        .def("__init__",
+             [](Draft* self, Engine& engine, nb::handle config, const std::vector<int>& capacity) {
+                 new (self) Draft(engine.model, draft_config_from(config, capacity));
+             }, nb::keep_alive<1, 2>())
+        .def("reserve", [](Draft& self, size_t bytes) { self.weights.reserve(bytes); })
+        .def("add_matrix",
+             [](Draft& self, const std::string& name, const std::string& type, int rows, int cols, Array<const uint8_t> stored) {
+                 const Type t = type_of(type);
+                 check_stored(name, t, rows, cols, stored.size());
+                 const uint8_t* data = stored.data();
+                 nb::gil_scoped_release release;
+                 const std::lock_guard<std::mutex> lock(self.target().busy);
+                 self.weights.add_matrix(self.target().pool, name, t, rows, cols, data);
+             })
+        .def("add_vector", [](Draft& self, const std::string& name, Array<const float> values) {
+            self.weights.add_vector(name, values.data(), values.size());
+        })
+        .def("finish", &Draft::finish)
+        .def("append",
+             [](Draft& self, Array<const float> features, int position) {
+                 const int n = static_cast<int>(features.shape(0));
+                 const float* rows = features.data();
+                 nb::gil_scoped_release release;
+                 const std::lock_guard<std::mutex> lock(self.target().busy);
+                 self.append(rows, n, position);
+             })
+        .def("propose",
+             [](Draft& self, Maybe<const float> features, int at, int root, int position, int rows, const Want& want) {
+                 const int n = features ? static_cast<int>(features->shape(0)) : 0;
+                 const float* committed = pointer(features);
+                 nb::gil_scoped_release release;
+                 const std::lock_guard<std::mutex> lock(self.target().busy);
+                 self.propose(committed, n, at, root, position, rows, want);
+             }, nb::arg("features").none(), nb::arg("at"), nb::arg("root"), nb::arg("position"), nb::arg("rows"), nb::arg("want"))
+        .def("forget", &Draft::forget)
+        .def("snapshot_bytes", &Draft::snapshot_bytes)
+        .def("save", [](const Draft& self, Array<uint8_t> to) { self.save(to.data()); })
+        .def("load", [](Draft& self, Array<const uint8_t> from) { self.load(from.data()); });
 
     nb::class_<State>(m, "State")
         .def("__init__",

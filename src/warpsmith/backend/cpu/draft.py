@@ -1,0 +1,96 @@
+"""A DFlash draft inside the CPU engine: on the model's threads, with its embeddings and head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from warpsmith.backend.base import BlockDraft, Output, Want
+from warpsmith.backend.cpu import _cpu, loading
+from warpsmith.backend.tree import MAX_NODES
+from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.model.config import Config
+
+_TOKENS = {"none": 0, "top": 2}
+
+
+class CpuDraft(BlockDraft):
+    """The last few rows wait, so that one call can append them and fill a block."""
+
+    def __init__(
+        self, engine: _cpu.Engine, target: Config, config: Any, tensors: Mapping[str, Tensor], capacity: Sequence[int]
+    ) -> None:
+        self._target, self._native = target, _cpu.Draft(engine, config, list(capacity))
+        matrices = {name: tensor for name, tensor in tensors.items() if len(tensor.shape) == 2}
+        kinds = {name: loading.packed_type(tensor) for name, tensor in matrices.items()}
+        self._native.reserve(sum(_cpu.packed_bytes(kinds[name], *tensor.shape) for name, tensor in matrices.items()))
+        for name, tensor in tensors.items():
+            if name not in matrices:
+                self._native.add_vector(name, np.ascontiguousarray(tensor.float32(), np.float32))
+                continue
+            stored = tensor.raw() if kinds[name] == tensor.type.name else loading.as_q8(tensor)
+            rows, cols = tensor.shape
+            self._native.add_matrix(name, kinds[name], rows, cols, np.ascontiguousarray(stored))
+        self._native.finish()
+        self._waiting: tuple[np.ndarray, int] | None = None
+
+    @staticmethod
+    def runs(config: Any) -> bool:
+        """Kernels work on whole vectors; every published draft has widths that allow it."""
+        return not (config.hidden % 16 or config.ffn % 16 or config.head_dim % 32) and config.block <= MAX_NODES
+
+    def append(self, features: np.ndarray, position: int) -> None:
+        self._settle()
+        rows = np.ascontiguousarray(features, np.float32)
+        last = (len(rows) - 1) // MAX_NODES * MAX_NODES
+        for start in range(0, last, MAX_NODES):
+            self._native.append(rows[start : start + MAX_NODES], position + start)
+        self._waiting = rows[last:], position + last
+
+    def fill(self, root: int, position: int, rows: int, want: Want) -> Output:
+        output = Output()
+        if want.tokens == "top":
+            output.argmax = np.empty(rows, np.int32)
+            output.top_ids = np.empty((rows, want.top), np.int32)
+            output.top_logits = np.empty((rows, want.top), np.float32)
+            output.logsumexp = np.empty(rows, np.float32)
+        if want.hidden:
+            output.hidden = np.empty((rows + 1, self._target.hidden), np.float32)
+        native = _cpu.Want(
+            tokens=_TOKENS[want.tokens],
+            top=want.top,
+            first_row=0,
+            features=[],
+            argmax=output.argmax,
+            top_ids=output.top_ids,
+            top_logits=output.top_logits,
+            logsumexp=output.logsumexp,
+            logits=None,
+            features_out=None,
+            hidden=output.hidden,
+        )
+        features, at = self._waiting or (None, 0)
+        self._waiting = None
+        self._native.propose(features, at, root, position, rows, native)
+        return output
+
+    def forget(self) -> None:
+        self._waiting = None
+        self._native.forget()
+
+    def snapshot(self) -> np.ndarray:
+        self._settle()
+        saved = np.empty(self._native.snapshot_bytes(), np.uint8)
+        self._native.save(saved)
+        return saved
+
+    def restore(self, saved: Any) -> None:
+        self._waiting = None
+        self._native.load(saved)
+
+    def _settle(self) -> None:
+        if self._waiting is not None:
+            self._native.append(*self._waiting)
+            self._waiting = None
