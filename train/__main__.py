@@ -4,8 +4,8 @@ python -m train --work DIR                                    everything, in the
 python -m train --work DIR --stages pretrain anneal           some of it: stages find the earlier ones' results in DIR
 python -m train --work DIR --smoke --wheels FEW_WHEELS        every stage in small, on any machine, to see that it runs
 
-Training needs an NVIDIA GPU with 80 GB or more (an H200: ten minutes of pretraining, three for the draft); the stages
-before it need no GPU, and only the first a network. Every stage is a process of its own with pinned seeds.
+Training wants a large NVIDIA GPU (an H200: twelve minutes of pretraining, three for the draft); the stages before it
+need none, and only the first a network. Every stage is a process of its own with pinned seeds.
 """
 
 from __future__ import annotations
