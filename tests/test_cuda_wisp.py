@@ -36,10 +36,9 @@ EXCERPTS = Path(__file__).parents[1] / "train" / "heldout_prompts.jsonl"
 PROMPTS, GENERATED = 80, 64
 
 # Two tokens are tied when their logits, which reach 25, lie this close in the float64 reference. The CPU's logits are
-# off by 0.03 rms, because it rounds activations to 8 bits before Q8_0 weights; the GPU's weights and activations in
-# bf16 are nearer. Five standard deviations of a difference are within the first bound; the second is for a CPU that
-# multiplies the GPU's bf16 weights by float activations.
-TIE, TIE_WITH_FLOATS = 0.25, 0.15
+# off by 0.03 rms, because it rounds activations to 8 bits before Q8_0 weights. The second bound is for a CPU that has
+# the GPU's bf16 weights and multiplies them by float activations: what is left is the GPU's own rounding.
+TIE, TIE_WITH_FLOATS = 0.15, 0.1
 SOAK = 10_000
 
 
