@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from importlib.resources import files
@@ -67,9 +68,16 @@ def compile_source(
         kind = "PTX" if architecture.startswith("compute_") else "CUBIN"
         image = b" " * _check(getattr(nvrtc, f"nvrtcGet{kind}Size")(program))
         _check(getattr(nvrtc, f"nvrtcGet{kind}")(program, image))
-        return image, said
+        return _readable(image) if kind == "PTX" else image, said
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+def _readable(ptx: bytes) -> bytes:
+    """A driver refuses PTX of a version newer than itself, whatever is in it. What is in the code of older chips needs
+    no newer one than the oldest driver that the bindings work with reads."""
+    older_chip = re.search(rb"\.target sm_[89]\d\b", ptx)
+    return re.sub(rb"\.version \d+\.\d+", b".version 9.0", ptx, count=1) if older_chip else ptx
 
 
 def _flags(architecture: str, constants: Mapping[str, Any], options: tuple[str, ...]) -> list[str]:
