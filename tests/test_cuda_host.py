@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -27,7 +28,7 @@ from warpsmith.errors import BadFile, BadRequest, DoesNotFit, NoDevice
 from warpsmith.measure import machine
 from warpsmith.model.config import SIZES
 from warpsmith.model.synthetic import tiny_model
-from warpsmith.model.weights import read_config
+from warpsmith.model.weights import expected_shapes, read_config
 from warpsmith.wisp import WISP
 
 MODEL = SIZES["0.8B"]
@@ -140,9 +141,12 @@ def test_the_plan_counts_what_is_known() -> None:
 
 @pytest.mark.parametrize("profile", load_profiles().values(), ids=load_profiles())
 def test_the_stream_holds_every_weight_once(profile: profiles.Profile) -> None:
-    """Rows are padded to whole units and columns to whole chunks, which the 0.8B's are but for two small tensors."""
+    """Rows are padded to whole units and columns to whole chunks, which the 0.8B's are but for a few."""
     layout = Layout(MODEL, profile.sms)
-    stored = sum(stage.units * 8 * stage.k * 2 for stage in layout.stages)
+    names = [piece.tensor for stage in layout.stages for piece in stage.pieces]
+    shapes = {name: shape for name, shape in expected_shapes(MODEL).items() if name not in layout.vector_names()}
+    assert sorted(names) == sorted(shapes)
+    stored = sum(2 * math.prod(shape) for shape in shapes.values())
     assert stored <= layout.stream_bytes < 1.01 * stored
     assert sum(p.nbytes for p in memory_parts(layout, MODEL.context)) < 24 << 30  # a 24 GB card takes the whole context
 
