@@ -111,6 +111,10 @@ def test_the_small_kernels_build_for_every_chip(name: str) -> None:
         assert used.spill_stores == 0
 
 
+def test_the_largest_tree_of_a_chip_has_a_build() -> None:
+    assert {profile.largest_tree for profile in load_profiles().values()} <= set(VARIANTS)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", VARIANTS[1:])
 @pytest.mark.parametrize("name", PROFILES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 
 import numpy as np
@@ -21,7 +22,7 @@ from warpsmith.backend.base import (
     output_from_logits,
 )
 from warpsmith.backend.cuda.compiler import build, target
-from warpsmith.backend.cuda.driver import Buffer, Chip, Device, Event, Kernel, Module, Pinned
+from warpsmith.backend.cuda.driver import Buffer, Chip, Device, Event, Kernel, Pinned
 from warpsmith.backend.cuda.layout import (
     COLUMNS,
     HEAD_DIM,
@@ -92,8 +93,12 @@ class CudaBackend(Backend):
         self.context = context or config.context
         check_fit(layout, self.context, self.device.free_memory(), self.chip.name)
         self._kernels: dict[int, Kernel] = {}
-        pack = self._build("pack.cu", 1).kernel("pack")
-        self._commit = self._build("commit.cu", 1).kernel("commit")
+        compilers = ThreadPoolExecutor(len(VARIANTS))  # side by side, and while the weights are copied
+        sizes = [n for n in VARIANTS if n <= self.largest_tree]
+        self._images = {n: compilers.submit(self._image, "forward.cu", n) for n in sizes}
+        compilers.shutdown(wait=False)
+        pack = self.device.load(self._image("pack.cu")).kernel("pack")
+        self._commit = self.device.load(self._image("commit.cu")).kernel("commit")
 
         self.stream = pack_stream(self.device, pack, layout, tensors, progress)
         self.vectors = self.device.upload(
@@ -314,12 +319,13 @@ class CudaBackend(Backend):
     def _kernel(self, nodes: int) -> Kernel:
         size = next(n for n in VARIANTS if nodes <= n)
         if size not in self._kernels:
-            self._kernels[size] = self._build("forward.cu", size).kernel("forward", self.chip.shared_memory)
+            module = self.device.load(self._images[size].result())
+            self._kernels[size] = module.kernel("forward", self.chip.shared_memory)
         return self._kernels[size]
 
-    def _build(self, source: str, nodes: int) -> Module:
+    def _image(self, source: str, nodes: int = 1) -> bytes:
         constants = build_constants(self.layout, self.chip, self.chip_profile, nodes) | self.options
-        return self.device.load(build(source, self.architecture, constants))
+        return build(source, self.architecture, constants)
 
     def _params(self, state: CudaState) -> Params:
         def at(buffer: Buffer) -> int:
