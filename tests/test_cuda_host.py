@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warpsmith.backend.cuda import driver, profiles
-from warpsmith.backend.cuda.backend import check_shape
+from warpsmith.backend.cuda.backend import build_constants, check_shape
 from warpsmith.backend.cuda.layout import Layout
 from warpsmith.backend.cuda.memory import check_fit, memory_parts
 from warpsmith.backend.cuda.profiles import choose, load_profiles, parse
@@ -55,6 +55,16 @@ def test_a_chip_gets_its_own_profile_or_that_of_a_relative(
 ) -> None:
     profile, was_measured = choose(device, capability)
     assert (profile.name, was_measured) == (name, measured)
+
+
+def test_a_device_s_own_numbers_count() -> None:
+    """A cut-down part has fewer SMs or less shared memory than the profile says."""
+    profile, _ = choose("NVIDIA GeForce RTX 3090", (8, 6))
+    whole = driver.Chip("whole", (8, 6), profile.sms, profile.shared_memory)
+    less = driver.Chip("less", (8, 6), profile.sms, profile.shared_memory - (20 << 10))
+    assert build_constants(Layout(MODEL, 60), whole, profile, 1)["SMS"] == 60
+    layout = Layout(MODEL, profile.sms)
+    assert build_constants(layout, whole, profile, 1) != build_constants(layout, less, profile, 1)
 
 
 def profile_text(**changes: str | None) -> str:
