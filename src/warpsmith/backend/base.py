@@ -113,8 +113,8 @@ class BlockDraft(ABC):
 
     @abstractmethod
     def fill(self, root: int, position: int, rows: int, want: Want) -> Output:
-        """What may stand at the `rows` positions after `root`, which stands at `position`: a row of tokens for each,
-        and rows of `hidden` for the root and each. Nothing of it is kept."""
+        """What may stand at the next `rows` positions after `root`, which stands at `position`: a row of tokens for
+        each, and rows of `hidden` for the root and each. The whole block is computed and nothing of it is kept."""
 
     @abstractmethod
     def forget(self) -> None: ...

@@ -42,16 +42,16 @@ class NumpyDraft(BlockDraft):
             ring.append(rope(keys, positions, c.head_dim, c.rope_theta), projected[:, i, 1], positions)
 
     def fill(self, root: int, position: int, rows: int, want: Want) -> Output:
-        hidden = self._hidden(root, position, rows)
+        hidden = self._hidden(root, position)[: rows + 1]
         output = Output() if want.tokens == "none" else self.backend.head(hidden[1:], want)
         if want.hidden:
             output.hidden = hidden
         return output
 
-    def _hidden(self, root: int, position: int, rows: int) -> np.ndarray:
+    def _hidden(self, root: int, position: int) -> np.ndarray:
         c = self.config
-        x = self.backend.embed([root, *[c.mask_token] * rows])
-        positions = position + np.arange(rows + 1)
+        x = self.backend.embed([root, *[c.mask_token] * (c.block - 1)])
+        positions = position + np.arange(c.block)
         for i, layer in enumerate(self._layers):
             x = x + self._attention(i, rms_norm(x, layer["input_norm"], c.eps), positions) @ layer["o"].T
             inner = rms_norm(x, layer["post_norm"], c.eps) @ layer["gate_up"].T

@@ -55,12 +55,14 @@ void Draft::finish() {
     fc_ = weights.matrix("fc.weight");
     hidden_norm_ = weights.vector("hidden_norm.weight");
     norm_ = weights.vector("norm.weight");
+    const float scale = 1.0f / std::sqrt(static_cast<float>(c.head_dim));  // of the scores: goes into the queries' norm
     for (int i = 0; i < c.layers; i++) {
         const std::string layer = "layers." + std::to_string(i) + ".", attention = layer + "self_attn.", mlp = layer + "mlp.";
         Layer l{};
         l.input_norm = weights.vector(layer + "input_layernorm.weight");
         l.post_norm = weights.vector(layer + "post_attention_layernorm.weight");
-        l.q_norm = weights.vector(attention + "q_norm.weight");
+        const float* q_norm = weights.vector(attention + "q_norm.weight");
+        for (int j = 0; j < c.head_dim; j++) l.q_norm.push_back(q_norm[j] * scale);
         l.k_norm = weights.vector(attention + "k_norm.weight");
         l.q = weights.matrix(attention + "q_proj.weight");
         l.k = weights.matrix(attention + "k_proj.weight");
@@ -115,7 +117,7 @@ void Draft::append(const float* features, int count, int position) {
 void Draft::propose(const float* features, int count, int at, int32_t root, int position, int rows, const Want& want) {
     Rotation context, block;
     if (count) rotation(at, count, context);
-    rotation(position, rows + 1, block);
+    rotation(position, c.block, block);
     stages_.begin(want, m.config.vocab, rows);
     const int64_t before = appended_;
     m.pool.run([&](int thread) {
@@ -158,39 +160,38 @@ void Draft::add_context(const float* features, int count, int position, const Ro
     });
 }
 
+// The whole block runs through the layers; of the last one only the rows that are asked about are computed.
 void Draft::fill_block(int thread, int32_t root, int position, int rows, const Rotation& turn, const Want& want) {
-    const int n = rows + 1;
-    m.pool.share(n, 1, [&](int row) {
-        unpack_row(m.embedding, row ? c.mask_token : root, x_ + static_cast<size_t>(row) * c.hidden);
+    const int hidden = c.hidden, asked = rows + 1;
+    m.pool.share(c.block, 1, [&](int row) {
+        unpack_row(m.embedding, row ? c.mask_token : root, x_ + static_cast<size_t>(row) * hidden);
     });
     for (int i = 0; i < c.layers; i++) {
         const Layer& l = layers_[i];
-        const int forms = form_of(l.q.type) | form_of(l.k.type) | form_of(l.v.type);
-        stages_.project(stages_.normed(x_, c.hidden, c.hidden, n, l.input_norm, c.eps, forms),
-                        {{&l.q, q_, c.query_dim()}, {&l.k, k_, c.kv_dim()}, {&l.v, v_, c.kv_dim()}});
-        m.pool.share(n, 1, [&](int row) {
-            const float scale = 1.0f / std::sqrt(static_cast<float>(c.head_dim));
-            float* q = q_ + static_cast<size_t>(row) * c.query_dim();
-            for (int head = 0; head < c.heads; head++) rotate_head(q + head * c.head_dim, l.q_norm, turn, row);
-            for (int j = 0; j < c.query_dim(); j++) q[j] *= scale;
-            float* k = k_ + static_cast<size_t>(row) * c.kv_dim();
+        const int n = i + 1 < c.layers ? c.block : asked, forms = form_of(l.k.type) | form_of(l.v.type);
+        stages_.project(stages_.normed(x_, hidden, hidden, c.block, l.input_norm, c.eps, forms),
+                        {{&l.k, k_, c.kv_dim()}, {&l.v, v_, c.kv_dim()}});
+        stages_.project(stages_.normed(x_, hidden, hidden, n, l.input_norm, c.eps, form_of(l.q.type)), {{&l.q, q_, c.query_dim()}});
+        m.pool.share(c.block, 1, [&](int row) {
+            float *q = q_ + static_cast<size_t>(row) * c.query_dim(), *k = k_ + static_cast<size_t>(row) * c.kv_dim();
+            for (int head = 0; row < n && head < c.heads; head++) rotate_head(q + head * c.head_dim, l.q_norm.data(), turn, row);
             for (int head = 0; head < c.kv_heads; head++) rotate_head(k + head * c.head_dim, l.k_norm, turn, row);
         });
         attend(thread, i, position, n);
-        stages_.project_add(thread, stages_.columns(y_, c.query_dim(), c.query_dim(), n, form_of(l.o.type)), l.o, x_, c.hidden);
+        stages_.project_add(thread, stages_.columns(y_, c.query_dim(), c.query_dim(), n, form_of(l.o.type)), l.o, x_, hidden);
         const int gates = form_of(l.gate.type) | form_of(l.up.type);
-        stages_.gated(thread, stages_.normed(x_, c.hidden, c.hidden, n, l.post_norm, c.eps, gates), l.gate, l.up, h_, c.ffn);
-        stages_.project_add(thread, stages_.columns(h_, c.ffn, c.ffn, n, form_of(l.down.type)), l.down, x_, c.hidden);
+        stages_.gated(thread, stages_.normed(x_, hidden, hidden, n, l.post_norm, c.eps, gates), l.gate, l.up, h_, c.ffn);
+        stages_.project_add(thread, stages_.columns(h_, c.ffn, c.ffn, n, form_of(l.down.type)), l.down, x_, hidden);
     }
-    m.pool.share(n, 1, [&](int row) {
-        const size_t at = static_cast<size_t>(row) * c.hidden;
-        m.kernels.rms_norm(x_ + at, norm_, c.hidden, c.eps, y_ + at);
-        if (want.hidden_out) std::memcpy(want.hidden_out + at, y_ + at, c.hidden * sizeof(float));
+    m.pool.share(asked, 1, [&](int row) {
+        const size_t at = static_cast<size_t>(row) * hidden;
+        m.kernels.rms_norm(x_ + at, norm_, hidden, c.eps, y_ + at);
+        if (want.hidden_out) std::memcpy(want.hidden_out + at, y_ + at, hidden * sizeof(float));
     });
-    if (want.tokens != Tokens::None) stages_.tokens(thread, m.head, y_ + c.hidden, rows, want);
+    if (want.tokens != Tokens::None) stages_.tokens(thread, m.head, y_ + hidden, rows, want);
 }
 
-// Each row of the block sees a run of the ring's rows, oldest first, up to the newest, and then a run of the block's.
+// Each of the block's first n rows sees a run of the ring's rows, oldest first, up to the newest, and then one of the block's.
 void Draft::attend(int thread, int index, int position, int n) {
     const int width = c.head_dim, group = c.heads / c.kv_heads, size = width + 2, past = kept(index), window = c.windows[index];
     const int64_t oldest = appended_ - past;
@@ -229,15 +230,16 @@ void Draft::attend(int thread, int index, int position, int n) {
             }
             for (int row = begin; row < end; row++) see(row, std::max(0, first[row - begin] - at), count);
         }
-        for (int at = 0; at < n; at += kChunkKeys) {
-            const int count = std::min(kChunkKeys, n - at);
+        for (int at = 0; at < c.block; at += kChunkKeys) {
+            const int count = std::min(kChunkKeys, c.block - at);
             for (int i = 0; i < count; i++) {
                 const size_t from = static_cast<size_t>(at + i) * c.kv_dim() + head * width;
                 std::memcpy(keys + i * width, k_ + from, width * sizeof(float));
                 std::memcpy(values + i * width, v_ + from, width * sizeof(float));
             }
             for (int row = begin; row < end; row++) {
-                const int low = window ? row - window + 1 : 0, high = c.causal[index] ? row : window ? row + window - 1 : n - 1;
+                const int low = window ? row - window + 1 : 0;
+                const int high = c.causal[index] ? row : window ? row + window - 1 : c.block - 1;
                 see(row, std::max(0, low - at), std::min(count, high - at + 1));
             }
         }

@@ -34,8 +34,8 @@ public:
 
     // `count` <= 64 rows of features, of tokens that were committed at `position` onwards.
     void append(const float* features, int count, int position);
-    // Append likewise, then fill a block of 1 + `rows` positions after `root` at `position`: `want` is about its rows
-    // after the root's; its hidden rows are about all of them.
+    // Append likewise, then fill the block that begins with `root` at `position`: `want` is about the `rows` positions
+    // after the root's, its hidden rows about the root's too.
     void propose(const float* features, int count, int at, int32_t root, int position, int rows, const Want& want);
 
     void forget() { appended_ = 0; }
@@ -46,7 +46,8 @@ public:
 
 private:
     struct Layer {
-        const float *input_norm, *post_norm, *q_norm, *k_norm;
+        const float *input_norm, *post_norm, *k_norm;
+        std::vector<float> q_norm;
         Matrix q, k, v, o, gate, up, down;
     };
     struct Rotation { std::vector<float> cosine, sine; };  // [row][head_dim / 2]
