@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import numpy as np
@@ -86,7 +87,9 @@ def test_older_chips_decode_as_they_step(older: CudaBackend) -> None:
 
 
 def test_memory_is_what_was_planned(device: Device) -> None:
-    """Packing's staging buffer is gone by now, and the driver's share is an upper bound."""
+    """Packing's staging buffer is gone by now, the driver's share is an upper bound, and small buffers may lie in
+    memory that the driver had already."""
+    gc.collect()
     before = device.free_memory()
     backend = CudaBackend(SHAPE, TENSORS, context=4096)
     state = backend.new_state(4096)
@@ -94,7 +97,7 @@ def test_memory_is_what_was_planned(device: Device) -> None:
     used = before - device.free_memory()
     planned = sum(part.nbytes for part in backend.memory(4096))
     print(f"{used / 2**20:.1f} MiB of {planned / 2**20:.1f} planned")
-    assert planned - DRIVER_BYTES - STAGING_BYTES <= used <= planned
+    assert planned - DRIVER_BYTES - STAGING_BYTES - (16 << 20) <= used <= planned
 
 
 def test_a_context_that_does_not_fit_is_refused_before_loading() -> None:
