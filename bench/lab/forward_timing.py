@@ -99,7 +99,7 @@ def print_profile(config: Config, tensors: dict[str, Tensor], nodes: int) -> Non
     for _ in range(5):
         backend.forward(state, Tree.chain(range(nodes)))
     marks = stage_marks(config)
-    clocks = backend.profile.read(np.int64, (backend.chip.sms, MARKS))
+    clocks = backend.profile.read(np.int64, (backend.layout.sms, MARKS))
     counts = (clocks != 0).sum(axis=1)
     busy = clocks[counts == counts.max()]  # SMs that have a part in every stage
     spent = np.diff(busy[:, : len(marks) + 1], axis=1) / 1980.0  # us at the boost clock

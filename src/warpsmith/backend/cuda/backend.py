@@ -28,31 +28,30 @@ from warpsmith.backend.cuda.layout import (
     HEAD_DIM,
     MAX_FEATURES,
     MAX_STOPS,
-    PACKET_BYTES,
+    NOT_YET,
     READ_AHEAD,
     SLOT_BYTES,
     STATE_DIM,
-    THREADS,
-    WARPS,
     Layout,
     Params,
     Path,
     Request,
     Stream,
+    busy_sms,
+    threads_of,
 )
 from warpsmith.backend.cuda.memory import check_fit, memory_parts
 from warpsmith.backend.cuda.packing import Progress, pack_stream
 from warpsmith.backend.cuda.profiles import Profile, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.checkpoint.canonical import Tensor
-from warpsmith.errors import BadRequest, DoesNotFit, NoDevice
+from warpsmith.errors import BadRequest, NoDevice
 from warpsmith.model.config import Config
 
-LAST_TAG = 0xFFFF
 BURST = 64  # tokens a decoding launch makes before it comes back
 EVERY_STAGE = 1 << 30
 NOT_READY = 600  # what the driver answers while a kernel runs
-VARIANTS = (1, 8, 16, 32, 64)  # nodes a build of the kernel takes
+VARIANTS = (1, 16, 32, 64)  # nodes a build of the kernel takes
 
 
 class CudaState(State):
@@ -88,7 +87,7 @@ class CudaBackend(Backend):
         self.chip_profile = choose(self.chip.name, self.chip.capability)[0]
         self.largest_tree = self.chip_profile.largest_tree
         self.architecture = architecture or target(self.chip.capability)
-        self.layout = layout = Layout(config, self.chip.sms)
+        self.layout = layout = Layout(config, min(self.chip.sms, busy_sms(config)))
         self.options = dict(options or {})
         self.context = context or config.context
         check_fit(layout, self.context, self.device.free_memory(), self.chip.name)
@@ -107,7 +106,9 @@ class CudaBackend(Backend):
         self.rope = self.device.upload(layout.rope_table(self.context))
         self.stream_start = self.device.upload(layout.stream_start.astype(np.uint64))
         self.head_start = self.device.upload(layout.stage_start[-1].astype(np.uint64))
-        self.packets = {n: self.device.zeros(c * MAX_NODES * PACKET_BYTES) for n, c in layout.packet_counts.items()}
+        self.exchange = self.device.allocate(layout.exchange_bytes)
+        self.parts = self.device.allocate(layout.parts_bytes)
+        self._reset_parts()
         self.pending = {n: self.device.allocate(b) for n, b in layout.pending_bytes().items()}
         self.logits = self.device.allocate(MAX_NODES * config.vocab * 4)
         self.features = self.device.allocate(MAX_FEATURES * MAX_NODES * config.hidden * 4)
@@ -116,8 +117,7 @@ class CudaBackend(Backend):
         self.kept_history = self.device.allocate(layout.history_bytes)
         self.ring = Pinned(self.device, np.int32, 1 + max(BURST, MAX_NODES))
         marks = int(str(self.options.get("PROFILE", 0)))  # a profiling build keeps that many clocks an SM
-        self.profile = self.device.zeros(self.chip.sms * marks * 8)
-        self.tag = 1
+        self.profile = self.device.zeros(layout.sms * marks * 8)
         self._last: tuple[CudaState, Tree] | None = None
 
     # -- the contract ---------------------------------------------------------------------------------------------
@@ -269,9 +269,15 @@ class CudaBackend(Backend):
         number = 0 if op == "embed" else 1 + 5 * int(layer) + order.index(kind)
         self._launch(state, tree, ARGMAX, stop_after=number)
         self.device.synchronize()
+        self._reset_parts()  # a pass that stops inside a layer may leave some behind
         c, n = self.config, len(tree)
+        turn = int(layer or 0) % 2  # which copy of its exchanges the layer used
+        before = sum(c.recurrent[: int(layer or 0)])
+        mixer, mixer_turn = (
+            ("delta", before % 2) if op.startswith("delta") else ("attention", (int(layer or 0) - before) % 2)
+        )
         if kind == "in":
-            rows = self._packet_values("in", n)
+            rows = self._exchanged(op, n, mixer_turn)
             if op == "delta_in":
                 sizes = {"qkv": c.conv_channels, "z": c.value_dim, "beta": c.value_heads, "alpha": c.value_heads}
             else:
@@ -279,14 +285,23 @@ class CudaBackend(Backend):
                 sizes = {"q": 2 * c.heads * c.head_dim, "k": kv, "v": kv}
             ends = np.cumsum(list(sizes.values()))
             return {name: rows[:, e - s : e] for (name, s), e in zip(sizes.items(), ends, strict=True)}
-        if op == "delta_mix":
-            y = self._packet_values("y", n)[:, : c.value_dim].reshape(n, c.value_heads, STATE_DIM)
-            squares = self._packet_values("squares", n)[:, ::4].reshape(n, c.value_heads, -1).sum(axis=2)
-            return {"y": (y / np.sqrt(squares / STATE_DIM + c.eps)[:, :, None]).reshape(n, -1)}
-        if op == "attention_mix":
-            return {"y": self._packet_values("y", n)[:, : c.heads * HEAD_DIM]}
-        name = {"embed": "x", "mix_out": "x_mid", "mlp_in": "h", "mlp_out": "x"}[kind]
-        return {"h" if kind == "mlp_in" else "x": self._packet_values(name, n)}
+        if kind == "mix":
+            y = self._exchanged(f"{mixer}_y", n, mixer_turn)
+            if op == "delta_mix":
+                squares = self._exchanged("delta_squares", n, mixer_turn).reshape(n, c.value_heads, -1).sum(axis=2)
+                y = y.reshape(n, c.value_heads, STATE_DIM) / np.sqrt(squares / STATE_DIM + c.eps)[:, :, None]
+            return {"y": y.reshape(n, -1)}
+        if kind == "mlp_in":
+            return {"h": self._exchanged("h", n, turn)}
+        # x travels times the weight of the norm that reads it
+        if op == "mix_out":
+            return {"x": self._exchanged("mid", n, turn) / self._norm(f"blk.{layer}.post_attention_norm.weight")}
+        following = 0 if op == "embed" else int(layer) + 1
+        name = f"blk.{following}.attn_norm.weight" if following < c.layers else "output_norm.weight"
+        return {"x": self._exchanged("x", n, following % 2) / self._norm(name)}
+
+    def _norm(self, name: str) -> np.ndarray:
+        return self.vectors.read(np.float32, (self.config.hidden,), offset=self.layout.vector_start(name) * 4)
 
     def bytes_a_token(self, length: int) -> int:
         layout = self.layout
@@ -303,16 +318,24 @@ class CudaBackend(Backend):
         times = []
         for _ in range(10):
             begin.record()
-            kernel.launch(self.chip.sms, 32, request)
+            kernel.launch(self.layout.sms, 32, request)
             end.record()
             end.wait()
             times.append(end.seconds_since(begin))
         return self.layout.stream_bytes / median(times[1:])
 
-    def _packet_values(self, name: str, nodes: int) -> np.ndarray:
-        count = self.layout.packet_counts[name]
-        words = self.packets[name].read(np.uint32, (nodes, count * 4))
-        return (words & np.uint32(0xFFFFFFF0)).view(np.float32)
+    def _exchanged(self, name: str, nodes: int, copy: int) -> np.ndarray:
+        """What one copy of an exchange holds, a row a node."""
+        layout = self.layout
+        words = self.exchange.read(np.uint32, (2, MAX_NODES, layout.node_words))[copy, :nodes]
+        place = layout.exchanged[name]
+        rows = np.ascontiguousarray(words[:, place.start : place.stop])
+        if name in ("x", "mid", "delta_y", "attention_y", "h"):
+            return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return rows.view(np.float32)
+
+    def _reset_parts(self) -> None:
+        self.parts.fill_starts(NOT_YET, 1, self.parts.nbytes // 4)
 
     # -- launching ------------------------------------------------------------------------------------------------
 
@@ -337,8 +360,9 @@ class CudaBackend(Backend):
             "keys": at(state.keys), "values": at(state.values), "out_count": self.ring.pointer,
             "out_tokens": self.ring.pointer + 4, "out_logits": at(self.logits), "out_features": at(self.features),
             "out_hidden": at(self.hidden), "profile": at(self.profile),
+            "exchange": at(self.exchange), "parts": at(self.parts),
         }  # fmt: skip
-        pointers |= {name: at(buffer) for name, buffer in (self.packets | self.pending).items()}
+        pointers |= {name: at(buffer) for name, buffer in self.pending.items()}
         return Params(context=state.context, **pointers)
 
     def _launch(
@@ -350,17 +374,11 @@ class CudaBackend(Backend):
         stop: Sequence[int] = (),
         stop_after: int = EVERY_STAGE,
     ) -> None:
-        needed = self.layout.exchanges * max(1, steps)
-        if self.tag + needed > LAST_TAG:  # tags start over: no packet may still carry one
-            for buffer in self.packets.values():
-                buffer.clear()
-            self.tag = 1
         request = Request(
             nodes=len(tree),
             length=state.length,
             steps=steps,
             stop_after=stop_after,
-            first_tag=self.tag,
             stops=len(stop),
             features=len(want.features),
             want_logits=want.tokens in ("top", "logits"),
@@ -370,27 +388,16 @@ class CudaBackend(Backend):
         request.parents[: len(tree)] = tree.parents.tolist()
         request.stop_ids[: len(stop)] = list(stop)
         request.feature_layers[: len(want.features)] = list(want.features)
-        self.tag += needed
-        self._kernel(len(tree)).launch(self.chip.sms, THREADS, self._params(state), request, cooperative=True)
+        self.exchange.fill_starts(NOT_YET, 2, len(tree) * self.layout.node_words)
+        threads = threads_of(self.architecture)
+        self._kernel(len(tree)).launch(self.layout.sms, threads, self._params(state), request, cooperative=True)
 
 
 def build_constants(layout: Layout, chip: Chip, profile: Profile, nodes: int) -> dict[str, object]:
-    """What a build for trees of up to `nodes` nodes is told; the ring is as deep as shared memory allows."""
-    config = layout.config
-    group = config.heads // config.kv_heads
-    scratch = max(group * (4 * HEAD_DIM + 8 * 16) * 4, nodes * (2 * STATE_DIM + 3 * COLUMNS + 4) * 4, nodes * 2048)
-    scratch = max(scratch, 32 << 10)
-    scratch = -(-scratch // 1024) * 1024
-    own = -(-(config.hidden // 8) // chip.sms)
-    staged = WARPS * 64 * -(-max(config.ffn, config.value_dim, config.heads * HEAD_DIM) // 256)
-    other = nodes * (own * 32 + 2 * WARPS * 4 + nodes + 44) + 1024 + (staged if nodes == 1 else 0)
-    slots = (chip.shared_memory - scratch - other) // SLOT_BYTES
-    if slots < 2:
-        raise DoesNotFit(f"{nodes} nodes need more shared memory than {chip.name} has.", "Use a smaller tree.")
+    """What a build for trees of up to `nodes` nodes is told."""
     return layout.constants() | {
         "NODES": nodes,
-        "SCRATCH_BYTES": scratch,
-        "RING_SLOTS": min(slots, 16),
+        "SHARED_MEMORY": chip.shared_memory,
         "IN_FLIGHT": max(1, profile.in_flight // SLOT_BYTES),
     }
 

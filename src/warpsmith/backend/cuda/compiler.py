@@ -27,11 +27,13 @@ def cache_directory() -> Path:
 
 
 def target(capability: tuple[int, int]) -> str:
-    """What to build for: machine code (`sm_90`), or PTX of the newest older chip (`compute_120`) where NVRTC is older
+    """What to build for: machine code (`sm_86`), or PTX of the newest older chip (`compute_120`) where NVRTC is older
     than the chip; the driver makes machine code of that."""
     major, minor = capability
     known = _check(_nvrtc().nvrtcGetSupportedArchs())
     wanted = major * 10 + minor
+    if wanted == 90:
+        return "sm_90a"  # with the instructions only that generation has
     return f"sm_{wanted}" if wanted in known else f"compute_{max(n for n in known if n < wanted)}"
 
 

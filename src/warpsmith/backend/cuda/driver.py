@@ -136,6 +136,11 @@ class Buffer:
     def clear(self) -> None:
         check(self.device.cu.cuMemsetD8(self.pointer, 0, max(self.nbytes, 16)))
 
+    def fill_starts(self, word: int, pieces: int, words: int) -> None:
+        """Queue setting the first words of as many equal pieces."""
+        pitch = self.nbytes // pieces
+        check(self.device.cu.cuMemsetD2D32Async(self.pointer, pitch, word, words, pieces, 0))
+
     def write(self, array: np.ndarray, offset: int = 0) -> None:
         data = np.ascontiguousarray(array)
         check(self.device.cu.cuMemcpyHtoD(self.pointer + offset, data.ctypes.data, data.nbytes))

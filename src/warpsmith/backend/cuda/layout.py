@@ -13,12 +13,12 @@ from warpsmith.backend.tree import MAX_NODES
 from warpsmith.model.config import Config
 from warpsmith.model.weights import expected_shapes
 
-WARPS, CHUNK_K, CHUNK_BYTES, SLOT_BYTES = 8, 256, 4096, 16384
-THREADS = WARPS * 32 + 32
+WARPS, CHUNK_K, GROUP_BYTES, SLOT_BYTES = 8, 256, 4096, 16384
+WIDE, NARROW = 16, 8  # rows of a unit
 COLUMNS, HISTORY, STATE_DIM, HEAD_DIM = 16, 4, 128, 256
 BLOCK_CHANNELS = 2 * STATE_DIM + COLUMNS
 MAX_STOPS, MAX_FEATURES = 16, 8
-PACKET_BYTES = 16
+NOT_YET = 0xFFFFFFFF  # what an exchanged word is before it has come
 READ_AHEAD = 3 * 32768  # PIECES * PIECE_BYTES of stream.cu
 
 
@@ -26,8 +26,22 @@ def chunks_of(k: int) -> int:
     return -(-k // CHUNK_K)
 
 
-def units_of(rows: int) -> int:
-    return -(-rows // 8)
+def units_of(rows: int, unit_rows: int) -> int:
+    return -(-rows // unit_rows)
+
+
+def threads_of(architecture: str) -> int:
+    """Consumers, and the warp that fills the ring; on sm_90a with three idle companions."""
+    return WARPS * 32 + (128 if architecture == "sm_90a" else 32)
+
+
+def busy_sms(config: Config) -> int:
+    """An exchange's copy may be reset once every SM has had a part in a layer: more SMs than this many have none."""
+    c = config
+    delta = units_of(c.conv_channels + c.value_dim + 2 * c.value_heads, WIDE)
+    attention = units_of(2 * c.heads * c.head_dim + 2 * c.kv_heads * c.head_dim, WIDE)
+    kinds = [delta] * any(c.recurrent) + [attention] * (not all(c.recurrent))
+    return min([*kinds, units_of(2 * c.ffn, WIDE)])
 
 
 @dataclass(frozen=True)
@@ -45,12 +59,17 @@ class WeightStage:
 
     name: str
     k: int
-    units: int
+    rows: int
+    unit_rows: int
     pieces: tuple[Piece, ...]
 
     @property
+    def units(self) -> int:
+        return units_of(self.rows, self.unit_rows)
+
+    @property
     def unit_bytes(self) -> int:
-        return chunks_of(self.k) * CHUNK_BYTES
+        return chunks_of(self.k) * (self.unit_rows // 8) * GROUP_BYTES
 
 
 class Layout:
@@ -89,18 +108,19 @@ class Layout:
                 pieces.append(Piece(f"{block}{name}.weight", first))
                 first += count
             stages += [
-                WeightStage(f"in.{layer}", c.hidden, units_of(first), tuple(pieces)),
-                WeightStage(f"mix_out.{layer}", out_k, units_of(c.hidden), (Piece(f"{block}{out}.weight"),)),
+                WeightStage(f"in.{layer}", c.hidden, first, WIDE, tuple(pieces)),
+                WeightStage(f"mix_out.{layer}", out_k, c.hidden, NARROW, (Piece(f"{block}{out}.weight"),)),
                 WeightStage(
                     f"mlp_in.{layer}",
                     c.hidden,
-                    units_of(2 * c.ffn),
+                    2 * c.ffn,
+                    WIDE,
                     (Piece(f"{block}ffn_gate.weight", pattern=1), Piece(f"{block}ffn_up.weight", pattern=2)),
                 ),
-                WeightStage(f"mlp_out.{layer}", c.ffn, units_of(c.hidden), (Piece(f"{block}ffn_down.weight"),)),
+                WeightStage(f"mlp_out.{layer}", c.ffn, c.hidden, NARROW, (Piece(f"{block}ffn_down.weight"),)),
             ]
         head = "token_embd.weight" if c.tied else "output.weight"
-        return [*stages, WeightStage("head", c.hidden, units_of(c.vocab), (Piece(head),))]
+        return [*stages, WeightStage("head", c.hidden, c.vocab, WIDE, (Piece(head),))]
 
     def units_before(self, units: int) -> np.ndarray:
         """First unit of every SM, and the total at the end: [sms + 1]."""
@@ -140,6 +160,11 @@ class Layout:
                 names += [block + "attn_q_norm.weight", block + "attn_k_norm.weight"]
         return [*names, "output_norm.weight"]
 
+    def vector_start(self, name: str) -> int:
+        """Floats before a vector."""
+        names, shapes = self.vector_names(), expected_shapes(self.config)
+        return sum(math.prod(shapes[n]) for n in names[: names.index(name)])
+
     @property
     def vector_bytes(self) -> int:
         shapes = expected_shapes(self.config)
@@ -156,30 +181,44 @@ class Layout:
         angles = positions[:, None] * frequencies
         return np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
 
-    # -- packets --------------------------------------------------------------------------------------------------
+    # -- exchanges ------------------------------------------------------------------------------------------------
 
     @cached_property
-    def packet_counts(self) -> dict[str, int]:
-        """Packets a node (`best`: a node and SM) of every exchange buffer, by its name in `Params`."""
+    def exchanged(self) -> dict[str, range]:
+        """The words of every exchange inside a node's share of a copy (see shape.cuh)."""
         c = self.config
-        kv = c.kv_heads * c.head_dim
-        delta_in = units_of(c.conv_channels + c.value_dim + 2 * c.value_heads)
-        attention_in = units_of(2 * c.heads * c.head_dim + 2 * kv)
-        return {
-            "x": c.hidden // 4,
-            "in": 2 * max(delta_in, attention_in),
-            "y": max(c.value_dim, c.heads * c.head_dim) // 4,
-            "squares": self.blocks,
-            "x_mid": c.hidden // 4,
-            "h": c.ffn // 4,
-            "part": c.heads * self.splits * (HEAD_DIM // 4 + 1),
-            "best": self.sms,
+        sizes = {
+            "x": c.hidden // 2,
+            "x_squares": units_of(c.hidden, NARROW),
+            "mid": c.hidden // 2,
+            "mid_squares": units_of(c.hidden, NARROW),
+            "h": c.ffn // 2,
+            "delta_in": WIDE * units_of(c.conv_channels + c.value_dim + 2 * c.value_heads, WIDE),
+            "delta_y": c.value_dim // 2,
+            "delta_squares": self.blocks,
+            "attention_in": WIDE * units_of(2 * (c.heads + c.kv_heads) * c.head_dim, WIDE),
+            "attention_y": c.heads * c.head_dim // 2,
+            "stats": 2 * c.heads * self.splits,
+            "best": 2 * self.sms,
         }
+        places, at = {}, 0
+        for name, words in sizes.items():
+            places[name] = range(at, at + words)
+            at += -(-words // 4) * 4
+        return places
 
     @property
-    def exchanges(self) -> int:
-        """Tags a forward pass uses."""
-        return 2 + 5 * self.delta_layers + 6 * self.attention_layers
+    def node_words(self) -> int:
+        return -(-self.exchanged["best"].stop // 4) * 4
+
+    @property
+    def exchange_bytes(self) -> int:
+        return 2 * MAX_NODES * self.node_words * 4
+
+    @property
+    def parts_bytes(self) -> int:
+        """Attention's partial sums."""
+        return MAX_NODES * self.config.heads * self.splits * HEAD_DIM * 4
 
     # -- per sequence, in bytes -----------------------------------------------------------------------------------
 
@@ -233,11 +272,11 @@ class Request(ctypes.Structure):
         ("length", ctypes.c_int),
         ("steps", ctypes.c_int),
         ("stop_after", ctypes.c_int),
-        ("first_tag", ctypes.c_uint),
         ("stops", ctypes.c_int),
         ("features", ctypes.c_int),
         ("want_logits", ctypes.c_int),
         ("want_hidden", ctypes.c_int),
+        ("zero", ctypes.c_uint),
         ("tokens", ctypes.c_int * MAX_NODES),
         ("parents", ctypes.c_int * MAX_NODES),
         ("stop_ids", ctypes.c_int * MAX_STOPS),
@@ -257,7 +296,7 @@ POINTERS_BEFORE_CONTEXT = (
     "values",
 )
 POINTERS_AFTER_CONTEXT = (
-    "x", "in", "y", "squares", "x_mid", "h", "part", "best",
+    "exchange", "parts",
     "pending_raw", "pending_key", "pending_write", "pending_fade", "pending_keys", "pending_values", "branch_state",
     "out_tokens", "out_count", "out_logits", "out_features", "out_hidden", "profile",
 )  # fmt: skip
@@ -297,5 +336,6 @@ class Pack(ctypes.Structure):
         ("count", ctypes.c_int),
         ("k", ctypes.c_int),
         ("units", ctypes.c_int),
+        ("unit_rows", ctypes.c_int),
         ("pattern", ctypes.c_int),
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from warpsmith.backend.base import MemoryPart
-from warpsmith.backend.cuda.layout import MAX_FEATURES, PACKET_BYTES, Layout
+from warpsmith.backend.cuda.layout import MAX_FEATURES, Layout
 from warpsmith.backend.cuda.packing import STAGING_BYTES
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.errors import DoesNotFit
@@ -17,14 +17,14 @@ def memory_parts(layout: Layout, context: int) -> list[MemoryPart]:
     """The weights, one sequence of `context` tokens, and everything a forward pass writes."""
     c = layout.config
     states = layout.delta_bytes + layout.history_bytes
-    packets = sum(layout.packet_counts.values()) * MAX_NODES * PACKET_BYTES
+    exchanges = layout.exchange_bytes + layout.parts_bytes
     outputs = MAX_NODES * 4 * (c.vocab + c.hidden * (1 + MAX_FEATURES))
     tables = layout.rope_bytes(context) + STAGING_BYTES
     return [
         MemoryPart("weights", layout.stream_bytes + layout.vector_bytes),
         MemoryPart("keys and values", 2 * layout.cache_bytes(context)),
         MemoryPart("DeltaNet states", states),
-        MemoryPart("scratch", packets + outputs + tables + sum(layout.pending_bytes().values()) + states),
+        MemoryPart("scratch", exchanges + outputs + tables + sum(layout.pending_bytes().values()) + states),
         MemoryPart("driver", DRIVER_BYTES),
     ]
 

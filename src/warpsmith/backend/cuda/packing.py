@@ -58,6 +58,7 @@ def pack_stream(
                         count=len(rows),
                         k=stage.k,
                         units=stage.units,
+                        unit_rows=stage.unit_rows,
                         pattern=piece.pattern,
                     ),
                 )

@@ -2,22 +2,8 @@
 #pragma once
 #include "ring.cuh"
 
-// Shared memory after the ring. `scratch` is used by one stage at a time; see each stage for its layout.
-constexpr int STAGED_CHUNKS = chunks_of(FFN > Y_DIM ? FFN : Y_DIM);
-
-struct Shared {
-    u64 barriers[2 * RING_SLOTS];
-    float residual[OWN_UNITS][NODES][8];   // the rows of the residual stream this SM owns
-    float squares[2][WARPS][NODES];        // each warp's share of a norm's sum of squares
-    int token[NODES], parent[NODES], depth[NODES];
-    int path[NODES][4];                    // a node's nearest ancestors: itself, parent, ... ; -1 - i: i before the root
-    int branches[NODES];                   // has children other than the next node
-    u8 ancestor[NODES][NODES];             // [node][depth]
-    uint4 staged[NODES == 1 ? WARPS * STAGED_CHUNKS * 4 : 1];  // one token's activations on their way to registers
-    u64 best[NODES];                       // running argmax: value, then lowest id
-    int stopped;                           // decoding has ended: the producer should leave
-};
-constexpr int SHARED_BYTES = RING_SLOTS * SLOT_BYTES + SCRATCH_BYTES + sizeof(Shared);
+// Which copy of an exchange is in use: a bit each, flipped after every use (see exchange.cuh).
+enum Turn { X_TURN = 1, LAYER_TURN = 2, DELTA_TURN = 4, ATTENTION_TURN = 8, BEST_TURN = 16 };
 
 struct Block {
     const Params& p;
@@ -26,15 +12,27 @@ struct Block {
     float* scratch;
     Ring ring;
     int sm = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    u32 tag;         // of the exchange that the current stage publishes
-    int buffer = 0;  // which half of the scratch the next partial sums go to
+    u32 turns = 0;
+    int buffer = 0;  // which half of the partial sums the next go to
     int norm = 0;    // which of `squares` the last norm's sums are in
     int length;      // tokens committed before the tree
     int nodes;
 
     __device__ Block(const Params& params, const Request& request, Shared& shared, float* scratch_area, const Ring& r0)
-        : p(params), r(request), s(shared), scratch(scratch_area), ring(r0), tag(request.first_tag),
-          length(request.length), nodes(NODES == 1 ? 1 : request.nodes) {}
+        : p(params), r(request), s(shared), scratch(scratch_area), ring(r0), length(request.length),
+          nodes(NODES == 1 ? 1 : request.nodes) {}
+
+    // Where a node's words of an exchange are, in the copy of this use; and how far the other copy is.
+    __device__ u32* words(Turn turn, int node, int at) const {
+        return p.exchange + ((turns & turn ? COPY_WORDS : 0) + node * NODE_WORDS + at);
+    }
+    // The state a node keeps for its children: in shared memory as long as there is room. [2][CONSUMERS] float4
+    __device__ float4* kept_state(int place, int block) const {
+        u8* memory = (u8*)scratch + SCRATCH_FLOATS * 4;
+        if (place < KEPT_STATES) return (float4*)(memory + place * STATE_FLOATS * 4);
+        return (float4*)(p.branch_state + ((size_t)block * MAX_NODES + place) * STATE_FLOATS);
+    }
+    __device__ int other(Turn turn) const { return turns & turn ? -COPY_WORDS : COPY_WORDS; }
 
     // Every stage starts with this. Without it the compiler computes addresses of all stages before the layer loop and
     // keeps them in local memory, which the small L1 beside a full ring cannot hold: each reload would go to L2.

@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(COLUMNS * 32) commit(const __grid_c
         for (int i = 0; i < path.count; i++) {
             const size_t node = at * MAX_NODES + path.node[i];
             const float4 key = *((const float4*)(p.pending_key + node * STATE_DIM) + lane);
-            s = write_state(fade_state(s, p.pending_fade[node]), key, p.pending_write[node * COLUMNS + warp]);
+            s = update_state(s, p.pending_fade[node], key, p.pending_write[node * COLUMNS + warp]);
         }
         *state = s;
         for (int i = max(0, path.count - HISTORY); i < path.count; i++) {

@@ -1,61 +1,27 @@
 // The Gated DeltaNet's mixer: convolution, norms, gates and the recurrence, spread over all SMs.
 //
 // Maths, per value head with state S [dk, dv]: S <- e^g S; S <- S + k (beta (v - k^T S))^T; o = q^T S; then
-// o / rms(o) * weight * silu(z). A block is 16 columns of S (16 of a head's 128 value channels), two a warp: lane l holds
-// S[4l .. 4l+3][column] of both in registers. q and k of the head are convolved and normalised by every block that needs them.
-// The head's rms needs all 8 of its blocks: each publishes its sum of squares, the next stage divides.
-// A node's state comes from its parent's: kept in registers along a chain, stored only where the tree branches.
+// o / rms(o) * weight * silu(z). Here k^T S and q^T S of the old state are taken together, which gives
+// write = beta (v - f k^T S), o = f q^T S + (q^T k) write and S <- f S + k write, with f = e^g.
+// A block is 16 columns of S (16 of a head's 128 value channels), two a warp: lane l holds S[4p .. 4p+3] and
+// S[64 + 4p .. 64 + 4p+3] of column l / 16, p = l mod 16, in registers. q and k of the head are convolved and normalised by
+// every block that needs them. The head's rms needs all 8 of its blocks: each publishes its sum of squares, the next
+// stage divides. A node's state comes from its parent's: in registers along a chain, kept where the tree branches.
 // Bytes: 8 KB of state a block read and written, 4 KB of convolution history.
-// Scratch: q, k [nodes][128], v, z, o [nodes][16], fade, beta [nodes].
+// Scratch: rows (q, k [128], v or o, silu(z) [16], fade, beta) of every node; in a tree what came for it before that.
 #pragma once
 #include "block.cuh"
 
-constexpr int DELTA_NODE_FLOATS = 2 * STATE_DIM + 3 * COLUMNS + 4;
-static_assert(NODES * DELTA_NODE_FLOATS * 4 <= SCRATCH_BYTES, "DeltaNet rows must fit in the scratch");
+constexpr int K_ROW = STATE_DIM, V_ROW = 2 * STATE_DIM, Z_ROW = V_ROW + COLUMNS, FADE_ROW = Z_ROW + COLUMNS;
+constexpr int PIECES = RAW_FLOATS / 4;  // groups of four channels: q, k, v, z, the one with beta, the one with alpha
 
 // The state's update, written once: forward and commit must agree to the bit.
-__device__ __forceinline__ float4 fade_state(float4 s, float fade) {
-    return {s.x * fade, s.y * fade, s.z * fade, s.w * fade};
-}
-__device__ __forceinline__ float4 write_state(float4 s, float4 k, float write) {
-    return {fmaf(k.x, write, s.x), fmaf(k.y, write, s.y), fmaf(k.z, write, s.z), fmaf(k.w, write, s.w)};
+__device__ __forceinline__ float4 update_state(float4 s, float fade, float4 k, float write) {
+    return {fmaf(k.x, write, s.x * fade), fmaf(k.y, write, s.y * fade), fmaf(k.z, write, s.z * fade), fmaf(k.w, write, s.w * fade)};
 }
 __device__ __forceinline__ float dot4(float4 a, float4 b) { return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, a.w * b.w))); }
 
-// Four channels of a node and of its three predecessors, oldest first: from packets where the predecessor is in the
-// tree, from the block's history where it is committed. `row` is the channels' packet, `slot` their place in the history.
-__device__ __forceinline__ void load_taps(const Block& b, float4 (&tap)[4], int node, int row, int slot, const float* history,
-                                          bool convolved, u32 tag) {
-    const Packet* from[4];
-#pragma unroll
-    for (int age = 3; age >= 0; age--) {
-        const int source = b.s.path[node][age];
-        from[age] = nullptr;
-        if (source >= 0) {
-            if (convolved || age == 0) from[age] = b.p.in + (size_t)source * IN_PACKETS + row;
-        } else if (convolved) {  // source is -1 for the last committed token
-            tap[3 - age] = *(const float4*)(history + (b.length + source + HISTORY) % HISTORY * BLOCK_CHANNELS + slot);
-        }
-    }
-    Watchdog dog;
-    bool missing;
-    Packet got[4];
-    do {
-        missing = false;
-#pragma unroll
-        for (int age = 0; age < 4; age++)
-            if (from[age]) got[age] = load_packet(from[age]);
-#pragma unroll
-        for (int age = 0; age < 4; age++)
-            if (from[age]) missing |= !arrived(got[age], tag);
-        dog.check();
-    } while (missing);
-#pragma unroll
-    for (int age = 0; age < 4; age++)
-        if (from[age]) tap[3 - age] = values(got[age]);
-}
-
-// Convolution and silu; `w[i]` are channel i's four taps, oldest first.
+// Convolution and silu of four channels; `w[i]` are channel i's four taps, oldest first.
 __device__ __forceinline__ float4 convolve(const float4 (&tap)[4], const float4 (&w)[4]) {
     float4 sum;
     sum.x = fmaf(w[0].w, tap[3].x, fmaf(w[0].z, tap[2].x, fmaf(w[0].y, tap[1].x, w[0].x * tap[0].x)));
@@ -65,66 +31,120 @@ __device__ __forceinline__ float4 convolve(const float4 (&tap)[4], const float4 
     return {silu(sum.x), silu(sum.y), silu(sum.z), silu(sum.w)};
 }
 
-__device__ __forceinline__ void delta_block(Block& b, int index, int block, const float* vectors, u32 in_tag) {
+// Where piece i of a block is among the rows of the projection.
+__device__ __forceinline__ int piece_row(int block, int piece) {
     const int head = block / BLOCKS_PER_HEAD, key_head = head % KEY_HEADS, column0 = block * COLUMNS;
-    float* q = b.scratch;
-    float* k = q + b.nodes * STATE_DIM;
-    float* v = k + b.nodes * STATE_DIM;
-    float* z = v + b.nodes * COLUMNS;
-    float* o = z + b.nodes * COLUMNS;
-    float* fade = o + b.nodes * COLUMNS;
-    float* beta = fade + b.nodes;
+    constexpr int Q = STATE_DIM / 4, V = COLUMNS / 4;
+    if (piece < Q) return key_head * STATE_DIM + piece * 4;
+    if (piece < 2 * Q) return KEY_DIM + key_head * STATE_DIM + (piece - Q) * 4;
+    if (piece < 2 * Q + V) return 2 * KEY_DIM + column0 + (piece - 2 * Q) * 4;
+    if (piece < 2 * Q + 2 * V) return CONV_CHANNELS + column0 + (piece - 2 * Q - V) * 4;
+    return CONV_CHANNELS + VALUE_DIM + ((piece == 2 * Q + 2 * V ? 0 : VALUE_HEADS) + head) / 4 * 4;
+}
+__device__ __forceinline__ float component(float4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-    const size_t at = (size_t)index * BLOCKS + block;
-    constexpr int EACH = COLUMNS / WARPS;  // columns of a warp: EACH * warp onwards
-    float4* state = (float4*)(b.p.delta + (at * COLUMNS + b.warp * EACH) * STATE_DIM) + b.lane;
-    float4 committed[EACH];  // asked for now, used after the exchange
+// What one warp makes of the rows that came: q (warps 0 to 2), k (3 to 5) or the rest (6, 7: lanes 0-3 v, 4-7 z, 8 beta,
+// 9 alpha), each of every third (second) node. What does not depend on the token is asked for before it comes.
+struct DeltaRows {
+    int kind, first_node, stride, piece;
+    bool convolved;
+    float4 w[4], past[3];  // of this lane's four channels; past[i]: i before the root
+    float a, dt;           // of the head's gate
+
+    __device__ DeltaRows(const Block& b, int block, const float* vectors, const float* history) {
+        kind = b.warp / 3, stride = kind < 2 ? 3 : 2, first_node = b.warp - kind * 3;
+        piece = kind * (STATE_DIM / 4) + b.lane;
+        convolved = kind < 2 || b.lane < 4;
+        const int head = block / BLOCKS_PER_HEAD;
+        a = __ldg(vectors + A_AT + head), dt = __ldg(vectors + DT_AT + head);
+        if (convolved) {
+            const float* taps = vectors + CONV_AT + 4 * piece_row(block, piece);
 #pragma unroll
-    for (int i = 0; i < EACH; i++) committed[i] = state[i * STATE_DIM / 4];
+            for (int i = 0; i < 4; i++) w[i] = __ldg((const float4*)taps + i);
+#pragma unroll
+            for (int i = 0; i < 3; i++)
+                past[i] = *(const float4*)(history + (b.length - 1 - i + HISTORY) % HISTORY * BLOCK_CHANNELS + piece * 4);
+        }
+    }
+    __device__ bool has_part(const Block& b) const { return first_node < b.nodes && (kind < 2 || b.lane < 10); }
+
+    // `own` is what came for this lane's channels; `tap(age)` gives what came for the ancestor of that age.
+    template <class Tap>
+    __device__ void make(const Block& b, int block, int node, float* row, float* keep, float4 own, Tap tap_of) const {
+        float4 made = {};
+        if (convolved) {
+            const float4 tap[4] = {tap_of(3), tap_of(2), tap_of(1), own};
+            made = convolve(tap, w);
+            *(float4*)(keep + piece * 4) = own;
+        }
+        if (kind < 2) {
+            const float scale = rsqrtf(warp_sum(dot4(made, made)) + 1e-6f) * (kind == 0 ? 0.08838834764831845f : 1.0f);
+            *(float4*)(row + piece * 4) = {made.x * scale, made.y * scale, made.z * scale, made.w * scale};
+        } else if (b.lane < 8) {
+            *(float4*)(row + piece * 4) = b.lane < 4 ? made : float4{silu(own.x), silu(own.y), silu(own.z), silu(own.w)};
+        } else {
+            const int head = block / BLOCKS_PER_HEAD, at = (b.lane == 8 ? 0 : VALUE_HEADS) + head;
+            const float raw = component(own, at % 4);
+            row[FADE_ROW + (b.lane == 8)] = b.lane == 8 ? sigmoid(raw) : expf(a * softplus(raw + dt));
+        }
+    }
+};
+
+__device__ __forceinline__ void delta_block(Block& b, int index, int block, const float* vectors) {
+    float* rows = b.scratch + MIX_AT;               // [nodes][ROW_FLOATS]
+    float* raw = rows + NODES * ROW_FLOATS;         // [nodes][RAW_FLOATS]
+    const size_t at = (size_t)index * BLOCKS + block;
+    const int column = b.warp * 2 + (b.lane >> 4), part = b.lane & 15;
+    float4* state = (float4*)(b.p.delta + (at * COLUMNS + column) * STATE_DIM) + part;
+    const float4 committed[2] = {state[0], state[16]};
     float* history = b.p.history + at * HISTORY * BLOCK_CHANNELS;
     float* pending = b.p.pending_raw + at * MAX_NODES * BLOCK_CHANNELS;
+    const DeltaRows make(b, block, vectors, history);
+    const u32* in = b.words(DELTA_TURN, 0, DELTA_IN_AT);
 
-    // Rows of every node: one warp takes q, one k, one the rest (lanes 0-3 v, 4-7 z, 8 beta, 9 alpha).
-#pragma unroll 1
-    for (int task = b.warp; task < 3 * b.nodes; task += WARPS) {
-        const int node = task / 3, kind = task % 3;
-        const int position = b.length + b.s.depth[node];
-        float* keep = b.decoding() ? history + position % HISTORY * BLOCK_CHANNELS : pending + node * BLOCK_CHANNELS;
-        const int gate_row = CONV_CHANNELS + VALUE_DIM + (b.lane == 8 ? 0 : VALUE_HEADS) + head;
-        const bool convolved = kind < 2 || b.lane < 4;
-        const int channel = kind < 2     ? kind * KEY_DIM + key_head * STATE_DIM + b.lane * 4
-                            : b.lane < 4 ? 2 * KEY_DIM + column0 + b.lane * 4
-                            : b.lane < 8 ? CONV_CHANNELS + column0 + (b.lane - 4) * 4
-                                         : gate_row / 4 * 4;
-        const int slot = kind * STATE_DIM + b.lane * 4;
-        if (kind == 2 && b.lane > 9) continue;
-        float4 w[4] = {}, tap[4];
-        if (convolved) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) w[i] = __ldg((const float4*)(vectors + CONV_AT + 4 * channel) + i);
+    if constexpr (NODES == 1) {
+        if (make.has_part(b)) {
+            const float4 own = poll16(in + piece_row(block, make.piece));
+            float* keep = b.decoding() ? history + b.length % HISTORY * BLOCK_CHANNELS : pending;
+            make.make(b, block, 0, rows, keep, own, [&](int age) { return make.past[age - 1]; });
         }
-        load_taps(b, tap, node, channel / 4, slot, history, convolved, in_tag);
-        if (convolved) *(float4*)(keep + slot) = tap[3];
-        if (kind < 2) {
-            float4 c = convolve(tap, w);
-            const float scale = rsqrtf(warp_sum(dot4(c, c)) + 1e-6f) * (kind == 0 ? 0.08838834764831845f : 1.0f);
-            c = {c.x * scale, c.y * scale, c.z * scale, c.w * scale};
-            *(float4*)((kind == 0 ? q : k) + node * STATE_DIM + b.lane * 4) = c;
-            if (kind == 1 && !b.decoding()) *(float4*)(b.p.pending_key + (at * MAX_NODES + node) * STATE_DIM + b.lane * 4) = c;
-        } else if (b.lane < 4) {
-            *(float4*)(v + node * COLUMNS + b.lane * 4) = convolve(tap, w);
-        } else if (b.lane < 8) {
-            const float4 g = tap[3];
-            *(float4*)(z + node * COLUMNS + (b.lane - 4) * 4) = {silu(g.x), silu(g.y), silu(g.z), silu(g.w)};
-        } else {
-            const int i = gate_row % 4;
-            const float raw = i == 0 ? tap[3].x : i == 1 ? tap[3].y : i == 2 ? tap[3].z : tap[3].w;
-            if (b.lane == 8) {
-                beta[node] = sigmoid(raw);
-            } else {
-                const float f = expf(__ldg(vectors + A_AT + head) * softplus(raw + __ldg(vectors + DT_AT + head)));
-                fade[node] = f;
-                if (!b.decoding()) b.p.pending_fade[at * MAX_NODES + node] = f;
+    } else {
+        b.sync();  // the scratch still holds partial sums
+        constexpr int AT_ONCE = 4;
+        const int items = b.nodes * PIECES;
+#pragma unroll 1
+        for (int base = threadIdx.x; base < items; base += AT_ONCE * CONSUMERS) {
+            uint4 got[AT_ONCE];
+            Watchdog dog;
+            bool came;
+            do {
+                came = true;
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; i++) {
+                    const int item = min(base + i * CONSUMERS, items - 1);
+                    got[i] = load16(in + item / PIECES * NODE_WORDS + piece_row(block, item % PIECES));
+                }
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; i++) came &= came16(got[i]);
+                dog.check();
+            } while (!came);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++)
+                if (base + i * CONSUMERS < items) *(uint4*)(raw + (base + i * CONSUMERS) * 4) = got[i];
+        }
+        b.sync();
+        if (make.has_part(b)) {
+#pragma unroll 1
+            for (int node = make.first_node; node < b.nodes; node += make.stride) {
+                float* keep = b.decoding() ? history + b.length % HISTORY * BLOCK_CHANNELS : pending + node * BLOCK_CHANNELS;
+                const float* mine = raw + make.piece * 4;
+                make.make(b, block, node, rows + node * ROW_FLOATS, keep, *(const float4*)(mine + node * RAW_FLOATS), [&](int age) {
+                    const int source = b.s.path[node][age];
+                    return source >= 0    ? *(const float4*)(mine + source * RAW_FLOATS)
+                           : source == -1 ? make.past[0]
+                           : source == -2 ? make.past[1]
+                                          : make.past[2];
+                });
             }
         }
     }
@@ -133,68 +153,77 @@ __device__ __forceinline__ void delta_block(Block& b, int index, int block, cons
     b.mark();
 
     // The recurrence.
-    float4* branch = (float4*)(b.p.branch_state + ((size_t)block * MAX_NODES * COLUMNS + b.warp * EACH) * STATE_DIM) + b.lane;
-    float4 s[EACH];
-#pragma unroll
-    for (int i = 0; i < EACH; i++) s[i] = committed[i];
+    const float weight = __ldg(vectors + GATED_NORM_AT + (block * COLUMNS + (threadIdx.x & 15)) % STATE_DIM);
+    float4 s[2] = {committed[0], committed[1]};
 #pragma unroll 1
     for (int node = 0; node < b.nodes; node++) {
-        const int parent = b.s.parent[node];
-        if (parent != node - 1) {
-#pragma unroll
-            for (int i = 0; i < EACH; i++)
-                s[i] = parent < 0 ? committed[i] : branch[((size_t)parent * COLUMNS + i) * STATE_DIM / 4];
-        }
-        const float4 key = *(const float4*)(k + node * STATE_DIM + b.lane * 4);
-        const float4 query = *(const float4*)(q + node * STATE_DIM + b.lane * 4);
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            const int column = b.warp * EACH + i;
-            s[i] = fade_state(s[i], fade[node]);
-            const float write = beta[node] * (v[node * COLUMNS + column] - warp_sum(dot4(key, s[i])));
-            s[i] = write_state(s[i], key, write);
-            const float out = warp_sum(dot4(query, s[i]));
-            if (b.lane == 0) {
-                o[node * COLUMNS + column] = out;
-                if (!b.decoding()) b.p.pending_write[(at * MAX_NODES + node) * COLUMNS + column] = write;
+        float* row = rows + node * ROW_FLOATS;
+        if (NODES > 1) {
+            const int parent = b.s.parent[node];
+            if (parent != node - 1) {
+                const float4* kept = parent < 0 ? nullptr : b.kept_state(b.s.kept[parent], block);
+                s[0] = parent < 0 ? committed[0] : kept[threadIdx.x];
+                s[1] = parent < 0 ? committed[1] : kept[CONSUMERS + threadIdx.x];
             }
-            if (b.s.branches[node]) branch[((size_t)node * COLUMNS + i) * STATE_DIM / 4] = s[i];
+        }
+        const float4 q0 = *(const float4*)(row + part * 4), q1 = *(const float4*)(row + 64 + part * 4);
+        const float4 k0 = *(const float4*)(row + K_ROW + part * 4), k1 = *(const float4*)(row + K_ROW + 64 + part * 4);
+        const float fade = row[FADE_ROW], beta = row[FADE_ROW + 1], v = row[V_ROW + column];
+        float ks = dot4(k0, s[0]) + dot4(k1, s[1]), qs = dot4(q0, s[0]) + dot4(q1, s[1]), qk = dot4(q0, k0) + dot4(q1, k1);
+#pragma unroll
+        for (int step = 1; step < 16; step *= 2) {
+            ks += __shfl_xor_sync(~0u, ks, step);
+            qs += __shfl_xor_sync(~0u, qs, step);
+            qk += __shfl_xor_sync(~0u, qk, step);
+        }
+        const float write = beta * (v - fade * ks);
+        s[0] = update_state(s[0], fade, k0, write);
+        s[1] = update_state(s[1], fade, k1, write);
+        if (part == 0) {
+            row[V_ROW + column] = fmaf(qk, write, fade * qs);
+            if (!b.decoding()) b.p.pending_write[(at * MAX_NODES + node) * COLUMNS + column] = write;
+        }
+        if (!b.decoding() && b.warp == 0) {
+            float4* key = (float4*)(b.p.pending_key + (at * MAX_NODES + node) * STATE_DIM) + part;
+            if (b.lane < 16) key[0] = k0, key[16] = k1;
+            if (b.lane == 0) b.p.pending_fade[at * MAX_NODES + node] = fade;
+        }
+        if (NODES > 1 && b.s.kept[node] >= 0) {
+            float4* keep = b.kept_state(b.s.kept[node], block);
+            keep[threadIdx.x] = s[0], keep[CONSUMERS + threadIdx.x] = s[1];
         }
     }
-    if (b.decoding()) {
-#pragma unroll
-        for (int i = 0; i < EACH; i++) state[i * STATE_DIM / 4] = s[i];
-    }
+    if (b.decoding()) state[0] = s[0], state[16] = s[1];
     b.mark();
     b.sync();
     b.mark();
 
-    // Gate and publish: four lanes a packet, sixteen a node.
+    // Gate and publish: sixteen lanes a node.
 #pragma unroll 1
-    for (int first = 0; first < b.nodes * COLUMNS; first += CONSUMERS) {
-        const int item = first + threadIdx.x, node = item / COLUMNS, column = item % COLUMNS;
+    for (int first = 0; first < b.nodes; first += CONSUMERS / COLUMNS) {
+        const int node = first + threadIdx.x / COLUMNS, mine = threadIdx.x & 15;
+        if (first + b.warp * 2 >= b.nodes) break;
         const bool live = node < b.nodes;
-        const float out = live ? o[item] : 0.0f;
+        const float* row = rows + min(node, b.nodes - 1) * ROW_FLOATS;
+        const float out = row[V_ROW + mine], gated = out * weight * row[Z_ROW + mine];
         float square = out * out;
 #pragma unroll
         for (int step = 1; step < COLUMNS; step *= 2) square += __shfl_xor_sync(~0u, square, step);
-        const float weight = __ldg(vectors + GATED_NORM_AT + (column0 + column) % STATE_DIM);
-        float gated[4];
-        gated[0] = live ? out * weight * z[item] : 0.0f;
-#pragma unroll
-        for (int i = 1; i < 4; i++) gated[i] = __shfl_down_sync(~0u, gated[0], i);
-        if (live && column % 4 == 0)
-            publish(b.p.y + (size_t)node * Y_PACKETS + (column0 + column) / 4, {gated[0], gated[1], gated[2], gated[3]}, b.tag);
-        if (live && column == 1) publish(b.p.squares + (size_t)node * SQUARE_PACKETS + block, {square, 0, 0, 0}, b.tag);
+        const u32 pair = pack_bf16(gated, __shfl_down_sync(~0u, gated, 1)), next = __shfl_down_sync(~0u, pair, 2);
+        if (live && mine % 4 == 0)
+            publish8(b.words(DELTA_TURN, node, DELTA_Y_AT) + (block * COLUMNS + mine) / 2, b.other(DELTA_TURN), pair, next);
+        if (live && mine == 1)
+            publish4(b.words(DELTA_TURN, node, DELTA_SQUARES_AT) + block, b.other(DELTA_TURN), __float_as_uint(square));
     }
 }
 
 // Stage: every block of the layer that this SM has.
-__device__ __forceinline__ void delta_mix(Block& b, int index, const float* vectors, u32 in_tag) {
-    b.sync();  // the scratch still holds the last stage's partial sums
+__device__ __forceinline__ void delta_mix(Block& b, int index, const float* vectors) {
+    const int first = first_unit(BLOCKS, b.sm), end = first_unit(BLOCKS, b.sm + 1);
 #pragma unroll 1
-    for (int block = first_unit(BLOCKS, b.sm); block < first_unit(BLOCKS, b.sm + 1); block++) {
-        delta_block(b, index, block, vectors, in_tag);
-        b.sync();
+    for (int block = first; block < end; block++) {
+        if (NODES == 1 && block > first) b.sync();  // rows of the block before
+        delta_block(b, index, block, vectors);
     }
+    if (NODES > 1) b.sync();  // partial sums take the rows' place
 }

@@ -1,65 +1,69 @@
-// Activations cross between SMs in packets that carry their own arrival sign.
+// Activations cross between SMs as words that are there or not yet.
 //
-// A packet is 16 bytes: four floats rounded to 28 bits, and a 16-bit tag spread over the four lowest nibbles. It is
-// written and read whole (one 128-bit access), so a reader polls the data itself: no fence, no counter, no second read.
-// A tag names one exchange of one token; tags wrap, and the host clears all packets before one could come back.
-// A buffer is written again only after every SM has published something later, which it does only after reading it:
-// each buffer needs no second copy.
+// A word that has not come is all ones, which no result is (a NaN is 0x7fff... here). Words are written 4, 8 or 16 bytes
+// at a time, each with one access, and a reader polls the data itself: no fence, no counter, no second read.
+// Every exchange has two copies. Who writes one for this use sets the other back to NOT_YET: by then everybody has read
+// it, since this use follows from theirs of the one before; and whoever reads it next has gone through further exchanges
+// with the writer, so the reset has long arrived. The host resets all copies before a launch.
 #pragma once
 #include "ptx.cuh"
 
-struct __align__(16) Packet {
-    u32 word[4];
-};
+constexpr u32 NOT_YET = 0xffffffffu;
 
-__device__ __forceinline__ u32 tagged(u32 bits, u32 tag, int i) { return (bits & ~15u) | ((tag >> (4 * i)) & 15u); }
-
-__device__ __forceinline__ void store_packet(Packet* at, u32 w0, u32 w1, u32 w2, u32 w3) {
+__device__ __forceinline__ void store16(void* at, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("{ .reg .b128 v; .reg .b64 l, h; mov.b64 l, {%1, %2}; mov.b64 h, {%3, %4}; mov.b128 v, {l, h};"
-                 " st.relaxed.gpu.global.b128 [%0], v; }" ::"l"(at), "r"(w0), "r"(w1), "r"(w2), "r"(w3) : "memory");
+                 " st.relaxed.gpu.global.b128 [%0], v; }" ::"l"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
-
-__device__ __forceinline__ Packet load_packet(const Packet* at) {
-    Packet p;
+__device__ __forceinline__ void store8(void* at, u32 a, u32 b) {
+    asm volatile("{ .reg .b64 v; mov.b64 v, {%1, %2}; st.relaxed.gpu.global.b64 [%0], v; }" ::"l"(at), "r"(a), "r"(b) : "memory");
+}
+__device__ __forceinline__ void store4(void* at, u32 a) {
+    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(at), "r"(a) : "memory");
+}
+__device__ __forceinline__ uint4 load16(const void* at) {
+    uint4 v;
     asm volatile("{ .reg .b128 v; .reg .b64 l, h; ld.relaxed.gpu.global.b128 v, [%4]; mov.b128 {l, h}, v;"
                  " mov.b64 {%0, %1}, l; mov.b64 {%2, %3}, h; }"
-                 : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3]) : "l"(at) : "memory");
-    return p;
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint2 load8(const void* at) {
+    uint2 v;
+    asm volatile("{ .reg .b64 v; ld.relaxed.gpu.global.b64 v, [%2]; mov.b64 {%0, %1}, v; }"
+                 : "=r"(v.x), "=r"(v.y) : "l"(at) : "memory");
+    return v;
 }
 
-__device__ __forceinline__ bool arrived(const Packet& p, u32 tag) {
-    const u32 difference = (p.word[0] ^ tag) | (p.word[1] ^ (tag >> 4)) | (p.word[2] ^ (tag >> 8)) | (p.word[3] ^ (tag >> 12));
-    return (difference & 15u) == 0;
+// Publish at one copy and reset the other, `other` words away.
+__device__ __forceinline__ void publish16(u32* at, int other, float4 v) {
+    store16(at, __float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w));
+    store16(at + other, NOT_YET, NOT_YET, NOT_YET, NOT_YET);
+}
+__device__ __forceinline__ void publish8(u32* at, int other, u32 a, u32 b) {
+    store8(at, a, b);
+    store8(at + other, NOT_YET, NOT_YET);
+}
+__device__ __forceinline__ void publish4(u32* at, int other, u32 a) {
+    store4(at, a);
+    store4(at + other, NOT_YET);
 }
 
-// 28 bits of a float, to nearest: 2^-21 relative.
-__device__ __forceinline__ u32 round28(float v) { return __float_as_uint(v) + 8u; }
+// Has a group of words come that was written 16, 8 or 4 bytes at a time?
+__device__ __forceinline__ bool came16(uint4 v) { return v.x != NOT_YET; }
+__device__ __forceinline__ bool came8(uint4 v) { return v.x != NOT_YET & v.z != NOT_YET; }
+__device__ __forceinline__ bool came4(uint4 v) { return v.x != NOT_YET & v.y != NOT_YET & v.z != NOT_YET & v.w != NOT_YET; }
 
-__device__ __forceinline__ void publish(Packet* at, float4 v, u32 tag) {
-    store_packet(at, tagged(round28(v.x), tag, 0), tagged(round28(v.y), tag, 1), tagged(round28(v.z), tag, 2),
-                 tagged(round28(v.w), tag, 3));
+__device__ __forceinline__ float4 floats(uint4 v) {
+    return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
 }
 
-__device__ __forceinline__ float value(const Packet& p, int i) { return __uint_as_float(p.word[i] & ~15u); }
-__device__ __forceinline__ float4 values(const Packet& p) { return {value(p, 0), value(p, 1), value(p, 2), value(p, 3)}; }
-
-// Wait for COUNT packets, `stride` apart. All loads are in flight before the first is looked at.
-template <int COUNT>
-__device__ __forceinline__ void poll(Packet (&p)[COUNT], const Packet* at, int stride, u32 tag) {
+// Wait for four floats that were written together.
+__device__ __forceinline__ float4 poll16(const u32* at) {
+    uint4 v;
     Watchdog dog;
-    bool missing;
     do {
-        missing = false;
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) p[i] = load_packet(at + i * stride);
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) missing |= !arrived(p[i], tag);
+        v = load16(at);
         dog.check();
-    } while (missing);
-}
-
-__device__ __forceinline__ float4 poll_one(const Packet* at, u32 tag) {
-    Packet p[1];
-    poll(p, at, 0, tag);
-    return values(p[0]);
+    } while (!came16(v));
+    return floats(v);
 }

@@ -3,100 +3,109 @@
 #include "matmul.cuh"
 
 // The residual stream starts as the token's embedding. The table is the LM head's own stream (tied embeddings): row `id`
-// is a row of unit id / 8, spread over that unit's chunks in pieces of 32 k.
+// is a row of unit id / 16. Eight values from k on are four words of it (see pack.cu).
 __device__ __forceinline__ uint4 embedding_piece(const Block& b, int id, int k) {
     constexpr int CHUNKS = chunks_of(HIDDEN);
-    const int unit = id / 8, sm = owner_of(HEAD_UNITS, unit);
+    const int unit = id / WIDE, sm = owner_of(HEAD_UNITS, unit), lane = id % 8 * 4 + k % 32 / 8, upper = id % WIDE / 8;
     const int warp = k / (CHUNKS * 32), chunk = k % (CHUNKS * 32) / 32;
-    const u8* at = b.p.stream + b.p.head_start[sm] + (size_t)(unit - first_unit(HEAD_UNITS, sm)) * CHUNKS * CHUNK_BYTES;
-    return __ldg((const uint4*)(at + chunk * CHUNK_BYTES + warp * 512 + id % 8 * 64 + k % 32 * 2));
+    const u8* at = b.p.stream + b.p.head_start[sm] +
+                   (size_t)((unit - first_unit(HEAD_UNITS, sm)) * CHUNKS + chunk) * 2 * GROUP_BYTES + warp * 2 * TILE_BYTES;
+    const uint4 early = __ldg((const uint4*)at + lane), late = __ldg((const uint4*)(at + TILE_BYTES) + lane);
+    return upper ? uint4{early.y, early.w, late.y, late.w} : uint4{early.x, early.z, late.x, late.z};
 }
 
-__device__ __forceinline__ void embed(Block& b) {
+__device__ __forceinline__ void embed(Block& b, const float* norm) {
     const int first = first_unit(HIDDEN_UNITS, b.sm), units = first_unit(HIDDEN_UNITS, b.sm + 1) - first;
 #pragma unroll 1
     for (int item = threadIdx.x; item < units * b.nodes; item += CONSUMERS) {
         const int unit = item / b.nodes, token = item % b.nodes, k = (first + unit) * 8;
+        const float4 n0 = __ldg((const float4*)(norm + k)), n1 = __ldg((const float4*)(norm + k) + 1);
         const uint4 row = embedding_piece(b, b.s.token[token], k);
-        const float4 low = {bf16_low(row.x), bf16_high(row.x), bf16_low(row.y), bf16_high(row.y)};
-        const float4 high = {bf16_low(row.z), bf16_high(row.z), bf16_low(row.w), bf16_high(row.w)};
-        ((float4*)b.s.residual[unit][token])[0] = low;
-        ((float4*)b.s.residual[unit][token])[1] = high;
-        Packet* to = b.p.x + (size_t)token * X_PACKETS + k / 4;
-        publish(to, low, b.tag);
-        publish(to + 1, high, b.tag);
+        const float4 x0 = {bf16_low(row.x), bf16_high(row.x), bf16_low(row.y), bf16_high(row.y)};
+        const float4 x1 = {bf16_low(row.z), bf16_high(row.z), bf16_low(row.w), bf16_high(row.w)};
+        ((float4*)b.s.residual[unit][token])[0] = x0;
+        ((float4*)b.s.residual[unit][token])[1] = x1;
+        u32* to = b.words(X_TURN, token, X_AT) + k / 2;
+        publish8(to, b.other(X_TURN), pack_bf16(x0.x * n0.x, x0.y * n0.y), pack_bf16(x0.z * n0.z, x0.w * n0.w));
+        publish8(to + 2, b.other(X_TURN), pack_bf16(x1.x * n1.x, x1.y * n1.y), pack_bf16(x1.z * n1.z, x1.w * n1.w));
+        const float low = fmaf(x0.x, x0.x, fmaf(x0.y, x0.y, fmaf(x0.z, x0.z, x0.w * x0.w)));
+        const float high = fmaf(x1.x, x1.x, fmaf(x1.y, x1.y, fmaf(x1.z, x1.z, x1.w * x1.w)));
+        publish4(b.words(X_TURN, token, X_SQUARES_AT) + first + unit, b.other(X_TURN), __float_as_uint(low + high));
     }
 }
 
-// A logit and its id as one number that orders by value, then by lowest id.
+// A logit and its id as one number that orders by value, then by lowest id. Never 0.
 __device__ __forceinline__ u64 ranked(float logit, int id) {
     const u32 bits = __float_as_uint(logit);
     const u32 ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
     return (u64)ordered << 32 | (u32)~id;
 }
+__device__ __forceinline__ u64 best_of(u64 a, u64 b) { return a > b ? a : b; }
 
 // Stage: logits of every token, the best of which is kept; written out if asked.
-__device__ __forceinline__ void lm_head(Block& b, const float* norm_weight, u32 x_tag) {
-    constexpr int CHUNKS = chunks_of(HIDDEN);
+__device__ __forceinline__ void lm_head(Block& b, const float* norm_weight) {
     const int first = first_unit(HEAD_UNITS, b.sm), units = first_unit(HEAD_UNITS, b.sm + 1) - first;
 #pragma unroll 1
     for (int token = threadIdx.x; token < b.nodes; token += CONSUMERS) b.s.best[token] = 0;
-    const auto load = [&](Activations<CHUNKS>& a) { load_normed<CHUNKS>(b, a, b.p.x, x_tag, norm_weight); };
-    multiply_resident<CHUNKS, HEAD_UNITS>(b, units, load, [&](bool live, int unit, int token, int quarter, float4 sum) {
+    multiply_normed(b, units, b.words(X_TURN, 0, X_AT), b.words(X_TURN, 0, X_SQUARES_AT),
+                    [&](bool live, int unit, int token, int quarter, float4 sum) {
         const float scale = inverse_rms(b, token);
-        const int row = (first + unit) * 8 + quarter * 4;
+        const int row = (first + unit) * WIDE + quarter * 4;
+        const float logit[4] = {sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale};
         u64 best = 0;
-        if (live && (b.lane & 3) == 0) {
-            const float logit[4] = {sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale};
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                if (row + i >= VOCAB) break;
-                best = max(best, ranked(logit[i], row + i));
+        for (int i = 0; i < 4; i++)
+            if (live && row + i < VOCAB) {
+                best = best_of(best, ranked(logit[i], row + i));
                 if (b.r.want_logits) b.p.out_logits[(size_t)token * VOCAB + row + i] = logit[i];
             }
-            atomicMax((unsigned long long*)&b.s.best[token], best);  // a maximum does not depend on the order
-        }
+        // the lanes of a token together; then always the same lane's business
+        constexpr int LANES = UNITS_AT_ONCE * 4;
+#pragma unroll
+        for (int step = 1; step < LANES; step *= 2) best = best_of(best, __shfl_xor_sync(~0u, best, step));
+        if (b.lane % LANES == 0 && live) b.s.best[token] = best_of(b.s.best[token], best);
     });
     b.sync();
 #pragma unroll 1
     for (int token = threadIdx.x; token < b.nodes; token += CONSUMERS) {
         const u64 best = b.s.best[token];
-        const u32 high = (u32)(best >> 32), id = ~(u32)best;
-        // 32 bits of value and 24 of id, around the tag's nibbles
-        store_packet(b.p.best + (size_t)token * SMS + b.sm, tagged(high, b.tag, 0), tagged(high << 28 | id << 4, b.tag, 1),
-                     tagged(0, b.tag, 2), tagged(0, b.tag, 3));
+        publish8(b.words(BEST_TURN, token, BEST_AT) + b.sm * 2, b.other(BEST_TURN), best ? ~(u32)best : 0, (u32)(best >> 32));
     }
-    if (b.r.want_hidden && b.sm == 0) {  // x after the final norm, from the packets everybody read
+    if (b.r.want_hidden) {  // x after the final norm: each SM its own rows
+        const int own = first_unit(HIDDEN_UNITS, b.sm), rows = (first_unit(HIDDEN_UNITS, b.sm + 1) - own) * 8;
 #pragma unroll 1
-        for (int item = threadIdx.x; item < b.nodes * X_PACKETS; item += CONSUMERS) {
-            const int token = item / X_PACKETS, packet = item % X_PACKETS;
-            const float4 x = poll_one(b.p.x + (size_t)token * X_PACKETS + packet, x_tag);
-            float sum = 0.0f;
-#pragma unroll 1
-            for (int w = 0; w < WARPS; w++) sum += b.s.squares[b.norm][w][token];
-            const float scale = rsqrtf(sum / HIDDEN + EPS);
-            const float4 weight = __ldg((const float4*)norm_weight + packet);
-            ((float4*)b.p.out_hidden)[(size_t)token * X_PACKETS + packet] = {x.x * scale * weight.x, x.y * scale * weight.y,
-                                                                              x.z * scale * weight.z, x.w * scale * weight.w};
+        for (int item = threadIdx.x; item < b.nodes * rows; item += CONSUMERS) {
+            const int token = item / rows, row = item % rows;
+            b.p.out_hidden[(size_t)token * HIDDEN + own * 8 + row] =
+                b.s.residual[row / 8][token][row % 8] * inverse_rms(b, token) * __ldg(norm_weight + own * 8 + row);
         }
     }
 }
 
-// The best of all SMs, known to every thread of every SM afterwards (in s.token).
-__device__ __forceinline__ void choose_greedy(Block& b, u32 best_tag) {
-    b.sync();
+// The best of all SMs, a warp a token; known to every thread of the block afterwards (in s.token).
+__device__ __forceinline__ void choose_greedy(Block& b) {
+    constexpr int EACH = (SMS + 31) / 32;
 #pragma unroll 1
-    for (int token = threadIdx.x; token < b.nodes; token += CONSUMERS) b.s.best[token] = 0;
-    b.sync();
-#pragma unroll 1
-    for (int item = threadIdx.x; item < b.nodes * SMS; item += CONSUMERS) {
-        Packet got[1];
-        poll(got, b.p.best + item, 0, best_tag);
-        const u32 high = (got[0].word[0] & ~15u) | got[0].word[1] >> 28, id = got[0].word[1] << 4 >> 8;
-        atomicMax((unsigned long long*)&b.s.best[item / SMS], (u64)high << 32 | (u32)~id);
+    for (int token = b.warp; token < b.nodes; token += WARPS) {
+        const u32* from = b.words(BEST_TURN, token, BEST_AT);
+        uint2 got[EACH];
+        Watchdog dog;
+        bool came;
+        do {
+            came = true;
+#pragma unroll
+            for (int i = 0; i < EACH; i++) got[i] = load8(from + min(i * 32 + b.lane, SMS - 1) * 2);
+#pragma unroll
+            for (int i = 0; i < EACH; i++) came &= got[i].x != NOT_YET;
+            dog.check();
+        } while (!came);
+        __syncwarp();
+        u64 best = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) best = best_of(best, (u64)got[i].y << 32 | (u32)~got[i].x);
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) best = best_of(best, __shfl_xor_sync(~0u, best, step));
+        if (b.lane == 0) b.s.token[token] = (int)~(u32)best;
     }
-    b.sync();
-#pragma unroll 1
-    for (int token = threadIdx.x; token < b.nodes; token += CONSUMERS) b.s.token[token] = (int)~(u32)b.s.best[token];
     b.sync();
 }

@@ -1,419 +1,322 @@
 // Matrix products: y = W x for 1..NODES tokens, one path for any number of them.
 //
-// Every warp owns a fixed slice of K (see shape.cuh). A weight tile is 8 rows x 32 k, 16 bytes a lane: row l/4 and
-// k = 8 (l mod 4) .. + 7. The mma (16 x 8 x 16) takes the whole tile as its A operand by stacking two k ranges: its rows
-// 0-7 are the tile's rows at k = 0, 1, 4, 5 (mod 8), its rows 8-15 the same rows at k = 2, 3, 6, 7. Its 8 columns are four
-// tokens, first with their values at the former k, then at the latter. Two quarters of the result are what is wanted
-// and are added; the other two are ignored. So one 16-byte load and one mma a tile for four tokens, no padding.
-// Each warp's partial sums go to shared memory; after one barrier four lanes add up the warps' shares of four rows in a
-// fixed order. A token's bits depend neither on the other tokens nor on how many there are.
-// Partial sums alternate between two halves of the scratch, so that one barrier a stage is enough.
+// Every warp owns a fixed slice of K (see shape.cuh), 32 k a chunk. A lane's part of the activations is 8 bf16 values of a
+// token at k = 8 (l mod 4) .. + 7 of a chunk, as they come from the exchange. The products of the first four of these k and
+// of the last four are summed apart, each inside an mma (16 x 8 x 16) over four chunks, then added up in a fixed order.
+// Units of 16 rows: one mma for the first four k, one for the last four, 8 tokens (l / 4) in the columns.
+// Units of 8 rows: one mma for both, its upper 8 rows being the same rows at the last four k; its columns are 4 tokens at
+// the first four k, then the same 4 at the last. Half of the result is not wanted.
+// So a token's bits depend neither on the other tokens nor on how many there are.
+//
+// Weights wait for nothing: they are in registers before the activations have come, and serve all tokens in turn.
+// After the mma each warp's partial sums go to shared memory; after one barrier a thread adds up four rows of a token.
+// Partial sums alternate between two buffers, so that one barrier is enough.
 // Bytes: each weight is read from the ring once, 128 bytes a clock of shared-memory bandwidth at most.
 #pragma once
 #include "block.cuh"
 
-template <bool CONDITION, class A, class B>
-struct Select {
-    typedef A type;
-};
-template <class A, class B>
-struct Select<false, A, B> {
-    typedef B type;
-};
+constexpr int CHAIN = 4;  // chunks summed inside the mma
 
-// A lane's part of the mma's B operand: of token l/4 mod 4, the two pairs of k that its range (l / 16) takes.
-template <int COUNT>
-struct Activations {
-    u32 pair[COUNT][QUADS][2];
-};
-__device__ __forceinline__ int lane_token(const Block& b, int quad) { return quad * 4 + (b.lane >> 2 & 3); }
-__device__ __forceinline__ int lane_range(const Block& b) { return b.lane >> 4; }
+__device__ __forceinline__ float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+__device__ __forceinline__ float4 scaled(float4 a, float s) { return {a.x * s, a.y * s, a.z * s, a.w * s}; }
 
-// What is asked for together with a token's values: nothing, or
-struct NoCompanion {
-    __device__ explicit NoCompanion(int = 0) {}
-    __device__ void load(const Block&, int) {}
-    __device__ bool missing(u32) const { return false; }
-    __device__ void finish(const Block&, int) {}
-    __device__ float2 at(const Block&, int, int) const { return {1.0f, 1.0f}; }
-};
-
-// the sums of squares of the DeltaNet heads that COUNT chunks from k on belong to; then 1 / rms of each.
-template <int COUNT>
-struct HeadScales {
-    static constexpr int N = COUNT * 32 > STATE_DIM ? COUNT * 32 / STATE_DIM : 1;
-    static_assert(COUNT * 32 % STATE_DIM == 0 || STATE_DIM % (COUNT * 32) == 0, "a warp's k are whole heads, or lie in one");
-    static_assert(BLOCKS_PER_HEAD == 8, "eight lanes a token, one a block");
-    int first;
-    Packet got[N];
-    float inverse[N][QUADS];  // of this lane's token
-
-    __device__ explicit HeadScales(int k) : first(k / STATE_DIM) {}
-    __device__ void load(const Block& b, int token) {
+// This warp's tiles: COUNT groups of 16 bytes a lane, in the order of the stream (PER_TILE of them a tile). They begin
+// with a slot.
+template <int PER_TILE, int COUNT>
+__device__ __forceinline__ void take_tiles(Block& b, uint4 (&w)[COUNT]) {
+    constexpr int SLOTS = (COUNT + SLOT_GROUPS - 1) / SLOT_GROUPS, HALF_RING = RING_SLOTS / 2;
+    constexpr int SPAN = SLOTS < HALF_RING ? SLOTS : HALF_RING;  // slots given back together
+    const u32 mine = b.warp * (TILE_BYTES * PER_TILE) + b.lane * 16;
 #pragma unroll
-        for (int i = 0; i < N; i++) {
-            const int head = min(first + i, VALUE_HEADS - 1);  // past the end the values are zero
-            got[i] = load_packet(b.p.squares + (size_t)token * SQUARE_PACKETS + head * BLOCKS_PER_HEAD + lane_range(b) * 4 +
-                                 (b.lane & 3));
-        }
-    }
-    __device__ bool missing(u32 tag) const {
-        bool any = false;
+    for (int s0 = 0; s0 < SLOTS; s0 += SPAN) {
+        u32 last = 0;
 #pragma unroll
-        for (int i = 0; i < N; i++) any |= !arrived(got[i], tag);
-        return any;
-    }
-    __device__ void finish(const Block&, int quad) {
+        for (int s = 0; s < SPAN && s0 + s < SLOTS; s++) {
+            b.ring.wait(s);
+            const u32 data = b.ring.data(s) + mine;
 #pragma unroll
-        for (int i = 0; i < N; i++) {
-            float sum = value(got[i], 0);
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            sum += __shfl_xor_sync(~0u, sum, 16);
-            inverse[i][quad] = rsqrtf(sum / STATE_DIM + EPS);
-        }
-    }
-    // for the two tokens whose sums this lane holds
-    __device__ float2 at(const Block& b, int quad, int chunk) const {
-        const float mine = inverse[N > 1 ? chunk * 32 / STATE_DIM : 0][quad];
-        const int source = (b.lane & 1) * 8;
-        return {__shfl_sync(~0u, mine, source), __shfl_sync(~0u, mine, source + 4)};
-    }
-};
-
-// Four values of a token, rounded to bf16.
-__device__ __forceinline__ uint2 round_four(float4 v) { return {pack_bf16(v.x, v.y), pack_bf16(v.z, v.w)}; }
-
-// The tokens' inputs from packets, for COUNT chunks of a K cut in CHUNKS a warp, from `first_chunk` on. All packets of a
-// token are asked for at once. `transform(values, quad, k)` is applied to four values at a time before rounding.
-template <int CHUNKS, int COUNT, int K, class Companion, class Transform>
-__device__ __forceinline__ void load_activations(Block& b, Activations<COUNT>& a, int first_chunk, const Packet* from,
-                                                 int packets, u32 tag, Companion& companion, Transform transform) {
-    const int k0 = b.warp * (CHUNKS * 32) + first_chunk * 32;
-    if constexpr (NODES == 1) {
-        // One token: its packets are shared out over the lanes, then gathered by those that hold it in the mma.
-        constexpr int PACKETS = COUNT * 8, EACH = (PACKETS + 31) / 32;
-        uint2* staged = (uint2*)(b.s.staged + b.warp * STAGED_CHUNKS * 4);
-        Packet got[EACH];
-        Watchdog dog;
-        bool missing;
-        do {
-#pragma unroll
-            for (int i = 0; i < EACH; i++) {
-                const int k = k0 + (i * 32 + b.lane) * 4;
-                got[i] = load_packet(from + (i * 32 + b.lane < PACKETS && k < K ? k / 4 : 0));
+            for (int i = 0; i < SLOT_GROUPS; i++) {
+                const int g = (s0 + s) * SLOT_GROUPS + i;
+                if (g >= COUNT) break;
+                w[g] = load_shared16(data + i / PER_TILE * (GROUP_BYTES * PER_TILE) + i % PER_TILE * TILE_BYTES);
+                last |= i == SLOT_GROUPS - 1 || g == COUNT - 1 ? w[g].w : 0;
             }
-            companion.load(b, 0);
-            missing = companion.missing(tag);
+        }
+        b.ring.release(SLOTS - s0 < SPAN ? SLOTS - s0 : SPAN, last & b.r.zero);
+    }
+}
+
+__device__ __forceinline__ void multiply(float (&sum)[4], uint4 w, u32 a0, u32 a1) { mma(sum, w.x, w.y, w.z, w.w, a0, a1); }
+
+// --- many units over normed x ---------------------------------------------------------------------------------------
+
+// Wait for an octet's values at this warp's k, and for the sums of squares of this warp's slice of x, which a token's four
+// lanes share. Columns past the last token may hold anything.
+template <int CHUNKS>
+__device__ __forceinline__ void poll_octet(Block& b, uint4 (&a)[CHUNKS], const u32* x, const u32* squares, int octet) {
+    const int token = min(octet * 8 + (b.lane >> 2), b.nodes - 1), q = b.lane & 3;
+    const int k0 = b.warp * (CHUNKS * 32) + q * 8;
+    const u32* at = x + token * NODE_WORDS + k0 / 2;
+    constexpr int EACH = (CHUNKS + 3) / 4;  // groups of four units
+    uint4 got[EACH];
+    Watchdog dog;
+    bool came;
+    do {
 #pragma unroll
-            for (int i = 0; i < EACH; i++) missing |= !arrived(got[i], tag);
-            dog.check();
-        } while (missing);
-        __syncwarp();
-        companion.finish(b, 0);
+        for (int c = 0; c < CHUNKS; c++) a[c] = HIDDEN % CHUNK_K == 0 || k0 + c * 32 < HIDDEN ? load16(at + c * 16) : uint4{};
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            const int at = i * 32 + b.lane, k = k0 + at * 4;
-            if (at < PACKETS) staged[at] = k < K ? round_four(transform(values(got[i]), 0, k)) : uint2{};
+            const int group = i * 4 + q, unit = (b.warp * CHUNKS + group) * 4;
+            const bool live = (CHUNKS % 4 == 0 || group < CHUNKS) && (HIDDEN % CHUNK_K == 0 || unit < HIDDEN_UNITS);
+            got[i] = live ? load16(squares + token * NODE_WORDS + unit) : uint4{};
         }
-        __syncwarp();
+        came = true;
 #pragma unroll
-        for (int c = 0; c < COUNT; c++) {
-            const uint4 eight = *(const uint4*)(staged + c * 8 + (b.lane & 3) * 2);
-            a.pair[c][0][0] = lane_range(b) ? eight.y : eight.x;
-            a.pair[c][0][1] = lane_range(b) ? eight.w : eight.z;
-        }
-    } else {
+        for (int c = 0; c < CHUNKS; c++) came &= came8(a[c]);
 #pragma unroll
-        for (int quad = 0; quad < QUADS; quad++) {
-            if (quad * 4 >= b.nodes) break;
-            const int token = min(lane_token(b, quad), b.nodes - 1);  // a column past the last token may hold anything
-            const int mine = k0 + (b.lane & 3) * 8;
-            const Packet* row = from + (size_t)token * packets;
-            Packet got[COUNT][2];
-            Watchdog dog;
-            bool missing;
-            do {
+        for (int i = 0; i < EACH; i++) came &= came4(got[i]);
+        dog.check();
+    } while (!everywhere(came));
+    float sum = 0.0f;
 #pragma unroll
-                for (int c = 0; c < COUNT; c++) {
-                    const int at = mine + c * 32 < K ? (mine + c * 32) / 4 : 0;  // past the end: any packet, then zero
-                    got[c][0] = load_packet(row + at);
-                    got[c][1] = load_packet(row + at + 1);
-                }
-                companion.load(b, token);
-                missing = companion.missing(tag);
-#pragma unroll
-                for (int c = 0; c < COUNT; c++) missing |= !arrived(got[c][0], tag) | !arrived(got[c][1], tag);
-                dog.check();
-            } while (missing);
-            __syncwarp();
-            companion.finish(b, quad);
-#pragma unroll
-            for (int c = 0; c < COUNT; c++)
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const int k = mine + c * 32 + i * 4;
-                    const uint2 four = k < K ? round_four(transform(values(got[c][i]), quad, k)) : uint2{};
-                    a.pair[c][quad][i] = lane_range(b) ? four.y : four.x;
-                }
-        }
+    for (int i = 0; i < EACH; i++) {
+        const float4 v = floats(got[i]);
+        sum += (v.x + v.y) + (v.z + v.w);
     }
-}
-
-// Sums of a unit's 8 rows over a warp's k, before the two ranges are added.
-struct Sums {
-    float part[QUADS][4] = {};
-
-    template <int COUNT>
-    __device__ __forceinline__ void add(const Activations<COUNT>& a, int c, uint4 w) {
-#pragma unroll
-        for (int quad = 0; quad < QUADS; quad++) mma(part[quad], w.x, w.y, w.z, w.w, a.pair[c][quad][0], a.pair[c][quad][1]);
-    }
-};
-
-// Partial sums of a batch of units: [warp][unit][token][8 rows].
-constexpr int PARTIAL_FLOATS = SCRATCH_BYTES / 8;  // half of the scratch, in floats
-static_assert(PARTIAL_FLOATS >= WARPS * 8 * NODES, "the scratch must hold one unit of every token");
-__device__ __forceinline__ int batch_units(const Block& b) { return PARTIAL_FLOATS / (WARPS * 8 * b.nodes); }
-
-__device__ __forceinline__ void store_partial(const Block& b, int unit, int units, const Sums& sums) {
-    const int row = b.lane >> 2, q = b.lane & 3;
-    float* mine = b.scratch + b.buffer * PARTIAL_FLOATS + (b.warp * units + unit) * b.nodes * 8 + row;
-#pragma unroll
-    for (int quad = 0; quad < QUADS; quad++) {
-        // lanes 0, 1 hold the first range of tokens 0-1, 2-3; lanes 2, 3 the second
-        float first = q < 2 ? sums.part[quad][0] : sums.part[quad][2];
-        first += __shfl_xor_sync(~0u, first, 2);
-        const int token = quad * 4 + q * 2;
-        if (q < 2 && token < b.nodes) mine[token * 8] = first;
-        if constexpr (NODES > 1) {
-            float second = q < 2 ? sums.part[quad][1] : sums.part[quad][3];
-            second += __shfl_xor_sync(~0u, second, 2);
-            if (q < 2 && token + 1 < b.nodes) mine[token * 8 + 8] = second;
-        }
-    }
-}
-
-// The sum over the warps, the same in all four lanes of a group.
-__device__ __forceinline__ float4 sum_partials(const Block& b, int offset, int stride) {
-    constexpr int EACH = WARPS / 4;
-    const float* at = b.scratch + b.buffer * PARTIAL_FLOATS + offset + (b.lane & 3) * EACH * stride;
-    float4 sum = *(const float4*)at;
-#pragma unroll
-    for (int w = 1; w < EACH; w++) {
-        const float4 more = *(const float4*)(at + w * stride);
-        sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
-    }
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-        sum.x += __shfl_xor_sync(~0u, sum.x, step);
-        sum.y += __shfl_xor_sync(~0u, sum.y, step);
-        sum.z += __shfl_xor_sync(~0u, sum.z, step);
-        sum.w += __shfl_xor_sync(~0u, sum.w, step);
-    }
-    return sum;
-}
-
-// 1 / rms of a token, from the warps' shares of its sum of squares; the same in all four lanes of a group.
-__device__ __forceinline__ float inverse_rms(const Block& b, int token) {
-    constexpr int EACH = WARPS / 4;
-    const int first = (b.lane & 3) * EACH;
-    float sum = b.s.squares[b.norm][first][token];
-#pragma unroll
-    for (int w = 1; w < EACH; w++) sum += b.s.squares[b.norm][first + w][token];
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
+    if (q == 0 && octet * 8 + (b.lane >> 2) < b.nodes) b.s.squares[b.norm][token][b.warp] = sum;
+}
+
+// 1 / rms of a token.
+__device__ __forceinline__ float inverse_rms(const Block& b, int token) {
+    const float4* at = (const float4*)b.s.squares[b.norm][token];
+    const float4 low = at[0], high = at[1];
+    const float sum = ((low.x + low.y) + (low.z + low.w)) + ((high.x + high.y) + (high.z + high.w));
     return rsqrtf(sum / HIDDEN + EPS);
 }
 
-// After the barrier: `finish(live, unit, token, quarter, sum)` for every group of four rows, by four lanes together.
-// Gate and up rows of an MLP unit are the two quarters, in neighbouring groups. Every lane of a warp calls, live or not.
+// The sum over the warps' shares: PARTS of them, `stride` floats apart.
+template <int PARTS>
+__device__ __forceinline__ float4 sum_parts(const float* at, int stride) {
+    float4 part[PARTS];
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) part[i] = *(const float4*)(at + i * stride);
+#pragma unroll
+    for (int step = 1; step < PARTS; step *= 2)
+#pragma unroll
+        for (int i = 0; i + step < PARTS; i += 2 * step) part[i] = add(part[i], part[i + step]);
+    return part[0];
+}
+
+// Stage: `finish(live, unit, token, quarter, sum)` for four rows of a token at a time, the sums not yet scaled by 1 / rms.
+// All lanes of a warp call it; a unit's quarters are in neighbouring lanes.
 template <class Finish>
-__device__ __forceinline__ void finish_batch(Block& b, int units, Finish finish) {
-    const int items = units * b.nodes * 2, stride = units * b.nodes * 8;
+__device__ __forceinline__ void multiply_normed(Block& b, int units, const u32* x, const u32* squares, Finish finish) {
+    constexpr int CHUNKS = chunks_of(HIDDEN), AT_ONCE = UNITS_AT_ONCE;
+    static_assert(CHUNKS <= MAX_CHUNKS, "a unit must fit in the registers");
+    uint4 a[CHUNKS];
+    b.norm ^= 1;
 #pragma unroll 1
-    for (int first = b.warp * 8; first < items; first += WARPS * 8) {
-        const int item = first + (b.lane >> 2);
-        const bool live = item < items;
-        const int at = live ? item : item & 1;
-        const float4 sum = sum_partials(b, at * 4, stride);
-        finish(live, (at >> 1) / b.nodes, (at >> 1) % b.nodes, at & 1, sum);
-    }
-    b.buffer ^= 1;
-}
-
-// Chunk j of a stage of `chunks`: this lane's 16 bytes.
-__device__ __forceinline__ uint4 take_chunk(Block& b, int j, int chunks) {
-    const int part = j % SLOT_CHUNKS;
-    if (part == 0) b.ring.wait();
-    const uint4 w = load_shared16(b.ring.data() + part * CHUNK_BYTES + b.warp * 512 + b.lane * 16);
-    if (part == SLOT_CHUNKS - 1 || j == chunks - 1) b.ring.release();
-    return w;
-}
-
-// WIDTH units side by side, so that their mma chains overlap.
-template <int CHUNKS, int WIDTH>
-struct Units {
-    uint4 w[WIDTH][CHUNKS];
-
-    // Weights wait for nothing: they are in registers before the activations have come.
-    __device__ __forceinline__ void take(Block& b, int first, int units) {
-        if constexpr (CHUNKS % SLOT_CHUNKS == 0) {  // whole slots
-            constexpr int SLOTS = WIDTH * CHUNKS / SLOT_CHUNKS;
-            const u32 mine = b.warp * 512 + b.lane * 16;
+    for (int base = 0; base < units; base += AT_ONCE) {
+        uint4 w[AT_ONCE][2 * CHUNKS];
 #pragma unroll
-            for (int i = 0; i < SLOTS; i++) b.ring.wait(i);
+        for (int u = 0; u < AT_ONCE; u++) {
+            if (base + u < units) {
+                take_tiles<2>(b, w[u]);
+            } else {  // not left as they are: that would keep their registers taken all through the kernel
 #pragma unroll
-            for (int u = 0; u < WIDTH; u++)
+                for (int g = 0; g < 2 * CHUNKS; g++) w[u][g] = uint4{};
+            }
+        }
+#pragma unroll 1
+        for (int octet = 0; octet * 8 < b.nodes; octet++) {
+            if (NODES > 8 || base == 0) poll_octet(b, a, x, squares, octet);
+            if (octet == 0 && base == 0) b.mark();
+            float* partial = b.scratch + b.buffer * PARTIAL_FLOATS;
+            float* mine = partial + (b.warp * OCTET + (b.lane & 3) * 2) * ROW_STRIDE + (b.lane >> 2);
+            const int tokens = b.nodes - octet * 8 - (b.lane & 3) * 2;  // of this lane's two
 #pragma unroll
-                for (int c = 0; c < CHUNKS; c++)
-                    w[u][c] = load_shared16(b.ring.data((u * CHUNKS + c) / SLOT_CHUNKS) + c % SLOT_CHUNKS * CHUNK_BYTES + mine);
-            b.ring.release(SLOTS);
-        } else {
+            for (int u = 0; u < AT_ONCE; u++) {
+                float4 sum = {};
 #pragma unroll
-            for (int u = 0; u < WIDTH; u++)
+                for (int c0 = 0; c0 < CHUNKS; c0 += CHAIN) {
+                    float low[4] = {}, high[4] = {};
 #pragma unroll
-                for (int c = 0; c < CHUNKS; c++) w[u][c] = take_chunk(b, (first + u) * CHUNKS + c, units * CHUNKS);
+                    for (int c = c0; c < c0 + CHAIN && c < CHUNKS; c++) {
+                        multiply(low, w[u][2 * c], a[c].x, a[c].y);
+                        multiply(high, w[u][2 * c + 1], a[c].z, a[c].w);
+                    }
+                    sum = add(sum, {low[0] + high[0], low[1] + high[1], low[2] + high[2], low[3] + high[3]});
+                }
+                if (tokens > 0) mine[u * WIDE] = sum.x, mine[u * WIDE + 8] = sum.z;
+                if (NODES > 1 && tokens > 1) mine[ROW_STRIDE + u * WIDE] = sum.y, mine[ROW_STRIDE + u * WIDE + 8] = sum.w;
+            }
+            if (octet == 0 && base == 0) b.mark();
+            b.sync();
+            if (octet == 0 && base == 0) b.mark();
+            const int count = min(AT_ONCE, units - base), tokens_here = min(8, b.nodes - octet * 8);
+            constexpr int QUARTERS = AT_ONCE * 4, PER_WARP = 32 / QUARTERS;  // tokens of a warp at a time
+#pragma unroll 1
+            for (int first = b.warp * PER_WARP; first < tokens_here; first += WARPS * PER_WARP) {
+                const int token = min(first + b.lane / QUARTERS, tokens_here - 1), quarter = b.lane % QUARTERS;
+                const bool live = first + b.lane / QUARTERS < tokens_here && quarter < count * 4;
+                const float4 sum = sum_parts<WARPS>(partial + token * ROW_STRIDE + quarter * 4, OCTET * ROW_STRIDE);
+                finish(live, base + (quarter >> 2), octet * 8 + token, quarter & 3, sum);
+            }
+            b.buffer ^= 1;
         }
     }
-    __device__ __forceinline__ void multiply(Block& b, const Activations<CHUNKS>& a, int unit, int count) const {
-        Sums sums[WIDTH];
+}
+
+// --- one unit of a projection back to the residual stream -----------------------------------------------------------
+
+// The scales of DeltaNet outputs, 1 / rms of a head: from the sums of squares of its blocks. A chain of chunks is one
+// head's or lies inside one. For HEADS_HERE heads, each by two of a token's four lanes.
+template <int HEADS_HERE>
+struct HeadScales {
+    static_assert(BLOCKS_PER_HEAD == 8, "two groups of four words a head");
+    static constexpr int EACH = (HEADS_HERE + 1) / 2;
+    const u32* node0;
+    int head;
+    uint4 got[EACH];
+    float inverse[EACH];
+
+    __device__ void load(const Block& b, int token) {
 #pragma unroll
-        for (int c = 0; c < CHUNKS; c++)
+        for (int i = 0; i < EACH; i++) {
+            const int h = min(head + min(i * 2 + ((b.lane & 3) >> 1), HEADS_HERE - 1), VALUE_HEADS - 1);  // past the end: zeros
+            got[i] = load16(node0 + token * NODE_WORDS + h * BLOCKS_PER_HEAD + (b.lane & 1) * 4);
+        }
+    }
+    __device__ bool came() const {
+        bool all = true;
 #pragma unroll
-            for (int u = 0; u < WIDTH; u++) sums[u].add(a, c, w[u][c]);
+        for (int i = 0; i < EACH; i++) all &= came4(got[i]);
+        return all;
+    }
+    __device__ void finish() {
 #pragma unroll
-        for (int u = 0; u < WIDTH; u++) store_partial(b, unit + u, count, sums[u]);
+        for (int i = 0; i < EACH; i++) {
+            const float4 v = floats(got[i]);
+            float sum = (v.x + v.y) + (v.z + v.w);
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            inverse[i] = rsqrtf(sum / STATE_DIM + EPS);
+        }
+    }
+    // for the two tokens whose sums this lane holds
+    __device__ float2 at(const Block& b, int chain) const {
+        const int source = (b.lane & 1) * 8 + (chain & 1) * 2;
+        return {__shfl_sync(~0u, inverse[chain >> 1], source), __shfl_sync(~0u, inverse[chain >> 1], source + 4)};
     }
 };
+struct NoScales {
+    const u32* node0;
+    int head;
+    __device__ void load(const Block&, int) {}
+    __device__ bool came() const { return true; }
+    __device__ void finish() {}
+    __device__ float2 at(const Block&, int) const { return {1.0f, 1.0f}; }
+};
+template <bool SCALED, int HEADS_HERE>
+struct ScalesOf {
+    typedef HeadScales<HEADS_HERE> type;
+};
+template <int HEADS_HERE>
+struct ScalesOf<false, HEADS_HERE> {
+    typedef NoScales type;
+};
 
-// Many units over activations that stay in registers. `load(activations)` fetches those once the first weights are here,
-// if every SM has enough units (FEWEST of the stage, over all SMs) to take some before.
-template <int CHUNKS, int FEWEST, class Load, class Finish>
-__device__ __forceinline__ void multiply_resident(Block& b, int units, Load load, Finish finish) {
-    constexpr int WIDTH = CHUNKS * QUADS <= 8 ? 2 : 1;
-    static_assert(WIDTH * CHUNKS <= RING_SLOTS * SLOT_CHUNKS, "the ring must hold what is taken at once");
-    const int batch = batch_units(b);
-    Activations<CHUNKS> a;
-    int unit = 0;
-    if constexpr (FEWEST / SMS >= WIDTH && PARTIAL_FLOATS / (WARPS * 8 * NODES) >= WIDTH) {
-        Units<CHUNKS, WIDTH> many;
-        many.take(b, 0, units);
-        load(a);
-        b.mark();
-        many.multiply(b, a, 0, min(batch, units));
-        unit = WIDTH;
-    } else {
-        load(a);
-        b.mark();
-    }
+// COUNT chunks of one unit for all tokens, four at a time; the sums are part `part` of the unit's.
+template <int COUNT, int K, bool SCALED>
+__device__ __forceinline__ void multiply_unit(Block& b, const u32* from, const u32* squares, int k0, int part) {
+    constexpr int CHAINS = (COUNT + CHAIN - 1) / CHAIN;
+    uint4 w[COUNT];
+    take_tiles<1>(b, w);
+    float* partial = b.scratch + b.buffer * PARTIAL_FLOATS + part * NODES * UNIT_STRIDE;
+    const int q = b.lane & 3, late = b.lane >> 4;  // this lane's column is a token at the first or the last four k
 #pragma unroll 1
-    for (int base = 0; base < units; base += batch, unit = 0) {
-        const int count = min(batch, units - base);
-#pragma unroll 1
-        for (; unit + WIDTH <= count; unit += WIDTH) {
-            Units<CHUNKS, WIDTH> many;
-            many.take(b, base + unit, units);
-            many.multiply(b, a, unit, count);
-        }
-        if constexpr (WIDTH > 1) {
-#pragma unroll 1
-            for (; unit < count; unit++) {
-                Units<CHUNKS, 1> one;
-                one.take(b, base + unit, units);
-                one.multiply(b, a, unit, count);
-            }
-        }
-        b.mark();
-        b.sync();
-        b.mark();
-        finish_batch(b, count, [&](bool live, int u, int token, int quarter, float4 sum) {
-            finish(live, base + u, token, quarter, sum);
-        });
-    }
-}
-
-// Inputs of a stage that starts with an RMS norm: x times the norm's weight, rounded to bf16. The norm's scale is one
-// number a token and is applied to the finished sums, so that nobody waits for it.
-template <int CHUNKS>
-__device__ __forceinline__ void load_normed(Block& b, Activations<CHUNKS>& a, const Packet* x, u32 tag, const float* weight) {
-    NoCompanion none;
-    float squares[QUADS] = {};
-    load_activations<CHUNKS, CHUNKS, HIDDEN>(b, a, 0, x, X_PACKETS, tag, none, [&](float4 v, int quad, int k) {
-        const float4 w = __ldg((const float4*)(weight + k));
-        squares[quad] += fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, v.w * v.w)));
-        return float4{v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w};
-    });
-    b.norm ^= 1;
+    for (int quad = 0; quad * 4 < b.nodes; quad++) {
+        const int token = min(quad * 4 + (b.lane >> 2 & 3), b.nodes - 1);
+        const u32* at = from + token * NODE_WORDS + (k0 + q * 8 + late * 4) / 2;
+        uint2 a[COUNT];
+        typename ScalesOf<SCALED, CHAINS>::type scales{squares, k0 / STATE_DIM};
+        Watchdog dog;
+        bool came;
+        do {
 #pragma unroll
-    for (int quad = 0; quad < QUADS; quad++) {
-        float sum = squares[quad];
-        if constexpr (NODES == 1) {
-            sum = warp_sum(sum);
-            if (b.lane == 0) b.s.squares[b.norm][b.warp][0] = sum;
-        } else {
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            const int token = lane_token(b, quad);
-            if ((b.lane & 19) == 0 && token < b.nodes) b.s.squares[b.norm][b.warp][token] = sum;
+            for (int c = 0; c < COUNT; c++) a[c] = K % CHUNK_K == 0 || k0 + c * 32 + q * 8 < K ? load8(at + c * 16) : uint2{};
+            scales.load(b, token);
+            came = scales.came();
+#pragma unroll
+            for (int c = 0; c < COUNT; c++) came &= a[c].x != NOT_YET;
+            dog.check();
+        } while (!everywhere(came));
+        if (quad == 0) b.mark();
+        scales.finish();
+        float2 total = {};
+#pragma unroll
+        for (int chain = 0; chain < CHAINS; chain++) {
+            float sum[4] = {};
+#pragma unroll
+            for (int c = chain * CHAIN; c < chain * CHAIN + CHAIN && c < COUNT; c++) multiply(sum, w[c], a[c].x, a[c].y);
+            // tokens 2 q and the next at the first four k, in lanes 0 and 1; the same at the last, in lanes 2 and 3
+            const float2 scale = scales.at(b, chain), first = {sum[0], sum[1]}, last = {sum[2], sum[3]};
+            total.x = fmaf(scale.x, q < 2 ? first.x : last.x, total.x);
+            total.y = fmaf(scale.y, q < 2 ? first.y : last.y, total.y);
         }
+        total.x += __shfl_xor_sync(~0u, total.x, 2);
+        if (NODES > 1) total.y += __shfl_xor_sync(~0u, total.y, 2);
+        const int token0 = quad * 4 + q * 2;
+        float* mine = partial + token0 * UNIT_STRIDE + (b.lane >> 2);
+        if (q < 2 && token0 < b.nodes) mine[0] = total.x;
+        if (NODES > 1 && q < 2 && token0 + 1 < b.nodes) mine[UNIT_STRIDE] = total.y;
     }
 }
 
-// A projection back to the residual stream: few units an SM and K large, so activations are fetched a few chunks at a
-// time. SCALED: the inputs are DeltaNet outputs before their head norm, whose 1 / rms multiplies the sums over a head.
-// The new residual is kept, published to `out`, and stored as a feature if asked.
+// A projection back to the residual stream. SCALED: the inputs are DeltaNet outputs before their head norm, whose 1 / rms
+// multiplies the sums over a head. The new residual is kept; times the next norm's weight, in bf16, it is published with
+// the sum of its squares; and it is stored as a feature if asked.
 template <int K, bool SCALED>
-__device__ __forceinline__ void project_to_residual(Block& b, const Packet* from, int packets, u32 from_tag, Packet* out,
-                                                    float* feature) {
-    constexpr int CHUNKS = chunks_of(K);
-    constexpr int LIMIT = NODES == 1 ? 16 : QUADS <= 2 ? 8 : QUADS <= 8 ? 4 : 2;
-    constexpr int TOGETHER = CHUNKS < LIMIT ? CHUNKS : LIMIT;
+__device__ __forceinline__ void project_to_residual(Block& b, const u32* from, const u32* squares, u32* out, u32* out_squares,
+                                                    int other, const float* next_norm, float* feature) {
+    constexpr int CHUNKS = chunks_of(K), PARTS = parts_of(K);
+    constexpr int BLOCK = (CHUNKS + PARTS / WARPS - 1) / (PARTS / WARPS) + 3 & ~3;  // whole slots
     const int first = first_unit(HIDDEN_UNITS, b.sm), units = first_unit(HIDDEN_UNITS, b.sm + 1) - first;
-    const int batch = batch_units(b);
+    static_assert((CHUNKS + BLOCK - 1) / BLOCK == PARTS / WARPS, "every part must be written");
+    static_assert(!SCALED || CHUNKS % CHAIN == 0 || CHAIN % CHUNKS == 0, "a chain of chunks must lie in one head");
+    const int k0 = b.warp * (CHUNKS * 32);
 #pragma unroll 1
-    for (int base = 0; base < units; base += batch) {
-        const int count = min(batch, units - base);
+    for (int unit = 0; unit < units; unit++) {
+        const int half = b.lane & 1, row = (first + unit) * 8 + half * 4;
+        const float4 norm = __ldg((const float4*)(next_norm + row));
 #pragma unroll 1
-        for (int unit = 0; unit < count; unit++) {
-            Sums total;
-#pragma unroll
-            for (int c0 = 0; c0 < CHUNKS; c0 += TOGETHER) {
-                Activations<TOGETHER> a;
-                typename Select<SCALED, HeadScales<TOGETHER>, NoCompanion>::type scales(b.warp * (CHUNKS * 32) + c0 * 32);
-                load_activations<CHUNKS, TOGETHER, K>(b, a, c0, from, packets, from_tag, scales,
-                                                      [](float4 v, int, int) { return v; });
-                if (c0 == 0) b.mark();
-                // every two chunks have sums of their own: short chains, and never more than one head
-#pragma unroll
-                for (int c = 0; c < TOGETHER && c0 + c < CHUNKS; c += 2) {
-                    const int j = (base + unit) * CHUNKS + c0 + c;
-                    Sums sums;
-                    sums.add(a, c, take_chunk(b, j, units * CHUNKS));
-                    if (c + 1 < TOGETHER && c0 + c + 1 < CHUNKS) sums.add(a, c + 1, take_chunk(b, j + 1, units * CHUNKS));
-#pragma unroll
-                    for (int quad = 0; quad < QUADS; quad++) {
-                        const float2 scale = scales.at(b, quad, c);
-#pragma unroll
-                        for (int i = 0; i < 4; i++)
-                            total.part[quad][i] = fmaf(i % 2 ? scale.y : scale.x, sums.part[quad][i], total.part[quad][i]);
-                    }
-                }
-            }
-            store_partial(b, unit, count, total);
-        }
+        for (int block = 0; block < CHUNKS / BLOCK; block++)
+            multiply_unit<BLOCK < CHUNKS ? BLOCK : CHUNKS, K, SCALED>(b, from, squares, k0 + block * BLOCK * 32,
+                                                                      block * WARPS + b.warp);
+        if constexpr (CHUNKS % BLOCK != 0)
+            multiply_unit<CHUNKS % BLOCK, K, SCALED>(b, from, squares, k0 + CHUNKS / BLOCK * BLOCK * 32,
+                                                     CHUNKS / BLOCK * WARPS + b.warp);
         b.mark();
         b.sync();
         b.mark();
-        finish_batch(b, count, [&](bool live, int unit, int token, int quarter, float4 sum) {
-            if (!live || (b.lane & 3)) return;
-            float4* own = (float4*)b.s.residual[base + unit][token] + quarter;
-            const float4 old = *own;
-            const float4 x = {old.x + sum.x, old.y + sum.y, old.z + sum.z, old.w + sum.w};
-            *own = x;
-            const int row = (first + base + unit) * 8 + quarter * 4;
-            publish(out + (size_t)token * X_PACKETS + row / 4, x, b.tag);
-            if (feature) *(float4*)(feature + (size_t)token * HIDDEN + row) = x;
-        });
+        const float* partial = b.scratch + b.buffer * PARTIAL_FLOATS;
+        if (b.warp * 16 < b.nodes) {  // two lanes a token
+            const int token = min((int)threadIdx.x >> 1, b.nodes - 1);
+            const bool live = (int)threadIdx.x < 2 * b.nodes;
+            const float4 sum = sum_parts<PARTS>(partial + token * UNIT_STRIDE + half * 4, NODES * UNIT_STRIDE);
+            float4* own = (float4*)b.s.residual[unit][token] + half;
+            const float4 x = add(*own, sum);
+            float square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, x.w * x.w)));
+            square += __shfl_xor_sync(~0u, square, 1);
+            if (live) {
+                *own = x;
+                publish8(out + token * NODE_WORDS + row / 2, other, pack_bf16(x.x * norm.x, x.y * norm.y),
+                         pack_bf16(x.z * norm.z, x.w * norm.w));
+                if (half == 0) publish4(out_squares + token * NODE_WORDS + first + unit, other, __float_as_uint(square));
+                if (feature) *(float4*)(feature + (size_t)token * HIDDEN + row) = x;
+            }
+        }
+        b.buffer ^= 1;
     }
 }

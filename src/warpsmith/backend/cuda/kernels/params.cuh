@@ -3,7 +3,7 @@
 #include "exchange.cuh"
 #include "shape.cuh"
 
-constexpr int MAX_NODES = 64, MAX_STOPS = 16, MAX_FEATURES = 8;
+constexpr int MAX_STOPS = 16, MAX_FEATURES = 8;
 
 // What is asked of one launch.
 struct Request {
@@ -11,10 +11,10 @@ struct Request {
     int length;             // tokens committed before this launch
     int steps;              // tokens to decode; 0: a forward pass that commits nothing
     int stop_after;         // stage to stop after (debugging), or a large number
-    u32 first_tag;
     int stops;              // ids in stop_ids
     int features;           // layers in feature_layers
     int want_logits, want_hidden;
+    u32 zero;               // is 0, which the compiler cannot know (see Ring::release)
     int tokens[MAX_NODES];
     int parents[MAX_NODES];
     int stop_ids[MAX_STOPS];
@@ -34,8 +34,9 @@ struct Params {
     u32* keys;                  // fp16 pairs [ATTENTION_LAYERS][KV_HEADS][context][HEAD_DIM / 2], after norm and RoPE
     u32* values;
     int context;
-    // packets
-    Packet *x, *in, *y, *squares, *x_mid, *h, *part, *best;
+    // activations on their way between SMs (see exchange.cuh)
+    u32* exchange;              // [2 copies][MAX_NODES][NODE_WORDS]
+    u32* parts;                 // attention: unnormalised sums [MAX_NODES][HEADS][SPLITS][HEAD_DIM], reset by their one reader
     // what a commit needs of each node
     float* pending_raw;         // [DELTA_LAYERS][BLOCKS][MAX_NODES][BLOCK_CHANNELS]
     float* pending_key;         // [DELTA_LAYERS][BLOCKS][MAX_NODES][STATE_DIM]

@@ -78,13 +78,22 @@ __device__ __forceinline__ void copy_slot(u32 dst, const void* src, u32 bytes, u
 constexpr u32 COPY_LANES = 32;
 #endif
 
+// A group of four warps takes more registers, or leaves them to others.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 240;"); }
+__device__ __forceinline__ void leave_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 24;"); }
+#else
+__device__ __forceinline__ void take_registers() {}
+__device__ __forceinline__ void leave_registers() {}
+#endif
+
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
 // --- arithmetic -----------------------------------------------------------------------------------------------------
 
 // acc (16 x 8) += a (16 x 16, bf16) * b (16 x 8, bf16).
 __device__ __forceinline__ void mma(float (&acc)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
@@ -119,6 +128,13 @@ __device__ __forceinline__ uint4 load_shared16(u32 address) {
     return v;
 }
 
+// True when it is in every lane. Polling until then keeps the warp together.
+#ifdef DIVERGE
+__device__ __forceinline__ bool everywhere(bool here) { return here; }
+#else
+__device__ __forceinline__ bool everywhere(bool here) { return __all_sync(~0u, here); }
+#endif
+
 // The same sum, to the bit, in every lane: neighbours first.
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
@@ -132,6 +148,8 @@ __device__ __forceinline__ float warp_max(float v) {
     return v;
 }
 
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+// Within a few units in the last place, and without the slow paths of the exact division and exponential, whose calls
+// cost registers.
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
 __device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }

@@ -1,13 +1,18 @@
 // What the host fixes at compile time, and what follows from it.
 //
 // Given with -D: HIDDEN FFN VOCAB LAYERS RECURRENT_MASK HEADS KV_HEADS KEY_HEADS VALUE_HEADS EPS (the model);
-// SMS RING_SLOTS IN_FLIGHT SCRATCH_BYTES (the chip); NODES (tree nodes this build takes: 1, 8, 16, 32 or 64).
+// SMS SHARED_MEMORY IN_FLIGHT (the chip); NODES (tree nodes this build takes).
 #pragma once
 #include "ptx.cuh"
 
 constexpr int WARPS = 8;                 // consumers; one more warp fills the ring
 constexpr int CONSUMERS = WARPS * 32;
+// On sm_90 the ring's warp has three idle companions: registers are moved from such a group of four to the consumers.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr int THREADS = CONSUMERS + 128;
+#else
 constexpr int THREADS = CONSUMERS + 32;
+#endif
 
 // --- the model ------------------------------------------------------------------------------------------------------
 constexpr int HEAD_DIM = 256, ROTARY = 64;   // attention
@@ -26,23 +31,30 @@ __host__ __device__ constexpr int count_recurrent(int below) {
 constexpr int DELTA_LAYERS = count_recurrent(LAYERS), ATTENTION_LAYERS = LAYERS - DELTA_LAYERS;
 
 // --- the weight stream ----------------------------------------------------------------------------------------------
-// A unit is 8 output rows of a matrix, all of K. It is cut into chunks of 256 k: 4 KB of bf16, in which warp w finds
-// its 8 x 32 tile (row-major, 512 bytes) at w * 512. Warp w owns k in [w * K/8, (w+1) * K/8). A slot holds four chunks.
-constexpr int CHUNK_K = 32 * WARPS, CHUNK_BYTES = 8 * CHUNK_K * 2, SLOT_CHUNKS = 4, SLOT_BYTES = SLOT_CHUNKS * CHUNK_BYTES;
+// A unit is some output rows of a matrix, all of K: 16 rows where there are many (projections into the mixer and the MLP,
+// LM head), 8 where every SM must have its share of few (projections back to the residual stream). It is cut into chunks of
+// 256 k, a tile of 32 k for each warp: warp w owns k in [w * K/8, (w+1) * K/8). The 16 bytes a lane reads are the A operand
+// of an mma, in the order matmul.cuh wants: 16 rows take two such groups of 512 bytes a tile, 8 rows one.
+// A slot of the ring holds 16 KB of one unit, the last slot of a unit what is left.
+constexpr int CHUNK_K = 32 * WARPS, TILE_BYTES = 512, GROUP_BYTES = WARPS * TILE_BYTES, SLOT_BYTES = 16384;
+constexpr int SLOT_GROUPS = SLOT_BYTES / GROUP_BYTES, WIDE = 16, NARROW = 8;
 __host__ __device__ constexpr int chunks_of(int k) { return (k + CHUNK_K - 1) / CHUNK_K; }
-__host__ __device__ constexpr int units_of(int rows) { return (rows + 7) / 8; }
+__host__ __device__ constexpr int groups_of(int k, int rows) { return chunks_of(k) * (rows / 8); }
+__host__ __device__ constexpr int units_of(int rows, int unit) { return (rows + unit - 1) / unit; }
 
 constexpr int DELTA_IN_ROWS = CONV_CHANNELS + VALUE_DIM + 2 * VALUE_HEADS;      // qkv | z | beta | alpha
 constexpr int ATTENTION_IN_ROWS = 2 * ATTENTION_DIM + 2 * KV_HEADS * HEAD_DIM;  // q and gate | k | v
-constexpr int DELTA_IN_UNITS = units_of(DELTA_IN_ROWS), ATTENTION_IN_UNITS = units_of(ATTENTION_IN_ROWS);
-constexpr int MLP_IN_UNITS = units_of(2 * FFN);  // a unit is 4 gate rows and their 4 up rows
-constexpr int HIDDEN_UNITS = units_of(HIDDEN);   // mixer output and MLP output: who owns a piece of the residual
-constexpr int HEAD_UNITS = units_of(VOCAB);
+constexpr int DELTA_IN_UNITS = units_of(DELTA_IN_ROWS, WIDE), ATTENTION_IN_UNITS = units_of(ATTENTION_IN_ROWS, WIDE);
+constexpr int MLP_IN_UNITS = units_of(2 * FFN, WIDE);     // a unit is 8 gate rows and their 8 up rows
+constexpr int HIDDEN_UNITS = units_of(HIDDEN, NARROW);    // mixer output and MLP output: who owns a piece of the residual
+constexpr int HEAD_UNITS = units_of(VOCAB, WIDE);
 constexpr int OWN_UNITS = (HIDDEN_UNITS + SMS - 1) / SMS;
 
 // Units are dealt in order: SM i has [first_unit(U, i), first_unit(U, i + 1)).
-__host__ __device__ constexpr int first_unit(int units, int sm) { return (int)((long long)units * sm / SMS); }
-__host__ __device__ constexpr int owner_of(int units, int unit) { return (int)((((long long)unit + 1) * SMS - 1) / units); }
+__host__ __device__ constexpr int first_unit(int units, int sm) { return (int)((unsigned)units * (unsigned)sm / SMS); }
+__host__ __device__ constexpr int owner_of(int units, int unit) {
+    return (int)((((unsigned)unit + 1) * SMS - 1) / (unsigned)units);
+}
 
 // --- DeltaNet and attention work items ------------------------------------------------------------------------------
 constexpr int COLUMNS = 16;                       // value columns of a DeltaNet block: two a warp
@@ -54,18 +66,24 @@ constexpr int KEYS = 16;                          // keys of an attention chunk:
 constexpr int SPLITS = 128 / KV_HEADS;            // chunk c belongs to split c mod SPLITS, whatever the chip
 constexpr int ATTENTION_ITEMS = KV_HEADS * SPLITS;
 
-// --- tokens ---------------------------------------------------------------------------------------------------------
-constexpr int QUADS = (NODES + 3) / 4;            // groups of 4 tokens: what one mma takes
-
-// --- packet buffers, in packets (4 values) --------------------------------------------------------------------------
-constexpr int X_PACKETS = HIDDEN / 4;
-constexpr int IN_PACKETS = (DELTA_IN_UNITS > ATTENTION_IN_UNITS ? DELTA_IN_UNITS : ATTENTION_IN_UNITS) * 2;
+// --- what a node's activations take in an exchange area, in 4-byte words (see exchange.cuh) -------------------------
+__host__ __device__ constexpr int aligned(int words) { return (words + 3) / 4 * 4; }
+constexpr int MAX_NODES = 64;
 constexpr int Y_DIM = VALUE_DIM > ATTENTION_DIM ? VALUE_DIM : ATTENTION_DIM;
-constexpr int Y_PACKETS = Y_DIM / 4;
-constexpr int SQUARE_PACKETS = BLOCKS;
-constexpr int H_PACKETS = FFN / 4;
-constexpr int PART_PACKETS = HEADS * SPLITS * (HEAD_DIM / 4 + 1);  // partial sums, then {max, sum}
-constexpr int BEST_PACKETS = SMS;
+constexpr int X_AT = 0;                                           // bf16 x times the next norm's weight [HIDDEN]
+constexpr int X_SQUARES_AT = X_AT + aligned(HIDDEN / 2);          // sum of squares of 8 rows of x [HIDDEN_UNITS]
+constexpr int MID_AT = X_SQUARES_AT + aligned(HIDDEN_UNITS);      // the same after the mixer
+constexpr int MID_SQUARES_AT = MID_AT + aligned(HIDDEN / 2);
+constexpr int H_AT = MID_SQUARES_AT + aligned(HIDDEN_UNITS);      // bf16 silu(gate) * up [FFN]
+constexpr int DELTA_IN_AT = H_AT + aligned(FFN / 2);              // f32 projections into the mixer
+constexpr int DELTA_Y_AT = DELTA_IN_AT + DELTA_IN_UNITS * WIDE;   // bf16 mixer output [VALUE_DIM]
+constexpr int DELTA_SQUARES_AT = DELTA_Y_AT + VALUE_DIM / 2;      // sum of squares of a block's outputs [BLOCKS]
+constexpr int ATTENTION_IN_AT = DELTA_SQUARES_AT + aligned(BLOCKS);
+constexpr int ATTENTION_Y_AT = ATTENTION_IN_AT + ATTENTION_IN_UNITS * WIDE;
+constexpr int STATS_AT = ATTENTION_Y_AT + ATTENTION_DIM / 2;      // {maximum, sum} of a split [HEADS][SPLITS][2]
+constexpr int BEST_AT = STATS_AT + HEADS * SPLITS * 2;            // {id, logit} of each SM's best token [SMS][2]
+constexpr int NODE_WORDS = BEST_AT + aligned(SMS * 2);
+constexpr int COPY_WORDS = MAX_NODES * NODE_WORDS;
 
 // --- vectors: the small F32 weights, layer after layer --------------------------------------------------------------
 constexpr int DELTA_VECTORS = 2 * HIDDEN + 4 * CONV_CHANNELS + 2 * VALUE_HEADS + STATE_DIM;

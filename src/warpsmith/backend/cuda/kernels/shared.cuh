@@ -1,0 +1,56 @@
+// What lies where in an SM's shared memory: the ring, the scratch of the stages, states kept for branches, then `Shared`.
+// The ring is as deep as there is room.
+#pragma once
+#include "params.cuh"
+
+struct Shared {
+    float residual[OWN_UNITS][NODES][8];   // the rows of the residual stream this SM owns
+    float squares[2][NODES][WARPS];        // each warp's share of a norm's sum of squares
+    int token[NODES], parent[NODES], depth[NODES];
+    int path[NODES][4];                    // a node's nearest ancestors: itself, parent, ... ; -1 - i: i before the root
+    int kept[NODES];                       // where the state is kept for children other than the next node; -1: nowhere
+    u8 ancestor[NODES][NODES];             // [node][depth]
+    u64 best[NODES];                       // running argmax: value, then lowest id
+    int stopped;                           // decoding has ended: the producer should leave
+};
+
+constexpr int OCTET = NODES < 8 ? NODES : 8;  // tokens an mma takes
+__host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+// partial sums, twice: of up to 64 rows and 8 tokens (matmul.cuh), or of one unit and all tokens
+constexpr int MAX_CHUNKS = 16;  // of a unit, in registers at once
+// units of 16 rows in registers at once
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr int UNITS_AT_ONCE = chunks_of(HIDDEN) <= 4 ? 4 : chunks_of(HIDDEN) <= 8 ? 2 : 1;
+#else
+constexpr int UNITS_AT_ONCE = chunks_of(HIDDEN) <= 4 ? 2 : 1;
+#endif
+__host__ __device__ constexpr int parts_of(int k) { return WARPS * ((chunks_of(k) + MAX_CHUNKS - 1) / MAX_CHUNKS); }
+constexpr int ROW_STRIDE = 68, UNIT_STRIDE = 12;  // floats a token; keep the banks apart
+constexpr int PARTIAL_FLOATS = larger(WARPS * OCTET * ROW_STRIDE, larger(parts_of(FFN), parts_of(Y_DIM)) * NODES * UNIT_STRIDE);
+// DeltaNet: see delta.cuh
+constexpr int RAW_FLOATS = BLOCK_CHANNELS + COLUMNS + 8, ROW_FLOATS = 2 * STATE_DIM + 2 * COLUMNS + 4;
+constexpr int DELTA_FLOATS = NODES * (ROW_FLOATS + (NODES > 1 ? RAW_FLOATS : 0));
+// attention: see attention.cuh
+constexpr int TOGETHER_NODES = NODES < 4 ? NODES : GROUP <= 4 ? 4 : 2;  // nodes that share a walk over the keys
+constexpr int PAIRS = TOGETHER_NODES * GROUP;                           // of a node and a query head
+constexpr int Q_FLOATS = PAIRS * HEAD_DIM, SCORE_FLOATS = PAIRS * KEYS;
+constexpr int NEW_ROW_FLOATS = HEAD_DIM;                                // fp16 key and value of a node
+constexpr int ATTENTION_FLOATS = Q_FLOATS + 2 * SCORE_FLOATS + 2 * PAIRS + NODES * NEW_ROW_FLOATS;
+// A build for one node has room for every stage's scratch side by side, and needs no barrier between them.
+constexpr int MIX_AT = NODES == 1 ? 2 * PARTIAL_FLOATS : 0;
+constexpr int MIX_FLOATS = larger(DELTA_FLOATS, ATTENTION_FLOATS);
+constexpr int SCRATCH_FLOATS = larger(2 * PARTIAL_FLOATS, MIX_AT + MIX_FLOATS);
+constexpr int STATE_FLOATS = COLUMNS * STATE_DIM;
+
+constexpr int ROOM = SHARED_MEMORY - (int)sizeof(Shared) - SCRATCH_FLOATS * 4 - 64;
+constexpr int WANTED_SLOTS = NODES == 1 ? 13 : 6;
+constexpr int SLOT_COST = SLOT_BYTES + 16;  // with its two barriers
+static_assert(ROOM >= 2 * SLOT_COST, "the ring needs two slots");
+constexpr int RING_SLOTS = ROOM / SLOT_COST < WANTED_SLOTS ? ROOM / SLOT_COST : WANTED_SLOTS;
+// What is left holds states of nodes that have several children.
+constexpr int KEPT_STATES = NODES == 1 ? 0 : (ROOM - RING_SLOTS * SLOT_COST) / (STATE_FLOATS * 4);
+constexpr int SCRATCH_AT = RING_SLOTS * SLOT_BYTES;
+constexpr int KEPT_AT = SCRATCH_AT + SCRATCH_FLOATS * 4;
+constexpr int SHARED_AT = KEPT_AT + KEPT_STATES * STATE_FLOATS * 4;
+constexpr int BARRIERS_AT = SHARED_AT + ((int)sizeof(Shared) + 15) / 16 * 16;
+static_assert(BARRIERS_AT + 16 * RING_SLOTS <= SHARED_MEMORY, "all of it must fit");
