@@ -127,6 +127,12 @@ def test_older_chips_get_neither_bulk_copies_nor_clusters() -> None:
     assert b"cluster" not in ptx
 
 
+def test_compiling_changes_nothing_else() -> None:
+    """NVRTC writes its log into memory we give it; an empty log is one byte, and Python has one object for each."""
+    compile_source(sources()["stream.cu"], "stream.cu", "sm_90", {})
+    assert bytes([32]).isspace()
+
+
 def test_a_chip_newer_than_the_compiler_gets_ptx() -> None:
     assert target((8, 6)) == "sm_86"
     assert target((12, 0)) == "sm_120"

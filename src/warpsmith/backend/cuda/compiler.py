@@ -62,15 +62,15 @@ def compile_source(
     try:
         flags = _flags(architecture, constants, options)
         outcome = nvrtc.nvrtcCompileProgram(program, len(flags), [f.encode() for f in flags])[0]
-        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
+        log = bytearray(_check(nvrtc.nvrtcGetProgramLogSize(program)))  # never bytes: Python shares short ones
         _check(nvrtc.nvrtcGetProgramLog(program, log))
         said = log.rstrip(b"\0 ").decode(errors="replace")
         if int(outcome) != 0:
             raise WarpsmithError(f"{name} does not compile for {architecture}: {said}", "Please report this.")
         kind = "PTX" if architecture.startswith("compute_") else "CUBIN"
-        image = b" " * _check(getattr(nvrtc, f"nvrtcGet{kind}Size")(program))
+        image = bytearray(_check(getattr(nvrtc, f"nvrtcGet{kind}Size")(program)))
         _check(getattr(nvrtc, f"nvrtcGet{kind}")(program, image))
-        return _readable(image) if kind == "PTX" else image, said
+        return _readable(bytes(image)) if kind == "PTX" else bytes(image), said
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
