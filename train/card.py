@@ -23,7 +23,7 @@ import numpy as np
 
 import warpsmith
 from train.data import KINDS, PROMPT_FILE
-from warpsmith.backend.base import Backend, Output, Want
+from warpsmith.backend.base import Backend, BlockDraft, Output, Want
 from warpsmith.draft.base import Proposer
 from warpsmith.draft.dflash import DFlash
 from warpsmith.draft.dflash_files import open_draft
@@ -40,19 +40,16 @@ MTP_BUDGETS = (1, 2, 3, 4)
 
 
 class TopOne:
-    """A backend whose head names the likeliest token alone, so that a draft's best tree is its greedy chain."""
+    """A draft's network that names the likeliest token of each position alone, so that its best tree is a chain."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, network: BlockDraft) -> None:
+        self._network = network
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
+        return getattr(self._network, name)
 
-    def head(self, hidden: np.ndarray, want: Want) -> Output:
-        output = self._backend.head(hidden, want)
-        assert output.top_ids is not None
-        assert output.top_logits is not None
-        return replace(output, top_ids=output.top_ids[:, :1], top_logits=output.top_logits[:, :1])
+    def fill(self, root: int, position: int, rows: int, want: Want) -> Output:
+        return self._network.fill(root, position, rows, replace(want, top=1))
 
 
 def losses(llm: LLM, ids: Sequence[int]) -> np.ndarray:
@@ -100,8 +97,9 @@ def drafts(table: str, backend: Backend, chosen: Path) -> dict[Any, Proposer]:
         return {n: MTP(backend, n) for n in MTP_BUDGETS}
     file = open_draft(chosen)
     if table == "chain":
-        block = file.config.block - 1
-        return {block: DFlash(file, TopOne(backend), block)}  # type: ignore[arg-type]
+        chain = DFlash(file, backend, file.config.block - 1)
+        chain.network = TopOne(chain.network)  # type: ignore[assignment]
+        return {chain.nodes: chain}
     return {n: DFlash(file, backend, n) for n in TREE_BUDGETS}
 
 
