@@ -58,6 +58,11 @@ def fake_length(backend: CudaBackend, length: int) -> CudaState:
     return state
 
 
+def bushy_tree(nodes: int) -> Tree:
+    """Chains that branch now and then, as drafts do."""
+    return Tree(np.arange(nodes), np.array([-1] + [i - 1 if i % 3 else i // 2 for i in range(1, nodes)]))
+
+
 def time_backend(backend: CudaBackend, depths: list[int], sizes: list[int]) -> None:
     def decode(state: CudaState, depth: int) -> None:
         state.length = depth
@@ -69,7 +74,7 @@ def time_backend(backend: CudaBackend, depths: list[int], sizes: list[int]) -> N
         print(f"  decode at {depth:6}: {ms / 128 * 1e3:7.1f} us a token, {128e3 / ms:7.1f} tok/s", flush=True)
     state = fake_length(backend, 520)
     for nodes in sizes:
-        ms = median_ms(partial(backend.forward, state, Tree.chain(range(nodes))), 15)
+        ms = median_ms(partial(backend.forward, state, bushy_tree(nodes)), 15)
         print(f"  forward of {nodes:2} nodes at 520: {ms * 1e3:7.1f} us", flush=True)
 
 
@@ -97,7 +102,7 @@ def print_profile(config: Config, tensors: dict[str, Tensor], nodes: int) -> Non
     backend = CudaBackend(config, tensors, options={"PROFILE": MARKS})
     state = fake_length(backend, 520)
     for _ in range(5):
-        backend.forward(state, Tree.chain(range(nodes)))
+        backend.forward(state, bushy_tree(nodes))
     marks = stage_marks(config)
     clocks = backend.profile.read(np.int64, (backend.layout.sms, MARKS))
     counts = (clocks != 0).sum(axis=1)
@@ -127,7 +132,7 @@ def main() -> None:
         print_profile(config, tensors, nodes)
     for in_flight in arguments.in_flight:
         start = time.perf_counter()
-        options = {"IN_FLIGHT": in_flight, "WATCHDOG_CYCLES": "4000000000ll"}
+        options = {"IN_FLIGHT": in_flight}
         backend = CudaBackend(config, tensors, options=options)
         print(f"in flight {in_flight}: loaded in {time.perf_counter() - start:.1f} s", flush=True)
         time_backend(backend, arguments.depths, arguments.nodes)

@@ -2,25 +2,40 @@
 //
 // Keys come in chunks of 16 positions; chunk c belongs to split c mod SPLITS, whatever the chip and however many nodes.
 // An item is one key head and one split: it walks its chunks in order with an online softmax for the GROUP query heads
-// of every node, and publishes unnormalised sums with their maximum and weight. A second step merges the splits in a
-// fixed order, divides, and applies the output gate. A key at position p is worked on in chunk p / 16 by warp p mod 8,
-// whether it is committed or a drafted ancestor, so plain and tree runs agree to the bit.
-// Bytes: 1 KB of fp16 keys and values a position and key head, read once for 4 nodes.
-// Scratch: q [4 nodes][GROUP][256], scores [2][4 nodes][GROUP][16], then the factor that keeps older sums in step, then
-// the new keys and values [nodes][2][256] in fp16.
+// of up to 8 nodes, and publishes unnormalised sums with their maximum and weight. A second step merges the splits in a
+// fixed order, divides, and applies the output gate.
+// Scores come from mma (16 queries x 8 keys x 16 dimensions, fp16 in, f32 sums): an element depends on its query and its key
+// alone. A drafted key is held against all queries apart from the chunks; each node then picks its ancestors' scores, at
+// their positions. From there on a key is worked on in chunk p / 16 at place p mod 16, whether it is committed or drafted,
+// so plain and tree runs agree to the bit.
+// Bytes: 1 KB of fp16 keys and values a position and key head, read once for 8 nodes.
+// Scratch: q [tiles][8 chunks][2][32 lanes] uint4 in the order of the mma's A operand, scores [2][queries][16], factors that
+// keep older sums in step [2][queries], scores of drafted keys [queries][nodes], drafted keys and values [nodes][2][256].
 #pragma once
 #include "block.cuh"
 
-static_assert(PAIRS * KEYS <= CONSUMERS, "a thread a score");
 static_assert(HEAD_DIM == 256 && ROTARY == 64, "a lane has eight dimensions; the rotated ones are in lanes 0 to 7");
 constexpr float ATTENTION_SCALE = 0.0625f;  // 256 ** -0.5
 
-// Eight values of a head (dimensions 8 lane ..) at a position, normed and rotated. The whole warp works on one head.
-__device__ __forceinline__ void normed_head(const Block& b, const u32* head, const float* weight, int position, float (&v)[8]) {
+struct AttentionScratch {
+    uint4* q;
+    float *scores, *factors, *fresh_scores;
+    u32* fresh;
+
+    __device__ explicit AttentionScratch(float* at)
+        : q((uint4*)at), scores(at + Q_FLOATS), factors(scores + 2 * SCORE_FLOATS),
+          fresh_scores(factors + aligned(2 * QUERIES)), fresh((u32*)(fresh_scores + QUERY_TILES * 16 * FRESH_SCORES)) {}
+};
+
+// One warp makes ROWS rows of a node, from `first` on: GROUP query heads, then the key, then the value. Eight dimensions a
+// lane, normed and rotated except for the value. Keys and values only if the item has use for them.
+template <int ROWS>
+__device__ __forceinline__ void make_rows(const Block& b, const AttentionScratch& at, int kv_head, size_t head_at, int node,
+                                          int base, int first, bool holds_new, const float* vectors, u32* keys, u32* values) {
+    const int position = b.length + (NODES == 1 ? 0 : b.s.depth[node]);
     // pairs (j, j + 32): lanes 0..3 hold the first of a pair, lanes 4..7 the second
     const float4* low = (const float4*)(b.p.rope + (position & 63) * 32 + (b.lane & 3) * 8);
     const float4* high = (const float4*)(b.p.rope + (64 + (position >> 6)) * 32 + (b.lane & 3) * 8);
-    const float4 w0 = __ldg((const float4*)weight + b.lane * 2), w1 = __ldg((const float4*)weight + b.lane * 2 + 1);
     float cosine[8], sine[8];
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
@@ -28,64 +43,80 @@ __device__ __forceinline__ void normed_head(const Block& b, const u32* head, con
         cosine[i] = a.x * c.x - a.y * c.y, sine[i] = a.y * c.x + a.x * c.y;
         cosine[i + 1] = a.z * c.z - a.w * c.w, sine[i + 1] = a.w * c.z + a.z * c.w;
     }
-    uint4 got[2];
+    const u32* in = b.words(ATTENTION_TURN, node, ATTENTION_IN_AT) + b.lane * 8;
+    uint4 got[ROWS][2];
     Watchdog dog;
+    bool came;
     do {
-        got[0] = load16(head + b.lane * 8), got[1] = load16(head + b.lane * 8 + 4);
+        came = true;
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            const int row = first + i, over = row - GROUP;  // 0: the key, 1: the value
+            const u32* from = in + (over < 0 ? (kv_head * GROUP + row) * 2 * HEAD_DIM
+                                             : 2 * ATTENTION_DIM + (over * KV_HEADS + kv_head) * HEAD_DIM);
+            got[i][0] = load16(from), got[i][1] = load16(from + 4);
+        }
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) came &= came16(got[i][0]) & came16(got[i][1]);
         dog.check();
-    } while (!(came16(got[0]) & came16(got[1])));
-    __syncwarp();
-    const float4 low4 = floats(got[0]), high4 = floats(got[1]);
-    v[0] = low4.x, v[1] = low4.y, v[2] = low4.z, v[3] = low4.w, v[4] = high4.x, v[5] = high4.y, v[6] = high4.z, v[7] = high4.w;
-    float square = 0.0f;
+    } while (!everywhere(came));
 #pragma unroll
-    for (int i = 0; i < 8; i++) square = fmaf(v[i], v[i], square);
-    const float scale = rsqrtf(warp_sum(square) / HEAD_DIM + EPS);
-    v[0] *= scale * w0.x, v[1] *= scale * w0.y, v[2] *= scale * w0.z, v[3] *= scale * w0.w;
-    v[4] *= scale * w1.x, v[5] *= scale * w1.y, v[6] *= scale * w1.z, v[7] *= scale * w1.w;
+    for (int i = 0; i < ROWS; i++) {
+        const int row = first + i, over = row - GROUP;
+        if (over >= 0 && !holds_new) break;
+        const float4 a = floats(got[i][0]), c = floats(got[i][1]);
+        float v[8] = {a.x, a.y, a.z, a.w, c.x, c.y, c.z, c.w};
+        if (over < 1) {
+            const float4* weight = (const float4*)(vectors + (over < 0 ? Q_NORM_AT : K_NORM_AT)) + b.lane * 2;
+            const float4 w0 = __ldg(weight), w1 = __ldg(weight + 1);
+            float square = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const float other = __shfl_xor_sync(~0u, v[i], 4);
-        if (b.lane < 8) v[i] = b.lane < 4 ? v[i] * cosine[i] - other * sine[i] : v[i] * cosine[i] + other * sine[i];
+            for (int j = 0; j < 8; j++) square = fmaf(v[j], v[j], square);
+            const float scale = rsqrtf(warp_sum(square) / HEAD_DIM + EPS);
+            v[0] *= scale * w0.x, v[1] *= scale * w0.y, v[2] *= scale * w0.z, v[3] *= scale * w0.w;
+            v[4] *= scale * w1.x, v[5] *= scale * w1.y, v[6] *= scale * w1.z, v[7] *= scale * w1.w;
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                const float other = __shfl_xor_sync(~0u, v[j], 4);
+                if (b.lane < 8) v[j] = b.lane < 4 ? v[j] * cosine[j] - other * sine[j] : v[j] * cosine[j] + other * sine[j];
+                if (over < 0) v[j] *= ATTENTION_SCALE;
+            }
+        }
+        const uint4 packed = {pack_half(v[0], v[1]), pack_half(v[2], v[3]), pack_half(v[4], v[5]), pack_half(v[6], v[7])};
+        if (over < 0) {
+            // lane 4 c + q has chunk c's dimensions 8 q ..: the first four for one mma, the last for a second
+            const int query = (node - base) * GROUP + row, upper = query % 16 / 8;
+            u32* to = (u32*)(at.q + (query / 16 * 8 + b.lane / 4) * 64 + query % 8 * 4 + b.lane % 4) + upper;
+            to[0] = packed.x, to[2] = packed.y;
+            to[128] = packed.z, to[130] = packed.w;
+        } else {
+            u32* to = b.decoding() ? (over ? values : keys) + (size_t)position * (HEAD_DIM / 2)
+                                   : (over ? b.p.pending_values : b.p.pending_keys) + (head_at * MAX_NODES + node) * (HEAD_DIM / 2);
+            *(uint4*)(to + b.lane * 4) = packed;
+            *(uint4*)(at.fresh + (node * 2 + over) * (HEAD_DIM / 2) + b.lane * 4) = packed;
+        }
     }
 }
 
-struct Cache {
-    u32 *keys, *values;  // fp16 pairs of this layer and key head, [context][HEAD_DIM / 2]
-    u32* fresh;          // of the tree's nodes, in shared memory [nodes][2][HEAD_DIM / 2]
-};
-
-// The new key and value of a node: into the scratch, and to where they will be looked for later.
-__device__ __forceinline__ void make_fresh(const Block& b, const Cache& c, size_t head_at, int kv_head, int node, bool is_value,
-                                           const float* vectors) {
-    const int position = b.length + b.s.depth[node];
-    const u32* row = b.words(ATTENTION_TURN, node, ATTENTION_IN_AT) + 2 * ATTENTION_DIM + kv_head * HEAD_DIM;
-    float v[8];
-    if (!is_value) {
-        normed_head(b, row, vectors + K_NORM_AT, position, v);
-    } else {
-        const u32* at = row + KV_HEADS * HEAD_DIM + b.lane * 8;
-        const float4 low = poll16(at), high = poll16(at + 4);
-        v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w, v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
+// 16 queries against 8 keys: lane l has key l / 4 at dimensions 8 (l mod 4) .. of every chunk of 32. Four sums, then one.
+__device__ __forceinline__ float4 score_tile(const uint4* q, const uint4 (&key)[8], int lane) {
+    float sum[4][4] = {};
+#pragma unroll
+    for (int c = 0; c < 8; c++) {
+        mma_half(sum[c % 4], q[c * 64 + lane], key[c].x, key[c].y);
+        mma_half(sum[c % 4], q[c * 64 + 32 + lane], key[c].z, key[c].w);
     }
-    const uint4 packed = {pack_half(v[0], v[1]), pack_half(v[2], v[3]), pack_half(v[4], v[5]), pack_half(v[6], v[7])};
-    u32* to = b.decoding() ? (is_value ? c.values : c.keys) + (size_t)position * (HEAD_DIM / 2)
-                           : (is_value ? b.p.pending_values : b.p.pending_keys) + (head_at * MAX_NODES + node) * (HEAD_DIM / 2);
-    *(uint4*)(to + b.lane * 4) = packed;
-    *(uint4*)(c.fresh + (node * 2 + is_value) * (HEAD_DIM / 2) + b.lane * 4) = packed;
-}
-
-// Where a node finds its drafted ancestor at a position.
-__device__ __forceinline__ int fresh_row(const Block& b, int node, int position) {
-    return (NODES == 1 ? 0 : b.s.ancestor[node][position - b.length]) * HEAD_DIM;
+    float total[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) total[i] = (sum[0][i] + sum[1][i]) + (sum[2][i] + sum[3][i]);
+    return {total[0], total[1], total[2], total[3]};
 }
 
 __device__ __forceinline__ void attention_item(Block& b, int index, int item, const float* vectors) {
     const int kv_head = item / SPLITS, split = item % SPLITS;
-    float* q = b.scratch + MIX_AT;
-    float* scores = q + Q_FLOATS;
+    const AttentionScratch at(b.scratch + MIX_AT);
     const size_t head_at = (size_t)index * KV_HEADS + kv_head, cache_at = head_at * b.p.context * (HEAD_DIM / 2);
-    const Cache c = {b.p.keys + cache_at, b.p.values + cache_at, (u32*)(scores + 2 * SCORE_FLOATS + 2 * PAIRS)};
+    u32 *keys = b.p.keys + cache_at, *values = b.p.values + cache_at;
 
     int deepest = 0;
     if (NODES > 1) {
@@ -99,26 +130,25 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int item, co
 #pragma unroll 1
     for (int n = first_new; n <= last_new; n++) holds_new |= n % SPLITS == split;
 
-    // Softmax: a thread a score, sixteen a node and head. Sums: a thread four dimensions of a head, for every node.
-    const int pair = threadIdx.x / KEYS;
+    // Scores: warp w has tile w / 2 and half of the keys. Sums: a thread has four dimensions of a head, for every node.
+    constexpr int SCORERS = 2 * QUERY_TILES;
+    const int tile = b.warp >> 1, half = b.warp & 1;
     constexpr int QUADS = HEAD_DIM / 4, AT_ONCE = CONSUMERS / QUADS, PASSES = (GROUP + AT_ONCE - 1) / AT_ONCE;
     const int quad = threadIdx.x % QUADS, first_head = threadIdx.x / QUADS;
-    constexpr int EACH = KEYS / WARPS;
-    uint4 packed[EACH];         // this warp's keys of a chunk
-    uint2 packed_values[KEYS];  // four dimensions of the chunk's values
-    const auto fetch = [&](int chunk) {
+    uint4 key[8];
+    uint2 value[KEYS];
+    const auto fetch_keys = [&](int chunk) {
+        const int position = chunk * KEYS + half * 8 + (b.lane >> 2);
+        const uint4* row = (const uint4*)(keys + (size_t)position * (HEAD_DIM / 2)) + (b.lane & 3);
 #pragma unroll
-        for (int h = 0; h < EACH; h++) {
-            const int position = chunk * KEYS + b.warp + h * WARPS;
-            packed[h] = uint4{};
-            if (position < b.length) packed[h] = __ldcg((const uint4*)(c.keys + (size_t)position * (HEAD_DIM / 2)) + b.lane);
-        }
+        for (int c = 0; c < 8; c++) key[c] = b.warp < SCORERS && position < b.length ? __ldcg(row + c * 4) : uint4{};
+    };
+    const auto fetch_values = [&](int chunk) {
 #pragma unroll
         for (int n = 0; n < KEYS; n++) {
             const int position = chunk * KEYS + n;
-            packed_values[n] = uint2{};
-            if (position < b.length)
-                packed_values[n] = __ldcg((const uint2*)(c.values + (size_t)position * (HEAD_DIM / 2)) + quad);
+            value[n] = uint2{};
+            if (position < b.length) value[n] = __ldcg((const uint2*)(values + (size_t)position * (HEAD_DIM / 2)) + quad);
         }
     };
 
@@ -126,85 +156,77 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int item, co
     for (int base = 0; base < b.nodes; base += TOGETHER_NODES) {
         const int count = min(TOGETHER_NODES, b.nodes - base);
         if (base > 0) b.sync();  // q of the nodes before
-        fetch(split);            // committed keys do not wait for anything
-        const int queries = count * GROUP, rows = base == 0 && holds_new ? 2 * b.nodes : 0;
-#pragma unroll 1
-        for (int task = b.warp; task < queries + rows; task += WARPS) {
-            if (task >= queries) {
-                const int row = task - queries;
-                make_fresh(b, c, head_at, kv_head, row / 2, row % 2, vectors);
-                continue;
-            }
-            const int node = base + task / GROUP, head = kv_head * GROUP + task % GROUP;
-            float v[8];
-            normed_head(b, b.words(ATTENTION_TURN, node, ATTENTION_IN_AT) + head * 2 * HEAD_DIM, vectors + Q_NORM_AT,
-                        b.length + (NODES == 1 ? 0 : b.s.depth[node]), v);
-            float4* to = (float4*)(q + task * HEAD_DIM + b.lane * 8);
-            to[0] = {v[0] * ATTENTION_SCALE, v[1] * ATTENTION_SCALE, v[2] * ATTENTION_SCALE, v[3] * ATTENTION_SCALE};
-            to[1] = {v[4] * ATTENTION_SCALE, v[5] * ATTENTION_SCALE, v[6] * ATTENTION_SCALE, v[7] * ATTENTION_SCALE};
+        fetch_keys(split);       // committed keys do not wait for anything
+        fetch_values(split);
+        if constexpr (NODES == 1) {
+            if (b.warp < GROUP + (holds_new ? 2 : 0))
+                make_rows<1>(b, at, kv_head, head_at, 0, 0, b.warp, holds_new, vectors, keys, values);
+            static_assert(NODES > 1 || GROUP + 2 <= WARPS, "a warp a row");
+        } else {
+            if (b.warp < count)
+                make_rows<GROUP + 2>(b, at, kv_head, head_at, base + b.warp, base, 0, holds_new, vectors, keys, values);
         }
         b.sync();
 
-        float peak = MINUS_INFINITY, weight = 0.0f;
+        float peak[(QUERIES + 15) / 16], weight[(QUERIES + 15) / 16];  // of query threadIdx / 16, and of every sixteenth on
+#pragma unroll
+        for (int i = 0; i < (QUERIES + 15) / 16; i++) peak[i] = MINUS_INFINITY, weight[i] = 0.0f;
         float4 sum[PASSES][TOGETHER_NODES] = {};
         int turn = 0;
 #pragma unroll 1
         for (int chunk = split; chunk < chunks; chunk += SPLITS, turn ^= 1) {
-            float* score = scores + turn * SCORE_FLOATS;
-            float* keep = scores + 2 * SCORE_FLOATS + turn * PAIRS;
+            float* score = at.scores + turn * SCORE_FLOATS;
+            float* factor = at.factors + turn * QUERIES;
+            const bool committed = (chunk + 1) * KEYS <= b.length;  // every key of the chunk is every node's
+            const auto keep = [&](float* to, int stride, float4 s) {  // rows l / 4 and + 8, columns 2 (l mod 4) and the next
+                float* mine = to + (b.lane >> 2) * stride + (b.lane & 3) * 2;
+                *(float2*)mine = {s.x, s.y};
+                *(float2*)(mine + 8 * stride) = {s.z, s.w};
+            };
+            if (b.warp < SCORERS)
+                keep(score + tile * 16 * KEYS + half * 8, KEYS, score_tile(at.q + tile * 512, key, b.lane));
+            if (!committed) {
+                const int octets = (base + count + 7) / 8;
 #pragma unroll 1
-            for (int i = 0; i < count; i++) {
-                const int last = b.length + (NODES == 1 ? 0 : b.s.depth[base + i]);
+                for (int task = (b.warp + WARPS - SCORERS) % WARPS; task < octets * QUERY_TILES; task += WARPS) {
+                    const int octet = task / QUERY_TILES, t = task % QUERY_TILES;
+                    const uint4* row = (const uint4*)(at.fresh + (octet * 8 + (b.lane >> 2)) * HEAD_DIM) + (b.lane & 3);
 #pragma unroll
-                for (int h = 0; h < EACH; h++) {
-                    const int position = chunk * KEYS + b.warp + h * WARPS;
-                    const bool seen = position <= last;
-                    if (seen && position >= b.length)
-                        packed[h] = *((const uint4*)(c.fresh + fresh_row(b, base + i, position)) + b.lane);
-                    const float2 k0 = unpack_half(packed[h].x), k1 = unpack_half(packed[h].y),
-                                 k2 = unpack_half(packed[h].z), k3 = unpack_half(packed[h].w);
-                    float dot[GROUP];
-#pragma unroll
-                    for (int g = 0; g < GROUP; g++) {
-                        const float4* query = (const float4*)(q + (i * GROUP + g) * HEAD_DIM) + b.lane * 2;
-                        const float4 a = query[0], e = query[1];
-                        dot[g] = a.x * k0.x;
-                        dot[g] = fmaf(a.y, k0.y, dot[g]), dot[g] = fmaf(a.z, k1.x, dot[g]), dot[g] = fmaf(a.w, k1.y, dot[g]);
-                        dot[g] = fmaf(e.x, k2.x, dot[g]), dot[g] = fmaf(e.y, k2.y, dot[g]), dot[g] = fmaf(e.z, k3.x, dot[g]);
-                        dot[g] = fmaf(e.w, k3.y, dot[g]);
-                    }
-#pragma unroll
-                    for (int g = 0; g < GROUP; g++) dot[g] = warp_sum(dot[g]);
-                    float mine = dot[0];
-#pragma unroll
-                    for (int g = 1; g < GROUP; g++) mine = b.lane == g ? dot[g] : mine;
-                    if (b.lane < GROUP)
-                        score[(i * GROUP + b.lane) * KEYS + b.warp + h * WARPS] = seen ? mine : MINUS_INFINITY;
+                    for (int c = 0; c < 8; c++) key[c] = row[c * 4];
+                    keep(at.fresh_scores + t * 16 * FRESH_SCORES + octet * 8, FRESH_SCORES, score_tile(at.q + t * 512, key, b.lane));
                 }
             }
+            if (chunk + SPLITS < chunks) fetch_keys(chunk + SPLITS);
             b.sync();
-            const int last_seen =
-                pair < count * GROUP ? b.length + (NODES == 1 ? 0 : b.s.depth[base + pair / GROUP]) - chunk * KEYS : -1;
-            if (b.warp * 2 < PAIRS) {
-                const float mine = last_seen >= 0 ? score[threadIdx.x] : MINUS_INFINITY;
+#pragma unroll
+            for (int i = 0; i < (QUERIES + 15) / 16; i++) {
+                const int query = i * 16 + threadIdx.x / KEYS, place = threadIdx.x % KEYS, position = chunk * KEYS + place;
+                if (i * 16 + b.warp * 2 >= count * GROUP) break;
+                const int node = base + min(query, count * GROUP - 1) / GROUP;
+                const int last = b.length + (NODES == 1 ? 0 : b.s.depth[node]);
+                const bool live = query < count * GROUP && last >= chunk * KEYS;  // the node sees keys of this chunk
+                float mine = MINUS_INFINITY;
+                if (live && position <= last)
+                    mine = position < b.length ? score[query * KEYS + place]
+                                               : at.fresh_scores[query * FRESH_SCORES +
+                                                                 (NODES == 1 ? 0 : b.s.ancestor[node][position - b.length])];
                 float top = mine;
 #pragma unroll
                 for (int step = 1; step < KEYS; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-                top = fmaxf(top, peak);
-                const float p = last_seen >= 0 ? __expf(mine - top) : 0.0f;
+                top = fmaxf(top, peak[i]);
+                const float p = live ? __expf(mine - top) : 0.0f;
                 float total = p;
 #pragma unroll
                 for (int step = 1; step < KEYS; step *= 2) total += __shfl_xor_sync(~0u, total, step);
-                if (last_seen >= 0) {
-                    const float kept = __expf(peak - top);
-                    weight = fmaf(weight, kept, total);
-                    peak = top;
-                    score[threadIdx.x] = p;
-                    if (threadIdx.x % KEYS == 0) keep[pair] = kept;
+                if (live) {
+                    const float kept = __expf(peak[i] - top);
+                    weight[i] = fmaf(weight[i], kept, total);
+                    peak[i] = top;
+                    score[query * KEYS + place] = p;
+                    if (place == 0) factor[query] = kept;
                 }
             }
             b.sync();
-            const bool committed = (chunk + 1) * KEYS <= b.length;  // every key of the chunk is every node's
 #pragma unroll
             for (int i = 0; i < TOGETHER_NODES; i++) {
                 const int last = i < count ? b.length + (NODES == 1 ? 0 : b.s.depth[base + i]) - chunk * KEYS : -1;
@@ -213,9 +235,9 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int item, co
 #pragma unroll
                     for (int n = 0; n < KEYS; n++) {  // a key that is not seen has weight 0; its value must be a number
                         const int position = chunk * KEYS + n;
-                        if (position >= b.length)
-                            packed_values[n] = n <= last ? *((const uint2*)(c.fresh + fresh_row(b, base + i, position) + HEAD_DIM / 2) + quad)
-                                                         : uint2{};
+                        if (position < b.length) continue;
+                        const int from = NODES == 1 || n > last ? 0 : b.s.ancestor[base + i][position - b.length];
+                        value[n] = n <= last ? *((const uint2*)(at.fresh + (from * 2 + 1) * (HEAD_DIM / 2)) + quad) : uint2{};
                     }
                 }
 #pragma unroll
@@ -223,7 +245,7 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int item, co
                     const int g = pass * AT_ONCE + first_head;
                     if (g >= GROUP) break;
                     const float4* p = (const float4*)(score + (i * GROUP + g) * KEYS);
-                    const float kept = keep[i * GROUP + g];
+                    const float kept = factor[i * GROUP + g];
                     float4 acc = sum[pass][i];
                     acc = {acc.x * kept, acc.y * kept, acc.z * kept, acc.w * kept};
 #pragma unroll
@@ -231,9 +253,9 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int item, co
                         const float4 p4 = p[n4];
 #pragma unroll
                         for (int m = 0; m < 4; m++) {
-                            const uint2 value = packed_values[n4 * 4 + m];
+                            const uint2 packed = value[n4 * 4 + m];
                             const float share = m == 0 ? p4.x : m == 1 ? p4.y : m == 2 ? p4.z : p4.w;
-                            const float2 low = unpack_half(value.x), high = unpack_half(value.y);
+                            const float2 low = unpack_half(packed.x), high = unpack_half(packed.y);
                             acc.x = fmaf(share, low.x, acc.x), acc.y = fmaf(share, low.y, acc.y);
                             acc.z = fmaf(share, high.x, acc.z), acc.w = fmaf(share, high.y, acc.w);
                         }
@@ -241,14 +263,17 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int item, co
                     sum[pass][i] = acc;
                 }
             }
-            if (chunk + SPLITS < chunks) fetch(chunk + SPLITS);
+            if (chunk + SPLITS < chunks) fetch_values(chunk + SPLITS);
         }
 
-        if (threadIdx.x % KEYS == 0 && pair < count * GROUP) {
-            const int node = base + pair / GROUP, head = kv_head * GROUP + pair % GROUP;
+#pragma unroll
+        for (int i = 0; i < (QUERIES + 15) / 16; i++) {
+            const int query = i * 16 + threadIdx.x / KEYS;
+            if (threadIdx.x % KEYS || query >= count * GROUP) continue;
+            const int node = base + query / GROUP, head = kv_head * GROUP + query % GROUP;
             if (split * KEYS <= b.length + b.s.depth[node])
                 publish8(b.words(ATTENTION_TURN, node, STATS_AT) + (head * SPLITS + split) * 2, b.other(ATTENTION_TURN),
-                         __float_as_uint(peak), __float_as_uint(weight));
+                         __float_as_uint(peak[i]), __float_as_uint(weight[i]));
         }
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {

@@ -110,7 +110,7 @@ __device__ __forceinline__ void delta_block(Block& b, int index, int block, cons
         }
     } else {
         b.sync();  // the scratch still holds partial sums
-        constexpr int AT_ONCE = 4;
+        constexpr int AT_ONCE = 8;
         const int items = b.nodes * PIECES;
 #pragma unroll 1
         for (int base = threadIdx.x; base < items; base += AT_ONCE * CONSUMERS) {
@@ -152,44 +152,55 @@ __device__ __forceinline__ void delta_block(Block& b, int index, int block, cons
     b.sync();
     b.mark();
 
-    // The recurrence.
+    // The recurrence. The next node's row is on its way while one is worked on.
+    struct Row {
+        float4 q0, q1, k0, k1;
+        float fade, beta, v;
+        int parent, kept;
+    } next;
+    const auto fetch = [&](int node) {
+        const float* row = rows + node * ROW_FLOATS;
+        next.q0 = *(const float4*)(row + part * 4), next.q1 = *(const float4*)(row + 64 + part * 4);
+        next.k0 = *(const float4*)(row + K_ROW + part * 4), next.k1 = *(const float4*)(row + K_ROW + 64 + part * 4);
+        next.fade = row[FADE_ROW], next.beta = row[FADE_ROW + 1], next.v = row[V_ROW + column];
+        if (NODES > 1) next.parent = b.s.parent[node], next.kept = b.s.kept[node];
+    };
     const float weight = __ldg(vectors + GATED_NORM_AT + (block * COLUMNS + (threadIdx.x & 15)) % STATE_DIM);
     float4 s[2] = {committed[0], committed[1]};
+    const bool forwarding = !b.decoding();
+    float* write_to = b.p.pending_write + at * MAX_NODES * COLUMNS + column;
+    float4* key_to = (float4*)(b.p.pending_key + at * MAX_NODES * STATE_DIM) + part;
+    fetch(0);
 #pragma unroll 1
     for (int node = 0; node < b.nodes; node++) {
-        float* row = rows + node * ROW_FLOATS;
-        if (NODES > 1) {
-            const int parent = b.s.parent[node];
-            if (parent != node - 1) {
-                const float4* kept = parent < 0 ? nullptr : b.kept_state(b.s.kept[parent], block);
-                s[0] = parent < 0 ? committed[0] : kept[threadIdx.x];
-                s[1] = parent < 0 ? committed[1] : kept[CONSUMERS + threadIdx.x];
-            }
+        const Row now = next;
+        if (NODES > 1 && node + 1 < b.nodes) fetch(node + 1);
+        if (NODES > 1 && now.parent != node - 1) {
+            const float4* kept = now.parent < 0 ? nullptr : b.kept_state(b.s.kept[now.parent], block);
+            s[0] = now.parent < 0 ? committed[0] : kept[threadIdx.x];
+            s[1] = now.parent < 0 ? committed[1] : kept[CONSUMERS + threadIdx.x];
         }
-        const float4 q0 = *(const float4*)(row + part * 4), q1 = *(const float4*)(row + 64 + part * 4);
-        const float4 k0 = *(const float4*)(row + K_ROW + part * 4), k1 = *(const float4*)(row + K_ROW + 64 + part * 4);
-        const float fade = row[FADE_ROW], beta = row[FADE_ROW + 1], v = row[V_ROW + column];
-        float ks = dot4(k0, s[0]) + dot4(k1, s[1]), qs = dot4(q0, s[0]) + dot4(q1, s[1]), qk = dot4(q0, k0) + dot4(q1, k1);
+        float ks = dot4(now.k0, s[0]) + dot4(now.k1, s[1]), qs = dot4(now.q0, s[0]) + dot4(now.q1, s[1]);
+        float qk = dot4(now.q0, now.k0) + dot4(now.q1, now.k1);
 #pragma unroll
         for (int step = 1; step < 16; step *= 2) {
             ks += __shfl_xor_sync(~0u, ks, step);
             qs += __shfl_xor_sync(~0u, qs, step);
             qk += __shfl_xor_sync(~0u, qk, step);
         }
-        const float write = beta * (v - fade * ks);
-        s[0] = update_state(s[0], fade, k0, write);
-        s[1] = update_state(s[1], fade, k1, write);
+        const float write = now.beta * (now.v - now.fade * ks);
+        s[0] = update_state(s[0], now.fade, now.k0, write);
+        s[1] = update_state(s[1], now.fade, now.k1, write);
         if (part == 0) {
-            row[V_ROW + column] = fmaf(qk, write, fade * qs);
-            if (!b.decoding()) b.p.pending_write[(at * MAX_NODES + node) * COLUMNS + column] = write;
+            rows[node * ROW_FLOATS + V_ROW + column] = fmaf(qk, write, now.fade * qs);
+            if (forwarding) write_to[node * COLUMNS] = write;
         }
-        if (!b.decoding() && b.warp == 0) {
-            float4* key = (float4*)(b.p.pending_key + (at * MAX_NODES + node) * STATE_DIM) + part;
-            if (b.lane < 16) key[0] = k0, key[16] = k1;
-            if (b.lane == 0) b.p.pending_fade[at * MAX_NODES + node] = fade;
+        if (forwarding && b.warp == 0) {
+            if (b.lane < 16) key_to[node * (STATE_DIM / 4)] = now.k0, key_to[node * (STATE_DIM / 4) + 16] = now.k1;
+            if (b.lane == 0) b.p.pending_fade[at * MAX_NODES + node] = now.fade;
         }
-        if (NODES > 1 && b.s.kept[node] >= 0) {
-            float4* keep = b.kept_state(b.s.kept[node], block);
+        if (NODES > 1 && now.kept >= 0) {
+            float4* keep = b.kept_state(now.kept, block);
             keep[threadIdx.x] = s[0], keep[CONSUMERS + threadIdx.x] = s[1];
         }
     }

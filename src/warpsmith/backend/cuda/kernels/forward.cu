@@ -89,8 +89,8 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
                             [&](bool live, int unit, int token, int quarter, float4 sum) {
                 const float4 gate = scaled(sum, inverse_rms(b, token));
                 float4 up;
-                up.x = __shfl_xor_sync(~0u, gate.x, 2), up.y = __shfl_xor_sync(~0u, gate.y, 2);
-                up.z = __shfl_xor_sync(~0u, gate.z, 2), up.w = __shfl_xor_sync(~0u, gate.w, 2);
+                up.x = __shfl_xor_sync(~0u, gate.x, 1), up.y = __shfl_xor_sync(~0u, gate.y, 1);
+                up.z = __shfl_xor_sync(~0u, gate.z, 1), up.w = __shfl_xor_sync(~0u, gate.w, 1);
                 if (live && quarter < 2)
                     publish8(b.words(LAYER_TURN, token, H_AT) + (first + unit) * 4 + quarter * 2, b.other(LAYER_TURN),
                              pack_bf16(silu(gate.x) * up.x, silu(gate.y) * up.y),

@@ -46,7 +46,7 @@ __device__ __forceinline__ u64 best_of(u64 a, u64 b) { return a > b ? a : b; }
 __device__ __forceinline__ void lm_head(Block& b, const float* norm_weight) {
     const int first = first_unit(HEAD_UNITS, b.sm), units = first_unit(HEAD_UNITS, b.sm + 1) - first;
 #pragma unroll 1
-    for (int token = threadIdx.x; token < b.nodes; token += CONSUMERS) b.s.best[token] = 0;
+    for (int i = threadIdx.x; i < larger(NODES, WARPS); i += CONSUMERS) b.s.best[i] = 0;
     multiply_normed(b, units, b.words(X_TURN, 0, X_AT), b.words(X_TURN, 0, X_SQUARES_AT),
                     [&](bool live, int unit, int token, int quarter, float4 sum) {
         const float scale = inverse_rms(b, token);
@@ -59,16 +59,21 @@ __device__ __forceinline__ void lm_head(Block& b, const float* norm_weight) {
                 best = best_of(best, ranked(logit[i], row + i));
                 if (b.r.want_logits) b.p.out_logits[(size_t)token * VOCAB + row + i] = logit[i];
             }
-        // the lanes of a token together; then always the same lane's business
-        constexpr int LANES = UNITS_AT_ONCE * 4;
+        // One token: several warps have some of its rows. Several: a token's lanes are one warp's.
 #pragma unroll
-        for (int step = 1; step < LANES; step *= 2) best = best_of(best, __shfl_xor_sync(~0u, best, step));
-        if (b.lane % LANES == 0 && live) b.s.best[token] = best_of(b.s.best[token], best);
+        for (int step = 1; step < (NODES == 1 ? 2 : 4 * UNITS_AT_ONCE); step *= 2)
+            best = best_of(best, __shfl_xor_sync(~0u, best, step));
+        u64* kept = NODES == 1 ? &b.s.best[b.warp] : &b.s.best[token];
+        if (b.lane == 0) *kept = best_of(*kept, best);
     });
     b.sync();
 #pragma unroll 1
     for (int token = threadIdx.x; token < b.nodes; token += CONSUMERS) {
-        const u64 best = b.s.best[token];
+        u64 best = b.s.best[token];
+        if (NODES == 1) {
+#pragma unroll
+            for (int w = 1; w < WARPS; w++) best = best_of(best, b.s.best[w]);
+        }
         publish8(b.words(BEST_TURN, token, BEST_AT) + b.sm * 2, b.other(BEST_TURN), best ? ~(u32)best : 0, (u32)(best >> 32));
     }
     if (b.r.want_hidden) {  // x after the final norm: each SM its own rows

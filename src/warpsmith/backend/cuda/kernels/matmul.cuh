@@ -50,43 +50,53 @@ __device__ __forceinline__ void multiply(float (&sum)[4], uint4 w, u32 a0, u32 a
 
 // --- many units over normed x ---------------------------------------------------------------------------------------
 
-// Wait for an octet's values at this warp's k, and for the sums of squares of this warp's slice of x, which a token's four
-// lanes share. Columns past the last token may hold anything.
+// What a warp needs of an octet of tokens: their values at its k, and the sums of squares of its slice of x, which a
+// token's four lanes share. Columns past the last token may hold anything.
 template <int CHUNKS>
-__device__ __forceinline__ void poll_octet(Block& b, uint4 (&a)[CHUNKS], const u32* x, const u32* squares, int octet) {
-    const int token = min(octet * 8 + (b.lane >> 2), b.nodes - 1), q = b.lane & 3;
-    const int k0 = b.warp * (CHUNKS * 32) + q * 8;
-    const u32* at = x + token * NODE_WORDS + k0 / 2;
-    constexpr int EACH = (CHUNKS + 3) / 4;  // groups of four units
-    uint4 got[EACH];
-    Watchdog dog;
-    bool came;
-    do {
+struct Octet {
+    static constexpr int EACH = (CHUNKS + 3) / 4;  // groups of four units
+    uint4 a[CHUNKS], squares[EACH];
+
+    // As before anything has come: a first value, or the registers would be taken all through the kernel.
+    __device__ __forceinline__ void forget() {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) a[c] = {NOT_YET, NOT_YET, NOT_YET, NOT_YET};
+#pragma unroll
+        for (int i = 0; i < EACH; i++) squares[i] = {NOT_YET, NOT_YET, NOT_YET, NOT_YET};
+    }
+    __device__ __forceinline__ void load(const Block& b, const u32* x, const u32* x_squares, int octet) {
+        const int token = min(octet * 8 + (b.lane >> 2), b.nodes - 1), q = b.lane & 3, k0 = b.warp * (CHUNKS * 32) + q * 8;
+        const u32* at = x + token * NODE_WORDS + k0 / 2;
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++) a[c] = HIDDEN % CHUNK_K == 0 || k0 + c * 32 < HIDDEN ? load16(at + c * 16) : uint4{};
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             const int group = i * 4 + q, unit = (b.warp * CHUNKS + group) * 4;
             const bool live = (CHUNKS % 4 == 0 || group < CHUNKS) && (HIDDEN % CHUNK_K == 0 || unit < HIDDEN_UNITS);
-            got[i] = live ? load16(squares + token * NODE_WORDS + unit) : uint4{};
+            squares[i] = live ? load16(x_squares + token * NODE_WORDS + unit) : uint4{};
         }
-        came = true;
-#pragma unroll
-        for (int c = 0; c < CHUNKS; c++) came &= came8(a[c]);
-#pragma unroll
-        for (int i = 0; i < EACH; i++) came &= came4(got[i]);
-        dog.check();
-    } while (!everywhere(came));
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        const float4 v = floats(got[i]);
-        sum += (v.x + v.y) + (v.z + v.w);
     }
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    if (q == 0 && octet * 8 + (b.lane >> 2) < b.nodes) b.s.squares[b.norm][token][b.warp] = sum;
-}
+    __device__ __forceinline__ bool came() const {
+        bool all = true;
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) all &= came8(a[c]);
+#pragma unroll
+        for (int i = 0; i < EACH; i++) all &= came4(squares[i]);
+        return everywhere(all);
+    }
+    __device__ __forceinline__ void keep_squares(Block& b, int octet) const {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const float4 v = floats(squares[i]);
+            sum += (v.x + v.y) + (v.z + v.w);
+        }
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        const int token = octet * 8 + (b.lane >> 2);
+        if ((b.lane & 3) == 0 && token < b.nodes) b.s.squares[b.norm][token][b.warp] = sum;
+    }
+};
 
 // 1 / rms of a token.
 __device__ __forceinline__ float inverse_rms(const Block& b, int token) {
@@ -109,29 +119,45 @@ __device__ __forceinline__ float4 sum_parts(const float* at, int stride) {
     return part[0];
 }
 
+// UNITS_AT_ONCE units from `base` on; past the last they are zero, since leaving them as they are would keep their
+// registers taken all through the kernel.
+template <int CHUNKS>
+__device__ __forceinline__ void take_units(Block& b, uint4 (&w)[UNITS_AT_ONCE][2 * CHUNKS], int base, int units) {
+#pragma unroll
+    for (int u = 0; u < UNITS_AT_ONCE; u++) {
+        if (base + u < units) {
+            take_tiles<2>(b, w[u]);
+        } else {
+#pragma unroll
+            for (int g = 0; g < 2 * CHUNKS; g++) w[u][g] = uint4{};
+        }
+    }
+}
+
 // Stage: `finish(live, unit, token, quarter, sum)` for four rows of a token at a time, the sums not yet scaled by 1 / rms.
-// All lanes of a warp call it; a unit's quarters are in neighbouring lanes.
+// All lanes of a warp call it, `live` or not; quarters 0 and 2 of a unit are in neighbouring lanes, and 1 and 3.
 template <class Finish>
 __device__ __forceinline__ void multiply_normed(Block& b, int units, const u32* x, const u32* squares, Finish finish) {
     constexpr int CHUNKS = chunks_of(HIDDEN), AT_ONCE = UNITS_AT_ONCE;
     static_assert(CHUNKS <= MAX_CHUNKS, "a unit must fit in the registers");
-    uint4 a[CHUNKS];
     b.norm ^= 1;
+    Octet<CHUNKS> now;
+    now.forget();
 #pragma unroll 1
     for (int base = 0; base < units; base += AT_ONCE) {
         uint4 w[AT_ONCE][2 * CHUNKS];
-#pragma unroll
-        for (int u = 0; u < AT_ONCE; u++) {
-            if (base + u < units) {
-                take_tiles<2>(b, w[u]);
-            } else {  // not left as they are: that would keep their registers taken all through the kernel
-#pragma unroll
-                for (int g = 0; g < 2 * CHUNKS; g++) w[u][g] = uint4{};
-            }
-        }
+        take_units<CHUNKS>(b, w, base, units);
+        if (base == 0) b.sync();  // polling would hold up the loads of a warp that comes late
 #pragma unroll 1
         for (int octet = 0; octet * 8 < b.nodes; octet++) {
-            if (NODES > 8 || base == 0) poll_octet(b, a, x, squares, octet);
+            if (base == 0 || NODES > 8) {
+                Watchdog dog;
+                while (!now.came()) {
+                    now.load(b, x, squares, octet);
+                    dog.check();
+                }
+                if (base == 0) now.keep_squares(b, octet);
+            }
             if (octet == 0 && base == 0) b.mark();
             float* partial = b.scratch + b.buffer * PARTIAL_FLOATS;
             float* mine = partial + (b.warp * OCTET + (b.lane & 3) * 2) * ROW_STRIDE + (b.lane >> 2);
@@ -144,25 +170,36 @@ __device__ __forceinline__ void multiply_normed(Block& b, int units, const u32* 
                     float low[4] = {}, high[4] = {};
 #pragma unroll
                     for (int c = c0; c < c0 + CHAIN && c < CHUNKS; c++) {
-                        multiply(low, w[u][2 * c], a[c].x, a[c].y);
-                        multiply(high, w[u][2 * c + 1], a[c].z, a[c].w);
+                        multiply(low, w[u][2 * c], now.a[c].x, now.a[c].y);
+                        multiply(high, w[u][2 * c + 1], now.a[c].z, now.a[c].w);
                     }
                     sum = add(sum, {low[0] + high[0], low[1] + high[1], low[2] + high[2], low[3] + high[3]});
                 }
                 if (tokens > 0) mine[u * WIDE] = sum.x, mine[u * WIDE + 8] = sum.z;
                 if (NODES > 1 && tokens > 1) mine[ROW_STRIDE + u * WIDE] = sum.y, mine[ROW_STRIDE + u * WIDE + 8] = sum.w;
             }
+            if (NODES > 8) {  // the next octet is on its way while this one is finished
+                if ((octet + 1) * 8 < b.nodes) now.load(b, x, squares, octet + 1);
+                else if (base + AT_ONCE < units) now.load(b, x, squares, 0);
+            }
             if (octet == 0 && base == 0) b.mark();
             b.sync();
             if (octet == 0 && base == 0) b.mark();
-            const int count = min(AT_ONCE, units - base), tokens_here = min(8, b.nodes - octet * 8);
-            constexpr int QUARTERS = AT_ONCE * 4, PER_WARP = 32 / QUARTERS;  // tokens of a warp at a time
-#pragma unroll 1
-            for (int first = b.warp * PER_WARP; first < tokens_here; first += WARPS * PER_WARP) {
-                const int token = min(first + b.lane / QUARTERS, tokens_here - 1), quarter = b.lane % QUARTERS;
-                const bool live = first + b.lane / QUARTERS < tokens_here && quarter < count * 4;
-                const float4 sum = sum_parts<WARPS>(partial + token * ROW_STRIDE + quarter * 4, OCTET * ROW_STRIDE);
-                finish(live, base + (quarter >> 2), octet * 8 + token, quarter & 3, sum);
+            // One token: every warp has half a unit, two lanes. Several: every warp has a token.
+            const int count = min(AT_ONCE, units - base);
+            if constexpr (NODES == 1) {
+                if (b.warp < 2 * count) {
+                    const int quarter = (b.warp & 1) + 2 * (b.lane & 1), unit = b.warp >> 1;
+                    const float4 sum = sum_parts<WARPS>(partial + unit * WIDE + quarter * 4, OCTET * ROW_STRIDE);
+                    finish(b.lane < 2, base + unit, 0, quarter, sum);
+                }
+            } else {
+                const int token = octet * 8 + b.warp;
+                if (token < b.nodes) {
+                    const int quarter = (b.lane >> 1 & 1) + 2 * (b.lane & 1), unit = b.lane / 4 % AT_ONCE;
+                    const float4 sum = sum_parts<WARPS>(partial + b.warp * ROW_STRIDE + unit * WIDE + quarter * 4, OCTET * ROW_STRIDE);
+                    finish(b.lane / 4 < count, base + unit, token, quarter, sum);
+                }
             }
             b.buffer ^= 1;
         }
@@ -177,16 +214,14 @@ template <int HEADS_HERE>
 struct HeadScales {
     static_assert(BLOCKS_PER_HEAD == 8, "two groups of four words a head");
     static constexpr int EACH = (HEADS_HERE + 1) / 2;
-    const u32* node0;
-    int head;
     uint4 got[EACH];
     float inverse[EACH];
 
-    __device__ void load(const Block& b, int token) {
+    __device__ void load(const Block& b, const u32* squares, int head) {
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             const int h = min(head + min(i * 2 + ((b.lane & 3) >> 1), HEADS_HERE - 1), VALUE_HEADS - 1);  // past the end: zeros
-            got[i] = load16(node0 + token * NODE_WORDS + h * BLOCKS_PER_HEAD + (b.lane & 1) * 4);
+            got[i] = load16(squares + h * BLOCKS_PER_HEAD + (b.lane & 1) * 4);
         }
     }
     __device__ bool came() const {
@@ -211,9 +246,7 @@ struct HeadScales {
     }
 };
 struct NoScales {
-    const u32* node0;
-    int head;
-    __device__ void load(const Block&, int) {}
+    __device__ void load(const Block&, const u32*, int) {}
     __device__ bool came() const { return true; }
     __device__ void finish() {}
     __device__ float2 at(const Block&, int) const { return {1.0f, 1.0f}; }
@@ -227,41 +260,57 @@ struct ScalesOf<false, HEADS_HERE> {
     typedef NoScales type;
 };
 
+// What a warp needs of four tokens for COUNT chunks from k0 on: this lane's column is a token at the first or the last
+// four k.
+template <int COUNT, int K, bool SCALED>
+struct Quad {
+    uint2 a[COUNT];
+    typename ScalesOf<SCALED, (COUNT + CHAIN - 1) / CHAIN>::type scales;
+
+    __device__ __forceinline__ void load(const Block& b, const u32* from, const u32* squares, int k0, int quad) {
+        const int token = min(quad * 4 + (b.lane >> 2 & 3), b.nodes - 1), k = k0 + (b.lane & 3) * 8;
+        const u32* at = from + token * NODE_WORDS + (k + (b.lane >> 4) * 4) / 2;
+#pragma unroll
+        for (int c = 0; c < COUNT; c++) a[c] = K % CHUNK_K == 0 || k + c * 32 < K ? load8(at + c * 16) : uint2{};
+        scales.load(b, squares + token * NODE_WORDS, k0 / STATE_DIM);
+    }
+    __device__ __forceinline__ bool came() const {
+        bool all = scales.came();
+#pragma unroll
+        for (int c = 0; c < COUNT; c++) all &= a[c].x != NOT_YET;
+        return everywhere(all);
+    }
+};
+
 // COUNT chunks of one unit for all tokens, four at a time; the sums are part `part` of the unit's.
 template <int COUNT, int K, bool SCALED>
 __device__ __forceinline__ void multiply_unit(Block& b, const u32* from, const u32* squares, int k0, int part) {
-    constexpr int CHAINS = (COUNT + CHAIN - 1) / CHAIN;
     uint4 w[COUNT];
     take_tiles<1>(b, w);
+    b.sync();  // polling would hold up the loads of a warp that comes late
+    Quad<COUNT, K, SCALED> now, next;  // the next is on its way while one is worked on
+    next.load(b, from, squares, k0, 0);
     float* partial = b.scratch + b.buffer * PARTIAL_FLOATS + part * NODES * UNIT_STRIDE;
-    const int q = b.lane & 3, late = b.lane >> 4;  // this lane's column is a token at the first or the last four k
+    const int q = b.lane & 3;
 #pragma unroll 1
     for (int quad = 0; quad * 4 < b.nodes; quad++) {
-        const int token = min(quad * 4 + (b.lane >> 2 & 3), b.nodes - 1);
-        const u32* at = from + token * NODE_WORDS + (k0 + q * 8 + late * 4) / 2;
-        uint2 a[COUNT];
-        typename ScalesOf<SCALED, CHAINS>::type scales{squares, k0 / STATE_DIM};
         Watchdog dog;
-        bool came;
-        do {
-#pragma unroll
-            for (int c = 0; c < COUNT; c++) a[c] = K % CHUNK_K == 0 || k0 + c * 32 + q * 8 < K ? load8(at + c * 16) : uint2{};
-            scales.load(b, token);
-            came = scales.came();
-#pragma unroll
-            for (int c = 0; c < COUNT; c++) came &= a[c].x != NOT_YET;
+        while (!next.came()) {
+            next.load(b, from, squares, k0, quad);
             dog.check();
-        } while (!everywhere(came));
+        }
+        now = next;
+        if (NODES > 4 && (quad + 1) * 4 < b.nodes) next.load(b, from, squares, k0, quad + 1);
         if (quad == 0) b.mark();
-        scales.finish();
+        now.scales.finish();
         float2 total = {};
 #pragma unroll
-        for (int chain = 0; chain < CHAINS; chain++) {
+        for (int chain = 0; chain * CHAIN < COUNT; chain++) {
             float sum[4] = {};
 #pragma unroll
-            for (int c = chain * CHAIN; c < chain * CHAIN + CHAIN && c < COUNT; c++) multiply(sum, w[c], a[c].x, a[c].y);
+            for (int c = chain * CHAIN; c < chain * CHAIN + CHAIN && c < COUNT; c++) multiply(sum, w[c], now.a[c].x, now.a[c].y);
             // tokens 2 q and the next at the first four k, in lanes 0 and 1; the same at the last, in lanes 2 and 3
-            const float2 scale = scales.at(b, chain), first = {sum[0], sum[1]}, last = {sum[2], sum[3]};
+            const float2 scale = now.scales.at(b, chain), first = {sum[0], sum[1]}, last = {sum[2], sum[3]};
             total.x = fmaf(scale.x, q < 2 ? first.x : last.x, total.x);
             total.y = fmaf(scale.y, q < 2 ? first.y : last.y, total.y);
         }

@@ -98,6 +98,13 @@ __device__ __forceinline__ void mma(float (&acc)[4], u32 a0, u32 a1, u32 a2, u32
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// The same for fp16.
+__device__ __forceinline__ void mma_half(float (&acc)[4], uint4 a, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+                 : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+
 // Two floats to bf16, rounded to nearest even; `low` lands in the lower half.
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     u32 out;

@@ -10,7 +10,7 @@ struct Shared {
     int path[NODES][4];                    // a node's nearest ancestors: itself, parent, ... ; -1 - i: i before the root
     int kept[NODES];                       // where the state is kept for children other than the next node; -1: nowhere
     u8 ancestor[NODES][NODES];             // [node][depth]
-    u64 best[NODES];                       // running argmax: value, then lowest id
+    u64 best[NODES < WARPS ? WARPS : NODES];  // running argmax: value, then lowest id
     int stopped;                           // decoding has ended: the producer should leave
 };
 
@@ -31,11 +31,13 @@ constexpr int PARTIAL_FLOATS = larger(WARPS * OCTET * ROW_STRIDE, larger(parts_o
 constexpr int RAW_FLOATS = BLOCK_CHANNELS + COLUMNS + 8, ROW_FLOATS = 2 * STATE_DIM + 2 * COLUMNS + 4;
 constexpr int DELTA_FLOATS = NODES * (ROW_FLOATS + (NODES > 1 ? RAW_FLOATS : 0));
 // attention: see attention.cuh
-constexpr int TOGETHER_NODES = NODES < 4 ? NODES : GROUP <= 4 ? 4 : 2;  // nodes that share a walk over the keys
-constexpr int PAIRS = TOGETHER_NODES * GROUP;                           // of a node and a query head
-constexpr int Q_FLOATS = PAIRS * HEAD_DIM, SCORE_FLOATS = PAIRS * KEYS;
+constexpr int TOGETHER_NODES = NODES < 8 ? NODES : GROUP <= 4 ? 8 : 4;  // nodes that share a walk over the keys
+constexpr int QUERIES = TOGETHER_NODES * GROUP, QUERY_TILES = (QUERIES + 15) / 16;
+constexpr int Q_FLOATS = QUERY_TILES * 16 * HEAD_DIM / 2, SCORE_FLOATS = QUERY_TILES * 16 * KEYS;
+constexpr int FRESH_SCORES = (NODES + 7) / 8 * 8;                       // a query, against every node's key
 constexpr int NEW_ROW_FLOATS = HEAD_DIM;                                // fp16 key and value of a node
-constexpr int ATTENTION_FLOATS = Q_FLOATS + 2 * SCORE_FLOATS + 2 * PAIRS + NODES * NEW_ROW_FLOATS;
+constexpr int ATTENTION_FLOATS =
+    Q_FLOATS + 2 * SCORE_FLOATS + aligned(2 * QUERIES) + QUERY_TILES * 16 * FRESH_SCORES + FRESH_SCORES * NEW_ROW_FLOATS;
 // A build for one node has room for every stage's scratch side by side, and needs no barrier between them.
 constexpr int MIX_AT = NODES == 1 ? 2 * PARTIAL_FLOATS : 0;
 constexpr int MIX_FLOATS = larger(DELTA_FLOATS, ATTENTION_FLOATS);
