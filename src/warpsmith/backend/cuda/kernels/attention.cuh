@@ -9,22 +9,31 @@
 // their positions. From there on a key is worked on in chunk p / 16 at place p mod 16, whether it is committed or drafted,
 // so plain and tree runs agree to the bit.
 // Bytes: 1 KB of fp16 keys and values a position and key head, read once for 8 nodes.
-// Scratch: q [tiles][8 chunks][2][32 lanes] uint4 in the order of the mma's A operand, scores [2][queries][16], factors that
-// keep older sums in step [2][queries], scores of drafted keys [queries][nodes], drafted keys and values [nodes][2][256].
+// Their weighted sums come from mma as well (16 queries x 8 dimensions x 16 keys), a warp 32 dimensions; where a chunk has
+// drafted keys, once a node, with that node's own values.
+// Scratch: q [tiles][8 chunks][2][32 lanes] uint4 in the order of the mma's A operand, scores [queries][16], their softmax
+// weights in fp16, factors that keep older sums in step [queries], scores of drafted keys [queries][nodes], drafted keys and
+// values [nodes][2], the chunk's values [2][16].
 #pragma once
 #include "block.cuh"
 
 static_assert(HEAD_DIM == 256 && ROTARY == 64, "a lane has eight dimensions; the rotated ones are in lanes 0 to 7");
+static_assert(HEAD_DIM == 32 * WARPS, "a warp has 32 dimensions of the sums");
 constexpr float ATTENTION_SCALE = 0.0625f;  // 256 ** -0.5
 
 struct AttentionScratch {
     uint4* q;
-    float *scores, *factors, *fresh_scores;
-    u32* fresh;
+    float* scores;
+    u16* shares;
+    float *factors, *fresh_scores;
+    u32 *fresh, *values;
 
     __device__ explicit AttentionScratch(float* at)
-        : q((uint4*)at), scores(at + Q_FLOATS), factors(scores + 2 * SCORE_FLOATS),
-          fresh_scores(factors + aligned(2 * QUERIES)), fresh((u32*)(fresh_scores + QUERY_TILES * 16 * FRESH_SCORES)) {}
+        : q((uint4*)at), scores(at + Q_FLOATS), shares((u16*)(scores + SCORE_FLOATS)), factors(scores + SCORE_FLOATS + SHARE_FLOATS),
+          fresh_scores(factors + aligned(QUERIES)), fresh((u32*)(fresh_scores + QUERY_TILES * 16 * FRESH_SCORES)),
+          values(fresh + 2 * FRESH_SCORES * KV_ROW) {}
+    __device__ u32* fresh_key(int node) const { return fresh + node * 2 * KV_ROW; }
+    __device__ u32* fresh_value(int node) const { return fresh + (node * 2 + 1) * KV_ROW; }
 };
 
 // One warp makes ROWS rows of a node, from `first` on: GROUP query heads, then the key, then the value. Eight dimensions a
@@ -93,7 +102,7 @@ __device__ __forceinline__ void make_rows(const Block& b, const AttentionScratch
             u32* to = b.decoding() ? (over ? values : keys) + (size_t)position * (HEAD_DIM / 2)
                                    : (over ? b.p.pending_values : b.p.pending_keys) + (head_at * MAX_NODES + node) * (HEAD_DIM / 2);
             *(uint4*)(to + b.lane * 4) = packed;
-            *(uint4*)(at.fresh + (node * 2 + over) * (HEAD_DIM / 2) + b.lane * 4) = packed;
+            *(uint4*)((over ? at.fresh_value(node) : at.fresh_key(node)) + b.lane * 4) = packed;
         }
     }
 }
@@ -130,161 +139,155 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int item, co
 #pragma unroll 1
     for (int n = first_new; n <= last_new; n++) holds_new |= n % SPLITS == split;
 
-    // Scores: warp w has tile w / 2 and half of the keys. Sums: a thread has four dimensions of a head, for every node.
+    // Scores: warp w has tile w / 2 and half of the keys. Values on their way to shared memory: two pieces a thread.
     constexpr int SCORERS = 2 * QUERY_TILES;
     const int tile = b.warp >> 1, half = b.warp & 1;
-    constexpr int QUADS = HEAD_DIM / 4, AT_ONCE = CONSUMERS / QUADS, PASSES = (GROUP + AT_ONCE - 1) / AT_ONCE;
-    const int quad = threadIdx.x % QUADS, first_head = threadIdx.x / QUADS;
-    uint4 key[8];
-    uint2 value[KEYS];
-    const auto fetch_keys = [&](int chunk) {
+    uint4 key[8], value[2];
+    const auto fetch = [&](int chunk) {
         const int position = chunk * KEYS + half * 8 + (b.lane >> 2);
         const uint4* row = (const uint4*)(keys + (size_t)position * (HEAD_DIM / 2)) + (b.lane & 3);
 #pragma unroll
         for (int c = 0; c < 8; c++) key[c] = b.warp < SCORERS && position < b.length ? __ldcg(row + c * 4) : uint4{};
-    };
-    const auto fetch_values = [&](int chunk) {
 #pragma unroll
-        for (int n = 0; n < KEYS; n++) {
-            const int position = chunk * KEYS + n;
-            value[n] = uint2{};
-            if (position < b.length) value[n] = __ldcg((const uint2*)(values + (size_t)position * (HEAD_DIM / 2)) + quad);
+        for (int i = 0; i < 2; i++) {
+            const int from = chunk * KEYS + b.warp * 2 + i;
+            value[i] = from < b.length ? __ldcg((const uint4*)(values + (size_t)from * (HEAD_DIM / 2)) + b.lane) : uint4{};
         }
     };
 
 #pragma unroll 1
     for (int base = 0; base < b.nodes; base += TOGETHER_NODES) {
-        const int count = min(TOGETHER_NODES, b.nodes - base);
+        const int count = min(TOGETHER_NODES, b.nodes - base), queries = count * GROUP;
         if (base > 0) b.sync();  // q of the nodes before
-        fetch_keys(split);       // committed keys do not wait for anything
-        fetch_values(split);
+        fetch(split);            // committed keys do not wait for anything
         if constexpr (NODES == 1) {
+            static_assert(NODES > 1 || GROUP + 2 <= WARPS, "a warp a row");
             if (b.warp < GROUP + (holds_new ? 2 : 0))
                 make_rows<1>(b, at, kv_head, head_at, 0, 0, b.warp, holds_new, vectors, keys, values);
-            static_assert(NODES > 1 || GROUP + 2 <= WARPS, "a warp a row");
         } else {
             if (b.warp < count)
                 make_rows<GROUP + 2>(b, at, kv_head, head_at, base + b.warp, base, 0, holds_new, vectors, keys, values);
         }
         b.sync();
 
-        float peak[(QUERIES + 15) / 16], weight[(QUERIES + 15) / 16];  // of query threadIdx / 16, and of every sixteenth on
+        float peak[QUERY_TILES], weight[QUERY_TILES];  // of query threadIdx / 16, and of every sixteenth on
+        float sum[QUERY_TILES][4][4] = {};             // rows l / 4 and + 8, dimensions 2 (l mod 4) and the next of 4 octets
 #pragma unroll
-        for (int i = 0; i < (QUERIES + 15) / 16; i++) peak[i] = MINUS_INFINITY, weight[i] = 0.0f;
-        float4 sum[PASSES][TOGETHER_NODES] = {};
+        for (int t = 0; t < QUERY_TILES; t++) peak[t] = MINUS_INFINITY, weight[t] = 0.0f;
         int turn = 0;
 #pragma unroll 1
         for (int chunk = split; chunk < chunks; chunk += SPLITS, turn ^= 1) {
-            float* score = at.scores + turn * SCORE_FLOATS;
-            float* factor = at.factors + turn * QUERIES;
             const bool committed = (chunk + 1) * KEYS <= b.length;  // every key of the chunk is every node's
+            u32* chunk_values = at.values + turn * KEYS * KV_ROW;
             const auto keep = [&](float* to, int stride, float4 s) {  // rows l / 4 and + 8, columns 2 (l mod 4) and the next
                 float* mine = to + (b.lane >> 2) * stride + (b.lane & 3) * 2;
                 *(float2*)mine = {s.x, s.y};
                 *(float2*)(mine + 8 * stride) = {s.z, s.w};
             };
+#pragma unroll
+            for (int i = 0; i < 2; i++) *(uint4*)(chunk_values + (b.warp * 2 + i) * KV_ROW + b.lane * 4) = value[i];
             if (b.warp < SCORERS)
-                keep(score + tile * 16 * KEYS + half * 8, KEYS, score_tile(at.q + tile * 512, key, b.lane));
+                keep(at.scores + tile * 16 * KEYS + half * 8, KEYS, score_tile(at.q + tile * 512, key, b.lane));
             if (!committed) {
                 const int octets = (base + count + 7) / 8;
 #pragma unroll 1
                 for (int task = (b.warp + WARPS - SCORERS) % WARPS; task < octets * QUERY_TILES; task += WARPS) {
                     const int octet = task / QUERY_TILES, t = task % QUERY_TILES;
-                    const uint4* row = (const uint4*)(at.fresh + (octet * 8 + (b.lane >> 2)) * HEAD_DIM) + (b.lane & 3);
+                    const uint4* row = (const uint4*)at.fresh_key(octet * 8 + (b.lane >> 2)) + (b.lane & 3);
 #pragma unroll
                     for (int c = 0; c < 8; c++) key[c] = row[c * 4];
                     keep(at.fresh_scores + t * 16 * FRESH_SCORES + octet * 8, FRESH_SCORES, score_tile(at.q + t * 512, key, b.lane));
                 }
             }
-            if (chunk + SPLITS < chunks) fetch_keys(chunk + SPLITS);
+            if (chunk + SPLITS < chunks) fetch(chunk + SPLITS);
             b.sync();
 #pragma unroll
-            for (int i = 0; i < (QUERIES + 15) / 16; i++) {
-                const int query = i * 16 + threadIdx.x / KEYS, place = threadIdx.x % KEYS, position = chunk * KEYS + place;
-                if (i * 16 + b.warp * 2 >= count * GROUP) break;
-                const int node = base + min(query, count * GROUP - 1) / GROUP;
+            for (int t = 0; t < QUERY_TILES; t++) {
+                if (t * 16 + b.warp * 2 >= queries) break;
+                const int query = t * 16 + threadIdx.x / KEYS, place = threadIdx.x % KEYS, position = chunk * KEYS + place;
+                const int node = base + min(query, queries - 1) / GROUP;
                 const int last = b.length + (NODES == 1 ? 0 : b.s.depth[node]);
-                const bool live = query < count * GROUP && last >= chunk * KEYS;  // the node sees keys of this chunk
+                const bool live = query < queries && last >= chunk * KEYS;  // the node sees keys of this chunk
                 float mine = MINUS_INFINITY;
                 if (live && position <= last)
-                    mine = position < b.length ? score[query * KEYS + place]
+                    mine = position < b.length ? at.scores[query * KEYS + place]
                                                : at.fresh_scores[query * FRESH_SCORES +
                                                                  (NODES == 1 ? 0 : b.s.ancestor[node][position - b.length])];
                 float top = mine;
 #pragma unroll
                 for (int step = 1; step < KEYS; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-                top = fmaxf(top, peak[i]);
+                top = fmaxf(top, peak[t]);
                 const float p = live ? __expf(mine - top) : 0.0f;
                 float total = p;
 #pragma unroll
                 for (int step = 1; step < KEYS; step *= 2) total += __shfl_xor_sync(~0u, total, step);
                 if (live) {
-                    const float kept = __expf(peak[i] - top);
-                    weight[i] = fmaf(weight[i], kept, total);
-                    peak[i] = top;
-                    score[query * KEYS + place] = p;
-                    if (place == 0) factor[query] = kept;
+                    const float kept = __expf(peak[t] - top);
+                    weight[t] = fmaf(weight[t], kept, total);
+                    peak[t] = top;
+                    at.shares[query * KEYS + place] = (u16)pack_half(p, 0.0f);
+                    if (place == 0) at.factors[query] = kept;
                 }
             }
             b.sync();
+            // Value rows as the B operand: lane l gives row l mod 16 of an octet of dimensions, or of the next one.
+            const int place = b.lane & 15, octet = b.warp * 16 + (b.lane >> 4) * 4;
 #pragma unroll
-            for (int i = 0; i < TOGETHER_NODES; i++) {
-                const int last = i < count ? b.length + (NODES == 1 ? 0 : b.s.depth[base + i]) - chunk * KEYS : -1;
-                if (last < 0) continue;
-                if (!committed) {
+            for (int t = 0; t < QUERY_TILES; t++) {
+                const int row = t * 16 + (b.lane >> 2);
+                const float low = at.factors[min(row, queries - 1)], high = at.factors[min(row + 8, queries - 1)];
+                const uint4 share = load_matrices(at.shares + (t * 16 + place) * KEYS + (b.lane >> 4) * 8);
+                const auto add_values = [&](const u32* mine, float (&acc)[4][4]) {
+                    const uint4 a = load_transposed(mine + octet), c = load_transposed(mine + octet + 8);
 #pragma unroll
-                    for (int n = 0; n < KEYS; n++) {  // a key that is not seen has weight 0; its value must be a number
-                        const int position = chunk * KEYS + n;
-                        if (position < b.length) continue;
-                        const int from = NODES == 1 || n > last ? 0 : b.s.ancestor[base + i][position - b.length];
-                        value[n] = n <= last ? *((const uint2*)(at.fresh + (from * 2 + 1) * (HEAD_DIM / 2)) + quad) : uint2{};
+                    for (int n = 0; n < 4; n++)
+                        acc[n][0] *= low, acc[n][1] *= low, acc[n][2] *= high, acc[n][3] *= high;
+                    mma_half(acc[0], share, a.x, a.y), mma_half(acc[1], share, a.z, a.w);
+                    mma_half(acc[2], share, c.x, c.y), mma_half(acc[3], share, c.z, c.w);
+                };
+                if (committed) {
+                    add_values(chunk_values + place * KV_ROW, sum[t]);
+                } else {
+                    constexpr int TILE_NODES = 16 / GROUP < TOGETHER_NODES ? 16 / GROUP : TOGETHER_NODES;
+                    static_assert(16 % GROUP == 0 || QUERY_TILES == 1, "a node's queries lie in one tile");
+#pragma unroll 1
+                    for (int i = t * (16 / GROUP); i < min(count, t * (16 / GROUP) + TILE_NODES); i++) {
+                        const int last = b.length + (NODES == 1 ? 0 : b.s.depth[base + i]), position = chunk * KEYS + place;
+                        if (last < chunk * KEYS) continue;
+                        const u32* mine = chunk_values + place * KV_ROW;  // past the last key: zeros
+                        if (position >= b.length && position <= last)
+                            mine = at.fresh_value(NODES == 1 ? 0 : b.s.ancestor[base + i][position - b.length]);
+                        float own[4][4];
+#pragma unroll
+                        for (int n = 0; n < 4; n++)
+#pragma unroll
+                            for (int j = 0; j < 4; j++) own[n][j] = sum[t][n][j];
+                        add_values(mine, own);
+#pragma unroll
+                        for (int n = 0; n < 4; n++)
+#pragma unroll
+                            for (int j = 0; j < 4; j++)
+                                if ((row + (j < 2 ? 0 : 8)) / GROUP == i) sum[t][n][j] = own[n][j];
                     }
-                }
-#pragma unroll
-                for (int pass = 0; pass < PASSES; pass++) {
-                    const int g = pass * AT_ONCE + first_head;
-                    if (g >= GROUP) break;
-                    const float4* p = (const float4*)(score + (i * GROUP + g) * KEYS);
-                    const float kept = factor[i * GROUP + g];
-                    float4 acc = sum[pass][i];
-                    acc = {acc.x * kept, acc.y * kept, acc.z * kept, acc.w * kept};
-#pragma unroll
-                    for (int n4 = 0; n4 < KEYS / 4; n4++) {
-                        const float4 p4 = p[n4];
-#pragma unroll
-                        for (int m = 0; m < 4; m++) {
-                            const uint2 packed = value[n4 * 4 + m];
-                            const float share = m == 0 ? p4.x : m == 1 ? p4.y : m == 2 ? p4.z : p4.w;
-                            const float2 low = unpack_half(packed.x), high = unpack_half(packed.y);
-                            acc.x = fmaf(share, low.x, acc.x), acc.y = fmaf(share, low.y, acc.y);
-                            acc.z = fmaf(share, high.x, acc.z), acc.w = fmaf(share, high.y, acc.w);
-                        }
-                    }
-                    sum[pass][i] = acc;
                 }
             }
-            if (chunk + SPLITS < chunks) fetch_values(chunk + SPLITS);
         }
 
 #pragma unroll
-        for (int i = 0; i < (QUERIES + 15) / 16; i++) {
-            const int query = i * 16 + threadIdx.x / KEYS;
-            if (threadIdx.x % KEYS || query >= count * GROUP) continue;
-            const int node = base + query / GROUP, head = kv_head * GROUP + query % GROUP;
-            if (split * KEYS <= b.length + b.s.depth[node])
-                publish8(b.words(ATTENTION_TURN, node, STATS_AT) + (head * SPLITS + split) * 2, b.other(ATTENTION_TURN),
-                         __float_as_uint(peak[i]), __float_as_uint(weight[i]));
-        }
+        for (int t = 0; t < QUERY_TILES; t++) {
+            const int query = t * 16 + threadIdx.x / KEYS, node = base + min(query, queries - 1) / GROUP;
+            if (threadIdx.x % KEYS == 0 && query < queries && split * KEYS <= b.length + b.s.depth[node])
+                publish8(b.words(ATTENTION_TURN, node, STATS_AT) + ((kv_head * GROUP + query % GROUP) * SPLITS + split) * 2,
+                         b.other(ATTENTION_TURN), __float_as_uint(peak[t]), __float_as_uint(weight[t]));
 #pragma unroll
-        for (int pass = 0; pass < PASSES; pass++) {
-            const int head = kv_head * GROUP + pass * AT_ONCE + first_head;
+            for (int upper = 0; upper < 2; upper++) {
+                const int row = t * 16 + upper * 8 + (b.lane >> 2), owner = base + min(row, queries - 1) / GROUP;
+                if (row >= queries || split * KEYS > b.length + b.s.depth[owner]) continue;
+                u32* to = b.p.parts + (((size_t)owner * HEADS + kv_head * GROUP + row % GROUP) * SPLITS + split) * HEAD_DIM +
+                          b.warp * 32 + (b.lane & 3) * 2;
 #pragma unroll
-            for (int i = 0; i < TOGETHER_NODES; i++) {
-                if (i >= count || pass * AT_ONCE + first_head >= GROUP) continue;
-                if (split * KEYS > b.length + b.s.depth[base + i]) continue;
-                const float4 v = sum[pass][i];
-                store16(b.p.parts + (((size_t)(base + i) * HEADS + head) * SPLITS + split) * HEAD_DIM + quad * 4,
-                        __float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w));
+                for (int n = 0; n < 4; n++)
+                    store8(to + n * 8, __float_as_uint(sum[t][n][upper * 2]), __float_as_uint(sum[t][n][upper * 2 + 1]));
             }
         }
     }
@@ -329,7 +332,7 @@ __device__ __forceinline__ void attention_merge(Block& b) {
             came = came16(gates);
 #pragma unroll
             for (int i = 0; i < EACH; i++)
-                if (i * 32 + b.lane < splits) came &= stats[i].x != NOT_YET & came16(sums[i]);
+                if (i * 32 + b.lane < splits) came &= stats[i].x != NOT_YET & came8(sums[i]);
             dog.check();
         } while (!came);
         __syncwarp();

@@ -68,9 +68,10 @@ struct DeltaRows {
     }
     __device__ bool has_part(const Block& b) const { return first_node < b.nodes && (kind < 2 || b.lane < 10); }
 
-    // `own` is what came for this lane's channels; `tap(age)` gives what came for the ancestor of that age.
+    // `own` is what came for this lane's channels; `tap(age)` gives what came for the ancestor of that age; `place` is the
+    // node's among everything a commit may need.
     template <class Tap>
-    __device__ void make(const Block& b, int block, int node, float* row, float* keep, float4 own, Tap tap_of) const {
+    __device__ void make(const Block& b, int block, size_t place, float* row, float* keep, float4 own, Tap tap_of) const {
         float4 made = {};
         if (convolved) {
             const float4 tap[4] = {tap_of(3), tap_of(2), tap_of(1), own};
@@ -79,13 +80,17 @@ struct DeltaRows {
         }
         if (kind < 2) {
             const float scale = rsqrtf(warp_sum(dot4(made, made)) + 1e-6f) * (kind == 0 ? 0.08838834764831845f : 1.0f);
-            *(float4*)(row + piece * 4) = {made.x * scale, made.y * scale, made.z * scale, made.w * scale};
+            made = {made.x * scale, made.y * scale, made.z * scale, made.w * scale};
+            *(float4*)(row + piece * 4) = made;
+            if (kind == 1 && !b.decoding()) *((float4*)(b.p.pending_key + place * STATE_DIM) + b.lane) = made;
         } else if (b.lane < 8) {
             *(float4*)(row + piece * 4) = b.lane < 4 ? made : float4{silu(own.x), silu(own.y), silu(own.z), silu(own.w)};
         } else {
             const int head = block / BLOCKS_PER_HEAD, at = (b.lane == 8 ? 0 : VALUE_HEADS) + head;
             const float raw = component(own, at % 4);
-            row[FADE_ROW + (b.lane == 8)] = b.lane == 8 ? sigmoid(raw) : expf(a * softplus(raw + dt));
+            const float gate = b.lane == 8 ? sigmoid(raw) : expf(a * softplus(raw + dt));
+            row[FADE_ROW + (b.lane == 8)] = gate;
+            if (b.lane == 9 && !b.decoding()) b.p.pending_fade[place] = gate;
         }
     }
 };
@@ -106,7 +111,7 @@ __device__ __forceinline__ void delta_block(Block& b, int index, int block, cons
         if (make.has_part(b)) {
             const float4 own = poll16(in + piece_row(block, make.piece));
             float* keep = b.decoding() ? history + b.length % HISTORY * BLOCK_CHANNELS : pending;
-            make.make(b, block, 0, rows, keep, own, [&](int age) { return make.past[age - 1]; });
+            make.make(b, block, at * MAX_NODES, rows, keep, own, [&](int age) { return make.past[age - 1]; });
         }
     } else {
         b.sync();  // the scratch still holds partial sums
@@ -138,7 +143,7 @@ __device__ __forceinline__ void delta_block(Block& b, int index, int block, cons
             for (int node = make.first_node; node < b.nodes; node += make.stride) {
                 float* keep = b.decoding() ? history + b.length % HISTORY * BLOCK_CHANNELS : pending + node * BLOCK_CHANNELS;
                 const float* mine = raw + make.piece * 4;
-                make.make(b, block, node, rows + node * ROW_FLOATS, keep, *(const float4*)(mine + node * RAW_FLOATS), [&](int age) {
+                make.make(b, block, at * MAX_NODES + node, rows + node * ROW_FLOATS, keep, *(const float4*)(mine + node * RAW_FLOATS), [&](int age) {
                     const int source = b.s.path[node][age];
                     return source >= 0    ? *(const float4*)(mine + source * RAW_FLOATS)
                            : source == -1 ? make.past[0]
@@ -169,9 +174,8 @@ __device__ __forceinline__ void delta_block(Block& b, int index, int block, cons
     float4 s[2] = {committed[0], committed[1]};
     const bool forwarding = !b.decoding();
     float* write_to = b.p.pending_write + at * MAX_NODES * COLUMNS + column;
-    float4* key_to = (float4*)(b.p.pending_key + at * MAX_NODES * STATE_DIM) + part;
     fetch(0);
-#pragma unroll 1
+#pragma unroll 2
     for (int node = 0; node < b.nodes; node++) {
         const Row now = next;
         if (NODES > 1 && node + 1 < b.nodes) fetch(node + 1);
@@ -193,12 +197,9 @@ __device__ __forceinline__ void delta_block(Block& b, int index, int block, cons
         s[1] = update_state(s[1], now.fade, now.k1, write);
         if (part == 0) {
             rows[node * ROW_FLOATS + V_ROW + column] = fmaf(qk, write, now.fade * qs);
-            if (forwarding) write_to[node * COLUMNS] = write;
+            if (forwarding) *write_to = write;
         }
-        if (forwarding && b.warp == 0) {
-            if (b.lane < 16) key_to[node * (STATE_DIM / 4)] = now.k0, key_to[node * (STATE_DIM / 4) + 16] = now.k1;
-            if (b.lane == 0) b.p.pending_fade[at * MAX_NODES + node] = now.fade;
-        }
+        write_to += COLUMNS;
         if (NODES > 1 && now.kept >= 0) {
             float4* keep = b.kept_state(now.kept, block);
             keep[threadIdx.x] = s[0], keep[CONSUMERS + threadIdx.x] = s[1];

@@ -105,6 +105,20 @@ __device__ __forceinline__ void mma_half(float (&acc)[4], uint4 a, u32 b0, u32 b
                  : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
+// Four 8 x 8 matrices of 16-bit values from shared memory, lane l giving the address of row l mod 8 of matrix l / 8.
+__device__ __forceinline__ uint4 load_matrices(const void* row) {
+    uint4 v;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared_address(row)) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint4 load_transposed(const void* row) {
+    uint4 v;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared_address(row)) : "memory");
+    return v;
+}
+
 // Two floats to bf16, rounded to nearest even; `low` lands in the lower half.
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     u32 out;

@@ -31,13 +31,15 @@ constexpr int PARTIAL_FLOATS = larger(WARPS * OCTET * ROW_STRIDE, larger(parts_o
 constexpr int RAW_FLOATS = BLOCK_CHANNELS + COLUMNS + 8, ROW_FLOATS = 2 * STATE_DIM + 2 * COLUMNS + 4;
 constexpr int DELTA_FLOATS = NODES * (ROW_FLOATS + (NODES > 1 ? RAW_FLOATS : 0));
 // attention: see attention.cuh
-constexpr int TOGETHER_NODES = NODES < 8 ? NODES : GROUP <= 4 ? 8 : 4;  // nodes that share a walk over the keys
+constexpr int TOGETHER_NODES =  // nodes that share a walk over the keys; a tile of 16 queries has whole nodes
+    NODES < 8 ? (NODES < 16 / GROUP ? NODES : 16 / GROUP) : 16 % GROUP ? 16 / GROUP : GROUP <= 4 ? 8 : 4;
 constexpr int QUERIES = TOGETHER_NODES * GROUP, QUERY_TILES = (QUERIES + 15) / 16;
 constexpr int Q_FLOATS = QUERY_TILES * 16 * HEAD_DIM / 2, SCORE_FLOATS = QUERY_TILES * 16 * KEYS;
+constexpr int SHARE_FLOATS = SCORE_FLOATS / 2;                          // softmax weights, in fp16
 constexpr int FRESH_SCORES = (NODES + 7) / 8 * 8;                       // a query, against every node's key
-constexpr int NEW_ROW_FLOATS = HEAD_DIM;                                // fp16 key and value of a node
-constexpr int ATTENTION_FLOATS =
-    Q_FLOATS + 2 * SCORE_FLOATS + aligned(2 * QUERIES) + QUERY_TILES * 16 * FRESH_SCORES + FRESH_SCORES * NEW_ROW_FLOATS;
+constexpr int KV_ROW = HEAD_DIM / 2 + 4;                                // words of a key or value; keeps the banks apart
+constexpr int ATTENTION_FLOATS = Q_FLOATS + SCORE_FLOATS + SHARE_FLOATS + aligned(QUERIES) + QUERY_TILES * 16 * FRESH_SCORES +
+                                 2 * FRESH_SCORES * KV_ROW + 2 * KEYS * KV_ROW;
 // A build for one node has room for every stage's scratch side by side, and needs no barrier between them.
 constexpr int MIX_AT = NODES == 1 ? 2 * PARTIAL_FLOATS : 0;
 constexpr int MIX_FLOATS = larger(DELTA_FLOATS, ATTENTION_FLOATS);
