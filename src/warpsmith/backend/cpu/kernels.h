@@ -16,6 +16,9 @@
 #define WARPSMITH_UNROLL _Pragma("GCC unroll 16")
 #endif
 
+// Pieces of a kernel: a call would send their registers through memory.
+#define WARPSMITH_INLINE inline __attribute__((always_inline))
+
 namespace warpsmith {
 
 // Value dimensions of a DeltaNet state that are stored, and stepped, together.

@@ -2,7 +2,11 @@
 //
 // Float weights: each output is one chain of fused multiply-adds over k = 0, 1, 2 ... Quantised weights: integer dot
 // products within a block (exact, so their order is free), one or two fused multiply-adds a block, blocks in order.
+// So a single column, whose weights go from memory through registers, gets the bits that it gets among others, for
+// which a block is unpacked once.
 #pragma once
+#include <type_traits>
+
 #include "kernels.h"
 #include "packing.h"
 
@@ -14,9 +18,20 @@ struct Panel {
     using F = typename S::F;
     using I = typename S::I;
     using W = typename S::W;
-    static constexpr int kParts = kPanel / S::lanes;
-    // A single column is a stream from memory: how far ahead of the arithmetic it is fetched, a few lines at a time.
-    static constexpr int kAhead = 4096;
+    using X16 = typename S::X16;
+    template <int J>
+    using Quad = std::integral_constant<int, J>;
+
+    // A single column is a stream from memory. It is fetched in two steps: into the second cache well ahead, where
+    // enough lines can be under way to fill memory's latency, and from there into the first.
+    static constexpr int kNear = 2048, kFar = 4096;
+    static WARPSMITH_INLINE void fetch(const uint8_t* from, int bytes) {
+        WARPSMITH_UNROLL
+        for (int i = 0; i < bytes; i += 64) {
+            S::prefetch(from + kNear + i);
+            S::prefetch_far(from + kFar + i);
+        }
+    }
 
     // -- float weights -----------------------------------------------------------------------------------------------
 
@@ -34,30 +49,21 @@ struct Panel {
     };
 
     template <class L, int C, int J>
-    static inline void float_step(const uint8_t* w, const typename S::X4 (&x)[C], F (&acc)[C][kParts]) {
+    static WARPSMITH_INLINE void float_step(const uint8_t* w, const typename S::X4 (&x)[C], F (&acc)[C]) {
+        const F weight = L::load(w + J * kPanel * L::bytes);
         WARPSMITH_UNROLL
-        for (int part = 0; part < kParts; part++) {
-            const F weight = L::load(w + (J * kPanel + part * S::lanes) * L::bytes);
-            WARPSMITH_UNROLL
-            for (int c = 0; c < C; c++) acc[c][part] = S::template fma_x<J>(acc[c][part], weight, x[c]);
-        }
+        for (int c = 0; c < C; c++) acc[c] = S::template fma_x<J>(acc[c], weight, x[c]);
     }
 
     template <class L, int C>
-    static inline void float_columns(const uint8_t* panel, const Acts& x, int first, float* out, int stride) {
-        F acc[C][kParts];
+    static WARPSMITH_INLINE void float_columns(const uint8_t* panel, const Acts& x, int first, float* out, int stride) {
+        F acc[C];
         WARPSMITH_UNROLL
-        for (int c = 0; c < C; c++) {
-            WARPSMITH_UNROLL
-            for (int part = 0; part < kParts; part++) acc[c][part] = S::set1(0.0f);
-        }
+        for (int c = 0; c < C; c++) acc[c] = S::set1(0.0f);
         const float* columns = x.f + static_cast<size_t>(first) * x.stride;
         for (int k = 0; k < x.k; k += 4) {
             const uint8_t* w = panel + static_cast<size_t>(k) * kPanel * L::bytes;
-            if (C == 1) {
-                WARPSMITH_UNROLL
-                for (int i = 0; i < 4 * kPanel * L::bytes; i += 64) S::prefetch(w + kAhead / 4 + i);
-            }
+            if (C == 1) fetch(w, 4 * kPanel * L::bytes);
             typename S::X4 v[C];
             WARPSMITH_UNROLL
             for (int c = 0; c < C; c++) v[c] = S::load_x4(columns + static_cast<size_t>(c) * x.stride + k);
@@ -67,12 +73,7 @@ struct Panel {
             float_step<L, C, 3>(w, v, acc);
         }
         WARPSMITH_UNROLL
-        for (int c = 0; c < C; c++) {
-            WARPSMITH_UNROLL
-            for (int part = 0; part < kParts; part++) {
-                S::store(out + static_cast<size_t>(first + c) * stride + part * S::lanes, acc[c][part]);
-            }
-        }
+        for (int c = 0; c < C; c++) S::store(out + static_cast<size_t>(first + c) * stride, acc[c]);
     }
 
     template <class L>
@@ -84,225 +85,259 @@ struct Panel {
         if (x.n - c == 1) float_columns<L, 1>(panel, x, c, out, stride);
     }
 
-    // -- 32 weights a block, a float scale each: Q8_0 and Q4_0 ---------------------------------------------------------
+    // -- quads of quantised weights ----------------------------------------------------------------------------------
 
-    template <bool kNibbles>
-    static inline I dot32(I acc, const W (&w)[8], const int8_t* x) {
-        const auto a = S::load_x(x), b = S::load_x(x + 16);
-        if constexpr (kNibbles) {
-            acc = S::template dot<0>(acc, w[0], a);
-            acc = S::template dot<1>(acc, w[1], a);
-            acc = S::template dot<2>(acc, w[2], a);
-            acc = S::template dot<3>(acc, w[3], a);
-            acc = S::template dot<0>(acc, w[4], b);
-            acc = S::template dot<1>(acc, w[5], b);
-            acc = S::template dot<2>(acc, w[6], b);
-            acc = S::template dot<3>(acc, w[7], b);
+    // Hand the eight quads of 32 weights to `take(Quad<j>, quad)`: sub-block s = 4 * group + kSub of a K-quant's
+    // eight, or a whole block of the others.
+    template <Type T, int kSub = 0, class Take>
+    static WARPSMITH_INLINE void unpack(const uint8_t* block, int group, const Take& take) {
+        const int s = 4 * group + kSub;
+        if constexpr (T == Type::Q8_0) {
+            take(Quad<0>(), S::load_w(block + 32)), take(Quad<1>(), S::load_w(block + 96));
+            take(Quad<2>(), S::load_w(block + 160)), take(Quad<3>(), S::load_w(block + 224));
+            take(Quad<4>(), S::load_w(block + 288)), take(Quad<5>(), S::load_w(block + 352));
+            take(Quad<6>(), S::load_w(block + 416)), take(Quad<7>(), S::load_w(block + 480));
+        } else if constexpr (T == Type::Q4_0 || T == Type::Q4_K) {
+            const uint8_t* lines = T == Type::Q4_0 ? block + 32 : block + kQuads45 + 256 * s;
+            const auto line = [&](auto low, auto high) {
+                const W raw = S::load_w(lines + 64 * low);
+                take(low, S::and_n(raw, 15));
+                take(high, S::template shr<4>(raw));
+            };
+            line(Quad<0>(), Quad<4>()), line(Quad<1>(), Quad<5>()), line(Quad<2>(), Quad<6>()), line(Quad<3>(), Quad<7>());
+        } else if constexpr (T == Type::Q5_K) {
+            const auto line = [&](auto low, auto high) {
+                const W raw = S::load_w(block + kQuads45 + 256 * s + 64 * low);
+                const W bits = S::load_w(block + kHigh5 + 256 * group + 64 * low);
+                take(low, S::insert_bit(S::and_n(raw, 15), S::template bit_to_4<2 * kSub>(bits)));
+                take(high, S::insert_bit(S::template shr<4>(raw), S::template bit_to_4<2 * kSub + 1>(bits)));
+            };
+            line(Quad<0>(), Quad<4>()), line(Quad<1>(), Quad<5>()), line(Quad<2>(), Quad<6>()), line(Quad<3>(), Quad<7>());
         } else {
-            acc = S::template dot_signed<0>(acc, w[0], a);
-            acc = S::template dot_signed<1>(acc, w[1], a);
-            acc = S::template dot_signed<2>(acc, w[2], a);
-            acc = S::template dot_signed<3>(acc, w[3], a);
-            acc = S::template dot_signed<0>(acc, w[4], b);
-            acc = S::template dot_signed<1>(acc, w[5], b);
-            acc = S::template dot_signed<2>(acc, w[6], b);
-            acc = S::template dot_signed<3>(acc, w[7], b);
-        }
-        return acc;
-    }
-
-    static inline void nibbles(const uint8_t* quads, W (&w)[8]) {
-        WARPSMITH_UNROLL
-        for (int j = 0; j < 4; j++) {
-            const W raw = S::load_w(quads + 64 * j);
-            w[j] = S::and_n(raw, 15);
-            w[j + 4] = S::template shr<4>(raw);
+            const auto half = [&](auto a, auto b, auto c, auto d) {
+                const uint8_t* planes = block + kPlanes6 + 384 * s + 48 * a;
+                W w[4];
+                S::unpack6(S::load_w(planes), S::load_w(planes + 64), S::load_w(planes + 128), w);
+                take(a, w[0]), take(b, w[1]), take(c, w[2]), take(d, w[3]);
+            };
+            half(Quad<0>(), Quad<1>(), Quad<2>(), Quad<3>());
+            half(Quad<4>(), Quad<5>(), Quad<6>(), Quad<7>());
         }
     }
 
-    template <Type T, bool kOne>
-    static void blocks_of_32(const uint8_t* panel, const Acts& x, float* out, int stride) {
-        constexpr bool kNibbles = T == Type::Q4_0;
+    template <Type T, int J>
+    static WARPSMITH_INLINE I dot(I acc, const W& w, X16 x) {
+        if constexpr (T == Type::Q8_0) return S::template dot_signed<J>(acc, w, x);
+        else return S::template dot<J>(acc, w, x);
+    }
+
+    // A quad times up to four columns, whose bytes lie side by side.
+    template <Type T, int C>
+    static WARPSMITH_INLINE void dots(I (&acc)[C], const uint8_t* quad, const int8_t* x) {
+        const W w = S::load_w(quad);
+        const X16 columns = S::load_x(x);
+        acc[0] = dot<T, 0>(acc[0], w, columns);
+        if constexpr (C > 1) acc[1] = dot<T, 1>(acc[1], w, columns);
+        if constexpr (C > 2) acc[2] = dot<T, 2>(acc[2], w, columns);
+        if constexpr (C > 3) acc[3] = dot<T, 3>(acc[3], w, columns);
+    }
+
+    // -- 32 weights a block, a float scale each: Q8_0 and Q4_0 -------------------------------------------------------
+
+    template <Type T>
+    static void small_one(const uint8_t* panel, const Acts& x, float* out) {
         constexpr int bytes = layout_of(T).packed_bytes;
-        const int n = kOne ? 1 : x.n;
-        F total[kParts];
-        WARPSMITH_UNROLL
-        for (int part = 0; part < kParts; part++) total[part] = S::set1(0.0f);
+        F total = S::set1(0.0f);
         for (int b = 0; b < x.k / 32; b++) {
             const uint8_t* block = panel + static_cast<size_t>(b) * bytes;
-            if (kOne) {
-                for (int i = 0; i < bytes; i += 64) S::prefetch(block + kAhead + i);
-            }
-            const int8_t* q = x.q32 + static_cast<size_t>(b) * x.n * 32;
-            const float* dx = x.d32 + static_cast<size_t>(b) * x.n;
-            const int32_t* offset = x.minus8 + static_cast<size_t>(b) * x.n;
-            WARPSMITH_UNROLL
-            for (int part = 0; part < kParts; part++) {
-                W w[8];
-                const uint8_t* quads = block + 32 + 4 * S::lanes * part;
-                if constexpr (kNibbles) {
-                    nibbles(quads, w);
-                } else {
-                    WARPSMITH_UNROLL
-                    for (int j = 0; j < 8; j++) w[j] = S::load_w(quads + 64 * j);
-                }
-                const F d = S::load_f16(block + 2 * S::lanes * part);
-                for (int c = 0; c < n; c++) {
-                    const I start = kNibbles ? S::set1(offset[c]) : S::zero();
-                    const I dot = dot32<kNibbles>(start, w, q + 32 * c);
-                    const F scale = S::mul(d, S::set1(dx[c]));
-                    if constexpr (kOne) {
-                        total[part] = S::fma(total[part], scale, S::to_float(dot));
-                    } else {
-                        float* to = out + static_cast<size_t>(c) * stride + part * S::lanes;
-                        const F before = b ? S::load(to) : S::set1(0.0f);
-                        S::store(to, S::fma(before, scale, S::to_float(dot)));
-                    }
-                }
-            }
+            fetch(block, bytes);
+            const X16 low = S::load_x(x.q32 + 32 * b), high = S::load_x(x.q32 + 32 * b + 16);
+            I acc = T == Type::Q4_0 ? S::set1(x.minus8[b]) : S::zero();
+            unpack<T>(block, 0, [&](auto j, const W& w) { acc = dot<T, j % 4>(acc, w, j < 4 ? low : high); });
+            total = S::fma(total, S::mul(S::load_f16(block), S::set1(x.d32[b])), S::to_float(acc));
         }
-        if constexpr (kOne) {
-            WARPSMITH_UNROLL
-            for (int part = 0; part < kParts; part++) S::store(out + part * S::lanes, total[part]);
+        S::store(out, total);
+    }
+
+    template <Type T, int C>
+    static void small_columns(const uint8_t* quads, F d, const Acts& x, int b, int first, float* out, int stride) {
+        const int8_t* q = x.q32 + (static_cast<size_t>(b) * x.padded() + first) * 32;
+        const size_t at = static_cast<size_t>(b) * x.n + first;
+        I acc[C];
+        WARPSMITH_UNROLL
+        for (int c = 0; c < C; c++) acc[c] = T == Type::Q4_0 ? S::set1(x.minus8[at + c]) : S::zero();
+        WARPSMITH_UNROLL
+        for (int j = 0; j < 8; j++) dots<T, C>(acc, quads + 64 * j, q + 16 * j);
+        WARPSMITH_UNROLL
+        for (int c = 0; c < C; c++) {
+            float* to = out + static_cast<size_t>(first + c) * stride;
+            const F before = b ? S::load(to) : S::set1(0.0f);
+            S::store(to, S::fma(before, S::mul(d, S::set1(x.d32[at + c])), S::to_float(acc[c])));
         }
     }
 
     template <Type T>
     static void small_blocks(const uint8_t* panel, const Acts& x, float* out, int stride) {
-        x.n == 1 ? blocks_of_32<T, true>(panel, x, out, stride) : blocks_of_32<T, false>(panel, x, out, stride);
-    }
-
-    // -- 256 weights a block with integer sub-scales: Q4_K, Q5_K, Q6_K -------------------------------------------------
-
-    // Weights of sub-block s (32 of the block's 256): w[0..3] the first sixteen, w[4..7] the others.
-    template <Type T, int kSub>
-    static inline void unpack(const uint8_t* block, int group, int part, W (&w)[8]) {
-        const int s = 4 * group + kSub, at = 4 * S::lanes * part;
-        if constexpr (T == Type::Q4_K) {
-            nibbles(block + kQuads45 + 256 * s + at, w);
-        } else if constexpr (T == Type::Q5_K) {
-            WARPSMITH_UNROLL
-            for (int j = 0; j < 4; j++) {
-                const W raw = S::load_w(block + kQuads45 + 256 * s + 64 * j + at);
-                const W bits = S::load_w(block + kHigh5 + 256 * group + 64 * j + at);
-                const W low = S::and_n(S::template shr<2 * kSub>(bits), 1);
-                const W high = kSub == 3 ? S::template shr<7>(bits) : S::and_n(S::template shr<2 * kSub + 1>(bits), 1);
-                w[j] = S::insert_high(raw, low);
-                w[j + 4] = S::insert_high(S::template shr<4>(raw), high);
+        if (x.n == 1) return small_one<T>(panel, x, out);
+        alignas(64) uint8_t room[8 * 64];
+        for (int b = 0; b < x.k / 32; b++) {
+            const uint8_t* block = panel + static_cast<size_t>(b) * layout_of(T).packed_bytes;
+            const uint8_t* quads = block + 32;
+            if constexpr (T == Type::Q4_0) {
+                unpack<T>(block, 0, [&](auto j, const W& w) { S::store_w(room + 64 * j, w); });
+                quads = room;
             }
-        } else {
-            for (int i = 0; i < 2; i++) {
-                const uint8_t* planes = block + kPlanes6 + 192 * (2 * s + i) + at;
-                S::unpack6(S::load_w(planes), S::load_w(planes + 64), S::load_w(planes + 128), w + 4 * i);
-            }
+            const F d = S::load_f16(block);
+            int c = 0;
+            for (; c + 4 <= x.n; c += 4) small_columns<T, 4>(quads, d, x, b, c, out, stride);
+            if (x.n - c == 3) small_columns<T, 3>(quads, d, x, b, c, out, stride);
+            if (x.n - c == 2) small_columns<T, 2>(quads, d, x, b, c, out, stride);
+            if (x.n - c == 1) small_columns<T, 1>(quads, d, x, b, c, out, stride);
         }
     }
 
-    template <class G>
-    static inline I dot16(I acc, const W* w, const G x) {
-        acc = S::template dot<0>(acc, w[0], x);
-        acc = S::template dot<1>(acc, w[1], x);
-        acc = S::template dot<2>(acc, w[2], x);
-        return S::template dot<3>(acc, w[3], x);
-    }
+    // -- 256 weights a block with integer sub-scales: Q4_K, Q5_K, Q6_K -----------------------------------------------
 
-    static inline I six_offset(int32_t minus32) {
+    static WARPSMITH_INLINE I six_offset(int32_t minus32) {
         if constexpr (S::kSixOffset == 0) return S::zero();
         else return S::set1(S::kSixOffset * minus32);
     }
 
-    // One sub-block for all columns: sums[c] gains scale * (weights . x).
-    template <Type T, int kSub, bool kOne>
-    static inline void sub_block(const uint8_t* block, int group, int part, const int8_t* q, const int32_t* minus32, int n,
-                                 int32_t* sums, I& one) {
+    // One column's sum over sub-blocks of scale * (weights . x) gains that of one sub-block.
+    template <Type T, int kSub>
+    static WARPSMITH_INLINE I sub_block(I sum, const uint8_t* block, int group, const int8_t* q, const int32_t* minus32) {
+        constexpr int share = (layout_of(T).packed_bytes / 8 + 63) / 64 * 64;  // of the bytes to fetch, an eighth
         const int s = 4 * group + kSub;
-        if constexpr (kOne) {  // a sixteenth of what comes kAhead bytes later, at each of the sixteen steps of a block
-            constexpr int share = (layout_of(T).packed_bytes / 16 + 63) / 64 * 64;
-            WARPSMITH_UNROLL
-            for (int i = 0; i < share; i += 64) S::prefetch(block + kAhead + (8 * part + s) * share + i);
-        }
-        W w[8];
-        unpack<T, kSub>(block, group, part, w);
+        fetch(block + s * share, share);
+        const X16 low = S::load_x(q + 32 * s), high = S::load_x(q + 32 * s + 16);
         if constexpr (T == Type::Q6_K) {
-            const uint8_t* scales = block + kScales + 32 * s + part * S::lanes;
-            const I first = S::load_i8(scales), second = S::load_i8(scales + 16);
-            for (int c = 0; c < n; c++) {
-                const int8_t* x = q + 256 * c + 32 * s;
-                const int32_t* offset = minus32 + 16 * c + 2 * s;
-                const I a = dot16(six_offset(offset[0]), w, S::load_x(x));
-                const I b = dot16(six_offset(offset[1]), w + 4, S::load_x(x + 16));
-                if constexpr (kOne) one = S::mla(S::mla(one, a, first), b, second);
-                else S::store(sums + c * S::lanes, S::mla(S::mla(S::load(sums + c * S::lanes), a, first), b, second));
-            }
+            I a = six_offset(minus32[2 * s]), b = six_offset(minus32[2 * s + 1]);
+            unpack<T, kSub>(block, group, [&](auto j, const W& w) {
+                if constexpr (j < 4) a = dot<T, j>(a, w, low);
+                else b = dot<T, j % 4>(b, w, high);
+            });
+            const uint8_t* scales = block + kScales + 32 * s;
+            return S::mla(S::mla(sum, a, S::load_i8(scales)), b, S::load_i8(scales + 16));
         } else {
-            const I scale = S::load_u8(block + kScales + 16 * s + part * S::lanes);
-            for (int c = 0; c < n; c++) {
-                const I a = dot32<true>(S::zero(), w, q + 256 * c + 32 * s);
-                if constexpr (kOne) one = S::mla(one, a, scale);
-                else S::store(sums + c * S::lanes, S::mla(S::load(sums + c * S::lanes), a, scale));
-            }
+            I a = S::zero();
+            unpack<T, kSub>(block, group, [&](auto j, const W& w) { a = dot<T, j % 4>(a, w, j < 4 ? low : high); });
+            return S::mla(sum, a, S::load_u8(block + kScales + 16 * s));
         }
     }
 
-    template <Type T, bool kOne>
-    static void blocks_of_256(const uint8_t* panel, const Acts& x, float* out, int stride) {
+    // A block's part of an output, from its sums of products with weights and with mins.
+    template <Type T>
+    static WARPSMITH_INLINE F add_block(F total, F d, F dmin, float dx, I sum, I mins) {
+        F value = S::mul(d, S::to_float(sum));
+        if constexpr (T == Type::Q6_K) return S::fma(total, value, S::set1(dx / S::kSixScale));
+        value = S::fnma(value, dmin, S::to_float(mins));
+        return S::fma(total, value, S::set1(dx));
+    }
+
+    template <Type T>
+    static void large_one(const uint8_t* panel, const Acts& x, float* out) {
         constexpr int bytes = layout_of(T).packed_bytes;
-        constexpr bool kHasMins = T != Type::Q6_K;
-        const int n = kOne ? 1 : x.n;
-        alignas(64) int32_t sums[kOne ? 1 : kMaxNodes * S::lanes];
-        F total[kParts];
-        WARPSMITH_UNROLL
-        for (int part = 0; part < kParts; part++) total[part] = S::set1(0.0f);
+        F total = S::set1(0.0f);
         for (int b = 0; b < x.k / 256; b++) {
             const uint8_t* block = panel + static_cast<size_t>(b) * bytes;
-            const size_t at = static_cast<size_t>(b) * x.n;
-            const int8_t* q = x.q256 + at * 256;
-            const int32_t* minus32 = x.minus32 + at * 16;
-            const int16_t* sum32 = x.sum32 + at * 8;
-            const float* dx = x.d256 + at;
-            WARPSMITH_UNROLL
-            for (int part = 0; part < kParts; part++) {
-                I one = S::zero();
-                if constexpr (!kOne) {
-                    for (int c = 0; c < n; c++) S::store(sums + c * S::lanes, one);
-                }
-                for (int group = 0; group < 2; group++) {
-                    sub_block<T, 0, kOne>(block, group, part, q, minus32, n, sums, one);
-                    sub_block<T, 1, kOne>(block, group, part, q, minus32, n, sums, one);
-                    sub_block<T, 2, kOne>(block, group, part, q, minus32, n, sums, one);
-                    sub_block<T, 3, kOne>(block, group, part, q, minus32, n, sums, one);
-                }
-                F d = S::load_f16(block + 2 * S::lanes * part);
-                if constexpr (T == Type::Q6_K) d = S::mul(d, S::set1(1.0f / S::kSixScale));
-                F dmin = d;
-                typename S::M mins[8];
-                if constexpr (kHasMins) {
-                    dmin = S::load_f16(block + 32 + 2 * S::lanes * part);
-                    for (int s = 0; s < 8; s++) mins[s] = S::load_mins(block + kMins + 16 * s + part * S::lanes);
-                }
-                for (int c = 0; c < n; c++) {
-                    float* to = out + static_cast<size_t>(c) * stride + part * S::lanes;
-                    const I sum = kOne ? one : S::load(sums + c * S::lanes);
-                    const F scale = S::set1(dx[c]);
-                    F value = kOne ? total[part] : b ? S::load(to) : S::set1(0.0f);
-                    value = S::fma(value, S::mul(d, scale), S::to_float(sum));
-                    if constexpr (kHasMins) {
-                        value = S::fnma(value, S::mul(dmin, scale), S::to_float(S::mins_dot(mins, sum32 + 8 * c)));
-                    }
-                    if constexpr (kOne) total[part] = value;
-                    else S::store(to, value);
-                }
+            const int8_t* q = x.q256 + 256 * b;
+            const int32_t* minus32 = x.minus32 + 16 * b;
+            I sum = S::zero(), mins = S::zero();
+            for (int group = 0; group < 2; group++) {
+                sum = sub_block<T, 0>(sum, block, group, q, minus32);
+                sum = sub_block<T, 1>(sum, block, group, q, minus32);
+                sum = sub_block<T, 2>(sum, block, group, q, minus32);
+                sum = sub_block<T, 3>(sum, block, group, q, minus32);
             }
+            if constexpr (T != Type::Q6_K) {
+                const W first = S::load_w(block + kMins), second = S::load_w(block + kMins + 64);
+                const X16 sums = S::load_x(x.sums + 16 * b);
+                mins = dot<T, 1>(dot<T, 0>(mins, first, sums), second, sums);
+                mins = dot<T, 3>(dot<T, 2>(S::template shl<6>(mins), first, sums), second, sums);
+            }
+            total = add_block<T>(total, S::load_f16(block), S::load_f16(block + 32), x.d256[b], sum, mins);
         }
-        if constexpr (kOne) {
+        S::store(out, total);
+    }
+
+    // What several columns need of a block: its weights as quads in the order of k, its scales widened.
+    struct Unpacked {
+        alignas(64) uint8_t quads[64 * 64];
+        int32_t scales[16][kPanel];
+        float d[kPanel], dmin[kPanel];
+    };
+
+    template <Type T, int kSub>
+    static WARPSMITH_INLINE void unpack_to(Unpacked& to, const uint8_t* block, int group) {
+        uint8_t* quads = to.quads + 512 * (4 * group + kSub);
+        unpack<T, kSub>(block, group, [&](auto j, const W& w) { S::store_w(quads + 64 * j, w); });
+    }
+
+    template <Type T>
+    static void unpack_block(const uint8_t* block, Unpacked& to) {
+        for (int group = 0; group < 2; group++) {
+            unpack_to<T, 0>(to, block, group);
+            unpack_to<T, 1>(to, block, group);
+            unpack_to<T, 2>(to, block, group);
+            unpack_to<T, 3>(to, block, group);
+        }
+        for (int s = 0; s < (T == Type::Q6_K ? 16 : 8); s++) {
+            const uint8_t* scales = block + kScales + 16 * s;
+            S::store(to.scales[s], T == Type::Q6_K ? S::load_i8(scales) : S::load_u8(scales));
+        }
+        S::store(to.d, S::load_f16(block));
+        if (T != Type::Q6_K) S::store(to.dmin, S::load_f16(block + 32));
+    }
+
+    template <Type T, int C>
+    static void large_columns(const uint8_t* block, const Unpacked& unpacked, const Acts& x, int b, int first, float* out,
+                              int stride) {
+        constexpr int each = T == Type::Q6_K ? 4 : 8;  // quads that share a scale
+        const size_t group = static_cast<size_t>(b) * x.padded() + first, at = static_cast<size_t>(b) * x.n + first;
+        const int8_t *q = x.q256 + group * 256, *sums = x.sums + group * 16;
+        I sum[C], mins[C];
+        WARPSMITH_UNROLL
+        for (int c = 0; c < C; c++) sum[c] = mins[c] = S::zero();
+        for (int s = 0; s < 64 / each; s++) {
+            I acc[C];
             WARPSMITH_UNROLL
-            for (int part = 0; part < kParts; part++) S::store(out + part * S::lanes, total[part]);
+            for (int c = 0; c < C; c++) acc[c] = T == Type::Q6_K ? six_offset(x.minus32[(at + c) * 16 + s]) : S::zero();
+            WARPSMITH_UNROLL
+            for (int j = each * s; j < each * s + each; j++) dots<T, C>(acc, unpacked.quads + 64 * j, q + 16 * j);
+            const I scale = S::load(unpacked.scales[s]);
+            WARPSMITH_UNROLL
+            for (int c = 0; c < C; c++) sum[c] = S::mla(sum[c], acc[c], scale);
+        }
+        if constexpr (T != Type::Q6_K) {
+            dots<T, C>(mins, block + kMins, sums);
+            dots<T, C>(mins, block + kMins + 64, sums + 16);
+            WARPSMITH_UNROLL
+            for (int c = 0; c < C; c++) mins[c] = S::template shl<6>(mins[c]);
+            dots<T, C>(mins, block + kMins, sums + 32);
+            dots<T, C>(mins, block + kMins + 64, sums + 48);
+        }
+        const F d = S::load(unpacked.d), dmin = T == Type::Q6_K ? d : S::load(unpacked.dmin);
+        WARPSMITH_UNROLL
+        for (int c = 0; c < C; c++) {
+            float* to = out + static_cast<size_t>(first + c) * stride;
+            const F before = b ? S::load(to) : S::set1(0.0f);
+            S::store(to, add_block<T>(before, d, dmin, x.d256[at + c], sum[c], mins[c]));
         }
     }
 
     template <Type T>
     static void large_blocks(const uint8_t* panel, const Acts& x, float* out, int stride) {
-        x.n == 1 ? blocks_of_256<T, true>(panel, x, out, stride) : blocks_of_256<T, false>(panel, x, out, stride);
+        if (x.n == 1) return large_one<T>(panel, x, out);
+        Unpacked unpacked;
+        for (int b = 0; b < x.k / 256; b++) {
+            const uint8_t* block = panel + static_cast<size_t>(b) * layout_of(T).packed_bytes;
+            unpack_block<T>(block, unpacked);
+            int c = 0;
+            for (; c + 4 <= x.n; c += 4) large_columns<T, 4>(block, unpacked, x, b, c, out, stride);
+            if (x.n - c == 3) large_columns<T, 3>(block, unpacked, x, b, c, out, stride);
+            if (x.n - c == 2) large_columns<T, 2>(block, unpacked, x, b, c, out, stride);
+            if (x.n - c == 1) large_columns<T, 1>(block, unpacked, x, b, c, out, stride);
+        }
     }
 };
 

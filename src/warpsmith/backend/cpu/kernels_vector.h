@@ -2,6 +2,7 @@
 // activations, the DeltaNet step, and attention's online softmax.
 #pragma once
 #include <cmath>
+#include <cstring>
 
 #include "kernels.h"
 #include "kernels_matmul.h"
@@ -109,20 +110,39 @@ struct Vector {
         return most / 127.0f;
     }
 
+    // Put a column's bytes of block b where types.h says they lie.
+    static void place(const int8_t* bytes, int count, int b, int column, const Acts& acts, int8_t* to) {
+        if (acts.n == 1) {
+            std::memcpy(to + static_cast<size_t>(b) * count, bytes, count);
+            return;
+        }
+        to += (static_cast<size_t>(b) * acts.padded() + column / 4 * 4) * count + column % 4 * 4;
+        for (int i = 0; i < count; i += 4) std::memcpy(to + 4 * i, bytes + i, 4);
+    }
+
     static void quantize(const float* x, int column, int forms, Acts& to) {
+        alignas(64) int8_t q[256];
         int32_t sums[16];
         if (forms & kQ8Per256) {
             for (int b = 0; b < to.k / 256; b++) {
                 const size_t at = static_cast<size_t>(b) * to.n + column;
-                to.d256[at] = quantize_run(x + 256 * b, 256, to.q256 + at * 256, sums);
+                to.d256[at] = quantize_run(x + 256 * b, 256, q, sums);
+                place(q, 256, b, column, to, to.q256);
+                int8_t split[16];
+                for (int i = 0; i < 8; i++) {
+                    const int32_t sum = sums[2 * i] + sums[2 * i + 1], high = (sum + 32) >> 6;
+                    split[i] = static_cast<int8_t>(high);
+                    split[8 + i] = static_cast<int8_t>(sum - 64 * high);
+                }
+                place(split, 16, b, column, to, to.sums);
                 for (int i = 0; i < 16; i++) to.minus32[at * 16 + i] = -32 * sums[i];
-                for (int i = 0; i < 8; i++) to.sum32[at * 8 + i] = static_cast<int16_t>(sums[2 * i] + sums[2 * i + 1]);
             }
         }
         if (forms & kQ8Per32) {
             for (int b = 0; b < to.k / 32; b++) {
                 const size_t at = static_cast<size_t>(b) * to.n + column;
-                to.d32[at] = quantize_run(x + 32 * b, 32, to.q32 + at * 32, sums);
+                to.d32[at] = quantize_run(x + 32 * b, 32, q, sums);
+                place(q, 32, b, column, to, to.q32);
                 to.minus8[at] = -8 * (sums[0] + sums[1]);
             }
         }

@@ -39,7 +39,7 @@ void pack_q45(const uint8_t* src, int r, uint8_t* block, bool five) {
     unpack_scales(src + 4, scale, min);
     for (int s = 0; s < 8; s++) {
         block[kScales + 16 * s + r] = scale[s];
-        block[kMins + 16 * s + r] = min[s];
+        block[kMins + 64 * (s / 4) + 4 * r + s % 4] = min[s];
     }
     const uint8_t* qs = src + (five ? 48 : 16);
     for (int p = 0; p < 4; p++) {
@@ -168,7 +168,7 @@ void unpack_row(const Matrix& matrix, int row, float* out) {
             case Type::Q4_K: case Type::Q5_K: {
                 const float d = half_at(block + 2 * r), dmin = half_at(block + 32 + 2 * r);
                 for (int s = 0; s < 8; s++) {
-                    const float scale = d * block[kScales + 16 * s + r], min = dmin * block[kMins + 16 * s + r];
+                    const float scale = d * block[kScales + 16 * s + r], min = dmin * block[kMins + 64 * (s / 4) + 4 * r + s % 4];
                     for (int k = 0; k < 16; k++) {
                         const int at = 64 * (k / 4) + 4 * r + k % 4;
                         const uint8_t q = block[kQuads45 + 256 * s + at];

@@ -6,7 +6,7 @@
 //   F32/F16/BF16   one block a weight: 16 values, one a row
 //   Q8_0   32 K   d f16[16], 8 quads of bytes
 //   Q4_0   32 K   d f16[16], 4 nibble quads
-//   Q4_K  256 K   d f16[16], dmin f16[16], scale u8[8][16], min u8[8][16], 8 x 4 nibble quads
+//   Q4_K  256 K   d f16[16], dmin f16[16], scale u8[8][16], 2 quads of mins (sub-blocks 4j .. 4j+3), 8 x 4 nibble quads
 //   Q5_K  256 K   as Q4_K, then the fifth bits: [2][4 quads][64], bits 2(s%4) (k < 16) and 2(s%4)+1 of sub-block s
 //   Q6_K  256 K   d f16[16] and 32 bytes of nothing, scale i8[16][16], then 16 sub-blocks of 3 byte quads p0 p1 p2:
 //                 weight - 32 of quads 0, 1, 2 in the top six bits of p0, p1, p2; of quad 3 in their low two bits, the

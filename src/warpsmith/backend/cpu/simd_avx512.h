@@ -15,7 +15,6 @@ struct Avx512 {
     using W = __m512i;
     using X4 = const float*;
     using X16 = const int8_t*;
-    using M = __m512i;
 
     static F load(const float* p) { return _mm512_loadu_ps(p); }
     static void store(float* p, F v) { _mm512_storeu_ps(p, v); }
@@ -49,8 +48,9 @@ struct Avx512 {
     static I set1(int32_t v) { return _mm512_set1_epi32(v); }
     static I load(const int32_t* p) { return _mm512_loadu_si512(p); }
     static void store(int32_t* p, I v) { _mm512_storeu_si512(p, v); }
-    static I mul(I x, I y) { return _mm512_mullo_epi32(x, y); }
     static I mla(I acc, I x, I y) { return _mm512_add_epi32(acc, _mm512_mullo_epi32(x, y)); }
+    template <int N>
+    static I shl(I x) { return _mm512_slli_epi32(x, N); }
     static __m128i load16(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
     static I load_u8(const uint8_t* p) { return _mm512_cvtepu8_epi32(load16(p)); }
     static I load_i8(const uint8_t* p) { return _mm512_cvtepi8_epi32(load16(p)); }
@@ -63,23 +63,14 @@ struct Avx512 {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(v));
     }
 
-    static M load_mins(const uint8_t* p) { return load_u8(p); }
-    static I mins_dot(const M* m, const int16_t* sums) {
-        I acc = zero();
-        for (int s = 0; s < 8; s += 2) {  // pairs of sub-blocks: a min in the low half of a lane, the next one's above
-            int32_t pair;
-            std::memcpy(&pair, sums + s, 4);
-            const I both = _mm512_or_si512(m[s], _mm512_slli_epi32(m[s + 1], 16));
-            acc = _mm512_dpwssd_epi32(acc, both, _mm512_set1_epi32(pair));
-        }
-        return acc;
-    }
-
     static W load_w(const uint8_t* p) { return _mm512_loadu_si512(p); }
+    static void store_w(uint8_t* p, W v) { _mm512_storeu_si512(p, v); }
     static W and_n(W w, uint8_t mask) { return _mm512_and_si512(w, _mm512_set1_epi8(static_cast<char>(mask))); }
     template <int N>
     static W shr(W w) { return and_n(_mm512_srli_epi16(w, N), static_cast<uint8_t>(0xff >> N)); }
-    static W insert_high(W low, W high) { return _mm512_or_si512(and_n(low, 15), _mm512_slli_epi16(and_n(high, 15), 4)); }
+    template <int N>
+    static W bit_to_4(W w) { return N < 4 ? _mm512_slli_epi16(w, N < 4 ? 4 - N : 0) : _mm512_srli_epi16(w, N < 4 ? 0 : N - 4); }
+    static W insert_bit(W w, W bit) { return _mm512_or_si512(w, and_n(bit, 16)); }
 
     // Unsigned bytes, four times the weight: the dot product instruction does not saturate.
     static constexpr int kSixScale = 4, kSixOffset = 4;
@@ -107,6 +98,7 @@ struct Avx512 {
         return _mm512_dpbusd_epi32(acc, _mm512_abs_epi8(w), signs);
     }
     static void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+    static void prefetch_far(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
 };
 
 }  // namespace

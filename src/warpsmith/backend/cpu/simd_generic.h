@@ -1,9 +1,11 @@
-// Eight lanes in plain C++, for any processor; also the definition of what every operation of a Simd struct means.
+// Sixteen lanes in plain C++, for any processor; also the definition of what every operation of a Simd struct means.
 //
-// F is `lanes` floats, I `lanes` 32-bit integers, W `lanes` rows of 4 weights in bytes (row r in bytes 4r .. 4r+3).
+// A lane is a row of a panel. F is 16 floats, I 16 32-bit integers, W 16 rows of 4 weights in bytes (row r in bytes
+// 4r .. 4r+3).
 // dot<J>(acc, w, x): lane r gains the product of w's row r with bytes 4J .. 4J+3 of x; w is unsigned and below 64
 // (dot_signed: a signed byte). unpack6 turns the planes of a Q6_K sub-block into quads that dot multiplies: kSixScale
-// times the weight less 32, once kSixOffset times -32 sum(x) is added. fma_x<J>(acc, w, x): lane r gains w[r] * x[J].
+// times the weight less 32, once kSixOffset times -32 sum(x) is added. bit_to_4<N> brings bit N of a byte to bit 4, and
+// insert_bit(x, bit) takes bit 4 from `bit`. fma_x<J>(acc, w, x): lane r gains w[r] * x[J].
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -12,17 +14,16 @@ namespace warpsmith {
 namespace {
 
 struct Generic {
-    static constexpr int lanes = 8;
-    typedef float F __attribute__((vector_size(32)));
-    typedef int32_t I __attribute__((vector_size(32)));
-    struct W { uint8_t v[32]; };
+    static constexpr int lanes = 16;
+    typedef float F __attribute__((vector_size(64)));
+    typedef int32_t I __attribute__((vector_size(64)));
+    struct W { uint8_t v[64]; };
     using X4 = const float*;
     using X16 = const int8_t*;
-    using M = I;
 
-    static F load(const float* p) { F v; std::memcpy(&v, p, 32); return v; }
-    static void store(float* p, F v) { std::memcpy(p, &v, 32); }
-    static F set1(float v) { return F{v, v, v, v, v, v, v, v}; }
+    static F load(const float* p) { F v; std::memcpy(&v, p, 64); return v; }
+    static void store(float* p, F v) { std::memcpy(p, &v, 64); }
+    static F set1(float v) { return F{} + v; }
     static F add(F x, F y) { return x + y; }
     static F sub(F x, F y) { return x - y; }
     static F mul(F x, F y) { return x * y; }
@@ -32,7 +33,12 @@ struct Generic {
     static F abs(F x) { return max(x, -x); }
     static F fma(F acc, F x, F y) { return acc + x * y; }
     static F fnma(F acc, F x, F y) { return acc - x * y; }
-    static float reduce_add(F x) { return ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7])); }
+    static float reduce_add(F x) {
+        for (int width = lanes / 2; width; width /= 2) {
+            for (int i = 0; i < width; i++) x[i] += x[i + width];
+        }
+        return x[0];
+    }
     static float reduce_max(F x) {
         float m = x[0];
         for (int i = 1; i < lanes; i++) m = x[i] > m ? x[i] : m;
@@ -103,11 +109,12 @@ struct Generic {
     }
 
     static I zero() { return I{}; }
-    static I set1(int32_t v) { return I{v, v, v, v, v, v, v, v}; }
-    static I load(const int32_t* p) { I v; std::memcpy(&v, p, 32); return v; }
-    static void store(int32_t* p, I v) { std::memcpy(p, &v, 32); }
-    static I mul(I x, I y) { return x * y; }
+    static I set1(int32_t v) { return I{} + v; }
+    static I load(const int32_t* p) { I v; std::memcpy(&v, p, 64); return v; }
+    static void store(int32_t* p, I v) { std::memcpy(p, &v, 64); }
     static I mla(I acc, I x, I y) { return acc + x * y; }
+    template <int N>
+    static I shl(I x) { return x << N; }
     static I load_u8(const uint8_t* p) { I v; for (int i = 0; i < lanes; i++) v[i] = p[i]; return v; }
     static I load_i8(const uint8_t* p) { I v; for (int i = 0; i < lanes; i++) v[i] = static_cast<int8_t>(p[i]); return v; }
     static F to_float(I x) { return __builtin_convertvector(x, F); }
@@ -115,27 +122,23 @@ struct Generic {
         const F magic = set1(12582912.0f);
         return __builtin_convertvector((x + magic) - magic, I);
     }
-    static F pow2(I n) { const I bits = (n + set1(127)) << 23; F v; std::memcpy(&v, &bits, 32); return v; }
+    static F pow2(I n) { const I bits = (n + set1(127)) << 23; F v; std::memcpy(&v, &bits, 64); return v; }
     static void store_i8(int8_t* p, I v) { for (int i = 0; i < lanes; i++) p[i] = static_cast<int8_t>(v[i]); }
 
-    static M load_mins(const uint8_t* p) { return load_u8(p); }
-    static I mins_dot(const M* m, const int16_t* sums) {
-        I acc = zero();
-        for (int s = 0; s < 8; s++) acc = mla(acc, m[s], set1(static_cast<int32_t>(sums[s])));
-        return acc;
-    }
-
-    static W load_w(const uint8_t* p) { W w; std::memcpy(w.v, p, 32); return w; }
+    static W load_w(const uint8_t* p) { W w; std::memcpy(w.v, p, 64); return w; }
+    static void store_w(uint8_t* p, const W& w) { std::memcpy(p, w.v, 64); }
     static W and_n(W w, uint8_t mask) { for (auto& b : w.v) b &= mask; return w; }
     template <int N>
     static W shr(W w) { for (auto& b : w.v) b = static_cast<uint8_t>(b >> N); return w; }
-    static W insert_high(W low, W high) {
-        for (int i = 0; i < 32; i++) low.v[i] = static_cast<uint8_t>((low.v[i] & 15) | high.v[i] << 4);
-        return low;
+    template <int N>
+    static W bit_to_4(W w) { for (auto& b : w.v) b = static_cast<uint8_t>(N < 4 ? b << (N < 4 ? 4 - N : 0) : b >> (N < 4 ? 0 : N - 4)); return w; }
+    static W insert_bit(W w, const W& bit) {
+        for (int i = 0; i < 64; i++) w.v[i] = static_cast<uint8_t>((w.v[i] & ~16) | (bit.v[i] & 16));
+        return w;
     }
     static constexpr int kSixScale = 4, kSixOffset = 0;
     static void unpack6(const W& p0, const W& p1, const W& p2, W* w) {
-        for (int i = 0; i < 32; i++) {
+        for (int i = 0; i < 64; i++) {
             w[0].v[i] = p0.v[i] & 0xfc, w[1].v[i] = p1.v[i] & 0xfc, w[2].v[i] = p2.v[i] & 0xfc;
             w[3].v[i] = static_cast<uint8_t>(p0.v[i] << 6 | (p1.v[i] & 3) << 4 | (p2.v[i] & 3) << 2);
         }
@@ -153,6 +156,7 @@ struct Generic {
     template <int J>
     static I dot_signed(I acc, const W& w, X16 x) { return dot<J>(acc, w, x); }
     static void prefetch(const uint8_t*) {}
+    static void prefetch_far(const uint8_t*) {}
 };
 
 }  // namespace

@@ -20,7 +20,7 @@ Stages::Stages(Pool& pool, const Kernels& kernels, int wide, size_t scratch)
     room_.f = reinterpret_cast<float*>(base + at_f);
     room_.q256 = reinterpret_cast<int8_t*>(base + at_q256);
     room_.d256 = reinterpret_cast<float*>(base + at_d256);
-    room_.sum32 = reinterpret_cast<int16_t*>(base + at_sum);
+    room_.sums = reinterpret_cast<int8_t*>(base + at_sum);
     room_.minus32 = reinterpret_cast<int32_t*>(base + at_minus32);
     room_.q32 = reinterpret_cast<int8_t*>(base + at_q32);
     room_.d32 = reinterpret_cast<float*>(base + at_d32);

@@ -32,22 +32,25 @@ struct Matrix {
     const uint8_t* panel(int i) const { return data + static_cast<size_t>(i) * panel_bytes; }
 };
 
-// n columns of k activations, in the forms asked for. Columns lie side by side inside a block of the K axis, so that
-// a panel walks through memory once whatever n is. A column's numbers depend on nothing but that column.
+// n columns of k activations, in the forms asked for. A column's numbers depend on nothing but that column.
 //   f       float [n][stride]
-//   q256    int8 [k/256][n][256], value = d256[k/256][n] * q;  sum32: int16 [k/256][n][8], sums of 32 q's;
-//           minus32: int32 [k/256][n][16], -32 times the sums of 16 q's (what Q6_K's offset takes away)
-//   q32     int8 [k/32][n][32], value = d32[k/32][n] * q;      minus8: int32 [k/32][n], -8 times the sums of 32 q's
+//   q256    bytes, value = d256[k/256][n] * byte. A single column is as it comes. More lie in fours side by side, four
+//           bytes of each in turn, so that one load serves four columns: [k/256][n/4][256/4][4][4], n rounded up
+//   sums    sums of 32 such bytes as 64 * h + l: h of the eight, then l of the eight, laid out like q256 with 16 for 256
+//   minus32 int32 [k/256][n][16], -32 times the sums of 16 of them (what Q6_K's offset takes away)
+//   q32     bytes like q256 with 32 for 256, value = d32[k/32][n] * byte
+//   minus8  int32 [k/32][n], -8 times the sums of 32 of them
 struct Acts {
     int k = 0, n = 0, stride = 0;
     float* f = nullptr;
     int8_t* q256 = nullptr;
     float* d256 = nullptr;
-    int16_t* sum32 = nullptr;
+    int8_t* sums = nullptr;
     int32_t* minus32 = nullptr;
     int8_t* q32 = nullptr;
     float* d32 = nullptr;
     int32_t* minus8 = nullptr;
+    int padded() const { return n == 1 ? 1 : (n + 3) / 4 * 4; }
 };
 
 inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
