@@ -53,6 +53,10 @@ __device__ __forceinline__ void make_rows(const Block& b, const AttentionScratch
         cosine[i + 1] = a.z * c.z - a.w * c.w, sine[i + 1] = a.w * c.z + a.z * c.w;
     }
     const u32* in = b.words(ATTENTION_TURN, node, ATTENTION_IN_AT) + b.lane * 8;
+    if (ROWS > 1) {  // poll for the last row only, so as not to fill the way the others come on
+        Watchdog dog;
+        while (!everywhere(came16(load16(in + 2 * ATTENTION_DIM + (KV_HEADS + kv_head) * HEAD_DIM)))) dog.check();
+    }
     uint4 got[ROWS][2];
     Watchdog dog;
     bool came;
@@ -141,6 +145,7 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int item, co
 
     // Scores: warp w has tile w / 2 and half of the keys. Values on their way to shared memory: two pieces a thread.
     constexpr int SCORERS = 2 * QUERY_TILES;
+    static_assert(SCORERS <= WARPS, "a warp half a tile");
     const int tile = b.warp >> 1, half = b.warp & 1;
     uint4 key[8], value[2];
     const auto fetch = [&](int chunk) {
@@ -165,8 +170,9 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int item, co
             if (b.warp < GROUP + (holds_new ? 2 : 0))
                 make_rows<1>(b, at, kv_head, head_at, 0, 0, b.warp, holds_new, vectors, keys, values);
         } else {
-            if (b.warp < count)
-                make_rows<GROUP + 2>(b, at, kv_head, head_at, base + b.warp, base, 0, holds_new, vectors, keys, values);
+#pragma unroll 1
+            for (int i = b.warp; i < count; i += WARPS)
+                make_rows<GROUP + 2>(b, at, kv_head, head_at, base + i, base, 0, holds_new, vectors, keys, values);
         }
         b.sync();
 
@@ -304,38 +310,38 @@ __device__ __forceinline__ void attention_parts(Block& b, int index, const float
     if (NODES > 1) b.sync();
 }
 
-// Stage: merge the splits of four dimensions a warp, gate, publish.
-__device__ __forceinline__ void attention_merge(Block& b) {
-    constexpr int PIECES_OF_Y = ATTENTION_DIM / 4;
-    const int first = first_unit(PIECES_OF_Y, b.sm), mine = first_unit(PIECES_OF_Y, b.sm + 1) - first;
-#pragma unroll 1
-    for (int task = b.warp; task < mine * b.nodes; task += WARPS) {
-        const int node = NODES == 1 ? 0 : task / mine, at = first + (NODES == 1 ? task : task % mine);
-        const int head = at / (HEAD_DIM / 4), piece = at % (HEAD_DIM / 4);
-        const int splits = min(SPLITS, (b.length + b.s.depth[node]) / KEYS + 1);
-        constexpr int EACH = SPLITS / 32;
-        u32* part = b.p.parts + ((size_t)node * HEADS + head) * SPLITS * HEAD_DIM + piece * 4;
+// Four dimensions of a node's y: what its splits have published, lane by lane.
+struct Merge {
+    static constexpr int EACH = SPLITS / 32;
+    uint2 stats[EACH];
+    uint4 sums[EACH], gates;
+    int node, piece, splits;  // piece: of four dimensions, heads one after another
+    u32* part;
+
+    __device__ __forceinline__ Merge() {}
+    __device__ __forceinline__ Merge(const Block& b, int which, int at) : node(which), piece(at) {
+        const int head = piece / (HEAD_DIM / 4);
+        splits = min(SPLITS, (b.length + (NODES == 1 ? 0 : b.s.depth[node])) / KEYS + 1);
+        part = b.p.parts + ((size_t)node * HEADS + head) * SPLITS * HEAD_DIM + piece % (HEAD_DIM / 4) * 4;
+    }
+    __device__ __forceinline__ void load(const Block& b) {
+        const int head = piece / (HEAD_DIM / 4);
         const u32* stats_at = b.words(ATTENTION_TURN, node, STATS_AT) + head * SPLITS * 2;
-        const u32* gate_at = b.words(ATTENTION_TURN, node, ATTENTION_IN_AT) + (head * 2 + 1) * HEAD_DIM + piece * 4;
-        uint2 stats[EACH];
-        uint4 sums[EACH], gates;
-        Watchdog dog;
-        bool came;
-        do {
-            gates = load16(gate_at);
+        gates = load16(b.words(ATTENTION_TURN, node, ATTENTION_IN_AT) + (head * 2 + 1) * HEAD_DIM + piece % (HEAD_DIM / 4) * 4);
 #pragma unroll
-            for (int i = 0; i < EACH; i++)
-                if (i * 32 + b.lane < splits) {
-                    stats[i] = load8(stats_at + (i * 32 + b.lane) * 2);
-                    sums[i] = load16(part + (i * 32 + b.lane) * HEAD_DIM);
-                }
-            came = came16(gates);
+        for (int i = 0; i < EACH; i++) {
+            const int split = min(i * 32 + b.lane, splits - 1);
+            stats[i] = load8(stats_at + split * 2);
+            sums[i] = load16(part + split * HEAD_DIM);
+        }
+    }
+    __device__ __forceinline__ bool came() const {
+        bool all = came16(gates);
 #pragma unroll
-            for (int i = 0; i < EACH; i++)
-                if (i * 32 + b.lane < splits) came &= stats[i].x != NOT_YET & came8(sums[i]);
-            dog.check();
-        } while (!came);
-        __syncwarp();
+        for (int i = 0; i < EACH; i++) all &= stats[i].x != NOT_YET & came8(sums[i]);
+        return all;
+    }
+    __device__ __forceinline__ void publish(const Block& b) const {
         float peak = MINUS_INFINITY, weight = 0.0f;
         float4 sum = {}, acc[EACH];
         float2 stat[EACH];
@@ -364,9 +370,38 @@ __device__ __forceinline__ void attention_merge(Block& b) {
         if (b.lane == 0) {
             const float4 gate = floats(gates);
             const float inverse = __fdividef(1.0f, weight);
-            publish8(b.words(ATTENTION_TURN, node, ATTENTION_Y_AT) + at * 2, b.other(ATTENTION_TURN),
+            publish8(b.words(ATTENTION_TURN, node, ATTENTION_Y_AT) + piece * 2, b.other(ATTENTION_TURN),
                      pack_bf16(sum.x * inverse * sigmoid(gate.x), sum.y * inverse * sigmoid(gate.y)),
                      pack_bf16(sum.z * inverse * sigmoid(gate.z), sum.w * inverse * sigmoid(gate.w)));
         }
+    }
+};
+
+// Stage: merge the splits, a warp four dimensions of some nodes at a time; gate, publish.
+__device__ __forceinline__ void attention_merge(Block& b) {
+    constexpr int PIECES_OF_Y = ATTENTION_DIM / 4, AT_ONCE = NODES == 1 ? 1 : 4;
+    const int first = first_unit(PIECES_OF_Y, b.sm), mine = first_unit(PIECES_OF_Y, b.sm + 1) - first;
+    const int tasks = mine * b.nodes;
+#pragma unroll 1
+    for (int task = b.warp * AT_ONCE; task < tasks; task += WARPS * AT_ONCE) {
+        Merge merge[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const int which = min(task + i, tasks - 1), node = NODES == 1 ? 0 : which / mine;
+            merge[i] = Merge(b, node, first + which - node * mine);
+        }
+        Watchdog dog;
+        bool came;
+        do {
+            came = true;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) merge[i].load(b);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) came &= merge[i].came();
+            dog.check();
+        } while (!everywhere(came));
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+            if (task + i < tasks) merge[i].publish(b);
     }
 }

@@ -115,31 +115,39 @@ __device__ __forceinline__ void delta_block(Block& b, int index, int block, cons
         }
     } else {
         b.sync();  // the scratch still holds partial sums
-        constexpr int AT_ONCE = 8;
-        const int items = b.nodes * PIECES;
+        // A warp fetches every eighth node: q, k, and the rest.
+        const u32* from[3];
+#pragma unroll
+        for (int kind = 0; kind < 3; kind++) from[kind] = in + piece_row(block, min(kind * 32 + b.lane, PIECES - 1));
+        constexpr int AT_ONCE = larger(1, smaller(4, NODES / WARPS));
 #pragma unroll 1
-        for (int base = threadIdx.x; base < items; base += AT_ONCE * CONSUMERS) {
-            uint4 got[AT_ONCE];
+        for (int base = b.warp; base < b.nodes; base += AT_ONCE * WARPS) {
+            uint4 got[AT_ONCE][3];
             Watchdog dog;
             bool came;
             do {
                 came = true;
 #pragma unroll
-                for (int i = 0; i < AT_ONCE; i++) {
-                    const int item = min(base + i * CONSUMERS, items - 1);
-                    got[i] = load16(in + item / PIECES * NODE_WORDS + piece_row(block, item % PIECES));
-                }
+                for (int i = 0; i < AT_ONCE; i++)
 #pragma unroll
-                for (int i = 0; i < AT_ONCE; i++) came &= came16(got[i]);
+                    for (int kind = 0; kind < 3; kind++)
+                        got[i][kind] = load16(from[kind] + min(base + i * WARPS, b.nodes - 1) * NODE_WORDS);
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; i++)
+#pragma unroll
+                    for (int kind = 0; kind < 3; kind++) came &= came16(got[i][kind]);
                 dog.check();
-            } while (!came);
+            } while (!everywhere(came));
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++)
-                if (base + i * CONSUMERS < items) *(uint4*)(raw + (base + i * CONSUMERS) * 4) = got[i];
+#pragma unroll
+                for (int kind = 0; kind < 3; kind++)
+                    if (base + i * WARPS < b.nodes && kind * 32 + b.lane < PIECES)
+                        *(uint4*)(raw + (base + i * WARPS) * RAW_FLOATS + (kind * 32 + b.lane) * 4) = got[i][kind];
         }
         b.sync();
         if (make.has_part(b)) {
-#pragma unroll 1
+#pragma unroll 2
             for (int node = make.first_node; node < b.nodes; node += make.stride) {
                 float* keep = b.decoding() ? history + b.length % HISTORY * BLOCK_CHANNELS : pending + node * BLOCK_CHANNELS;
                 const float* mine = raw + make.piece * 4;

@@ -64,7 +64,7 @@ __device__ __forceinline__ void lm_head(Block& b, const float* norm_weight) {
         for (int step = 1; step < (NODES == 1 ? 2 : 4 * UNITS_AT_ONCE); step *= 2)
             best = best_of(best, __shfl_xor_sync(~0u, best, step));
         u64* kept = NODES == 1 ? &b.s.best[b.warp] : &b.s.best[token];
-        if (b.lane == 0) *kept = best_of(*kept, best);
+        if (live && b.lane % (4 * UNITS_AT_ONCE) == 0) *kept = best_of(*kept, best);
     });
     b.sync();
 #pragma unroll 1

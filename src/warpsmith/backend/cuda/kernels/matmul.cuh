@@ -48,6 +48,28 @@ __device__ __forceinline__ void take_tiles(Block& b, uint4 (&w)[COUNT]) {
 
 __device__ __forceinline__ void multiply(float (&sum)[4], uint4 w, u32 a0, u32 a1) { mma(sum, w.x, w.y, w.z, w.w, a0, a1); }
 
+// With many tokens, polling for all of them would fill the way they come on. So poll for one, the last to be published;
+// the others are probably there then. COUNT chunks from k0 on, `BYTES` a lane.
+template <int COUNT, int BYTES>
+__device__ __forceinline__ void wait_for_one(const Block& b, const u32* from, int k0, int k_end, int token) {
+    constexpr int LANES = 64 / BYTES;  // of a chunk
+    const int k = k0 + b.lane * (BYTES / 2);
+    const u32* at = from + token * NODE_WORDS + k / 2;
+    Watchdog dog;
+    bool came;
+    do {
+        came = true;
+        if (b.lane < LANES) {
+            u32 got[COUNT];
+#pragma unroll
+            for (int c = 0; c < COUNT; c++) got[c] = k + c * 32 < k_end ? load8(at + c * 16).x : 0;
+#pragma unroll
+            for (int c = 0; c < COUNT; c++) came &= got[c] != NOT_YET;
+        }
+        dog.check();
+    } while (!everywhere(came));
+}
+
 // --- many units over normed x ---------------------------------------------------------------------------------------
 
 // What a warp needs of an octet of tokens: their values at its k, and the sums of squares of its slice of x, which a
@@ -64,8 +86,8 @@ struct Octet {
 #pragma unroll
         for (int i = 0; i < EACH; i++) squares[i] = {NOT_YET, NOT_YET, NOT_YET, NOT_YET};
     }
-    __device__ __forceinline__ void load(const Block& b, const u32* x, const u32* x_squares, int octet) {
-        const int token = min(octet * 8 + (b.lane >> 2), b.nodes - 1), q = b.lane & 3, k0 = b.warp * (CHUNKS * 32) + q * 8;
+    __device__ __forceinline__ void load(const Block& b, const u32* x, const u32* x_squares, int first) {
+        const int token = min(first + (b.lane >> 2), b.nodes - 1), q = b.lane & 3, k0 = b.warp * (CHUNKS * 32) + q * 8;
         const u32* at = x + token * NODE_WORDS + k0 / 2;
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++) a[c] = HIDDEN % CHUNK_K == 0 || k0 + c * 32 < HIDDEN ? load16(at + c * 16) : uint4{};
@@ -82,9 +104,9 @@ struct Octet {
         for (int c = 0; c < CHUNKS; c++) all &= came8(a[c]);
 #pragma unroll
         for (int i = 0; i < EACH; i++) all &= came4(squares[i]);
-        return everywhere(all);
+        return all;
     }
-    __device__ __forceinline__ void keep_squares(Block& b, int octet) const {
+    __device__ __forceinline__ void keep_squares(Block& b, int first) const {
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
@@ -93,7 +115,7 @@ struct Octet {
         }
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
-        const int token = octet * 8 + (b.lane >> 2);
+        const int token = first + (b.lane >> 2);
         if ((b.lane & 3) == 0 && token < b.nodes) b.s.squares[b.norm][token][b.warp] = sum;
     }
 };
@@ -141,64 +163,78 @@ __device__ __forceinline__ void multiply_normed(Block& b, int units, const u32* 
     constexpr int CHUNKS = chunks_of(HIDDEN), AT_ONCE = UNITS_AT_ONCE;
     static_assert(CHUNKS <= MAX_CHUNKS, "a unit must fit in the registers");
     b.norm ^= 1;
-    Octet<CHUNKS> now;
-    now.forget();
+    Octet<CHUNKS> octet[OCTETS];
+#pragma unroll
+    for (int o = 0; o < OCTETS; o++) octet[o].forget();
 #pragma unroll 1
     for (int base = 0; base < units; base += AT_ONCE) {
         uint4 w[AT_ONCE][2 * CHUNKS];
         take_units<CHUNKS>(b, w, base, units);
         if (base == 0) b.sync();  // polling would hold up the loads of a warp that comes late
 #pragma unroll 1
-        for (int octet = 0; octet * 8 < b.nodes; octet++) {
-            if (base == 0 || NODES > 8) {
+        for (int first = 0; first < b.nodes; first += TOKENS_AT_ONCE) {
+            if (base == 0 || NODES > TOKENS_AT_ONCE) {
+                if (NODES > 1 && base == 0) wait_for_one<CHUNKS, 16>(b, x, b.warp * (CHUNKS * 32), HIDDEN, min(first + TOKENS_AT_ONCE, b.nodes) - 1);
                 Watchdog dog;
-                while (!now.came()) {
-                    now.load(b, x, squares, octet);
+                bool came;
+                do {
+                    came = true;
+#pragma unroll
+                    for (int o = 0; o < OCTETS; o++)
+                        if (o == 0 || first + o * 8 < b.nodes) octet[o].load(b, x, squares, first + o * 8);
+#pragma unroll
+                    for (int o = 0; o < OCTETS; o++)
+                        if (o == 0 || first + o * 8 < b.nodes) came &= octet[o].came();
                     dog.check();
+                } while (!everywhere(came));
+                if (base == 0) {
+#pragma unroll
+                    for (int o = 0; o < OCTETS; o++)
+                        if (o == 0 || first + o * 8 < b.nodes) octet[o].keep_squares(b, first + o * 8);
                 }
-                if (base == 0) now.keep_squares(b, octet);
             }
-            if (octet == 0 && base == 0) b.mark();
+            if (first == 0 && base == 0) b.mark();
             float* partial = b.scratch + b.buffer * PARTIAL_FLOATS;
-            float* mine = partial + (b.warp * OCTET + (b.lane & 3) * 2) * ROW_STRIDE + (b.lane >> 2);
-            const int tokens = b.nodes - octet * 8 - (b.lane & 3) * 2;  // of this lane's two
 #pragma unroll
-            for (int u = 0; u < AT_ONCE; u++) {
-                float4 sum = {};
+            for (int o = 0; o < OCTETS; o++) {
+                if (o > 0 && first + o * 8 >= b.nodes) break;
+                float* mine = partial + (b.warp * TOKENS_AT_ONCE + o * 8 + (b.lane & 3) * 2) * ROW_STRIDE + (b.lane >> 2);
+                const int tokens = b.nodes - first - o * 8 - (b.lane & 3) * 2;  // of this lane's two
 #pragma unroll
-                for (int c0 = 0; c0 < CHUNKS; c0 += CHAIN) {
-                    float low[4] = {}, high[4] = {};
+                for (int u = 0; u < AT_ONCE; u++) {
+                    float4 sum = {};
 #pragma unroll
-                    for (int c = c0; c < c0 + CHAIN && c < CHUNKS; c++) {
-                        multiply(low, w[u][2 * c], now.a[c].x, now.a[c].y);
-                        multiply(high, w[u][2 * c + 1], now.a[c].z, now.a[c].w);
+                    for (int c0 = 0; c0 < CHUNKS; c0 += CHAIN) {
+                        float low[4] = {}, high[4] = {};
+#pragma unroll
+                        for (int c = c0; c < c0 + CHAIN && c < CHUNKS; c++) {
+                            multiply(low, w[u][2 * c], octet[o].a[c].x, octet[o].a[c].y);
+                            multiply(high, w[u][2 * c + 1], octet[o].a[c].z, octet[o].a[c].w);
+                        }
+                        sum = add(sum, {low[0] + high[0], low[1] + high[1], low[2] + high[2], low[3] + high[3]});
                     }
-                    sum = add(sum, {low[0] + high[0], low[1] + high[1], low[2] + high[2], low[3] + high[3]});
+                    if (tokens > 0) mine[u * WIDE] = sum.x, mine[u * WIDE + 8] = sum.z;
+                    if (NODES > 1 && tokens > 1) mine[ROW_STRIDE + u * WIDE] = sum.y, mine[ROW_STRIDE + u * WIDE + 8] = sum.w;
                 }
-                if (tokens > 0) mine[u * WIDE] = sum.x, mine[u * WIDE + 8] = sum.z;
-                if (NODES > 1 && tokens > 1) mine[ROW_STRIDE + u * WIDE] = sum.y, mine[ROW_STRIDE + u * WIDE + 8] = sum.w;
             }
-            if (NODES > 8) {  // the next octet is on its way while this one is finished
-                if ((octet + 1) * 8 < b.nodes) now.load(b, x, squares, octet + 1);
-                else if (base + AT_ONCE < units) now.load(b, x, squares, 0);
-            }
-            if (octet == 0 && base == 0) b.mark();
+            if (first == 0 && base == 0) b.mark();
             b.sync();
-            if (octet == 0 && base == 0) b.mark();
-            // One token: every warp has half a unit, two lanes. Several: every warp has a token.
+            if (first == 0 && base == 0) b.mark();
             const int count = min(AT_ONCE, units - base);
-            if constexpr (NODES == 1) {
+            constexpr int WARP_STRIDE = TOKENS_AT_ONCE * ROW_STRIDE;
+            if constexpr (NODES == 1) {  // every warp has half a unit, two lanes
                 if (b.warp < 2 * count) {
                     const int quarter = (b.warp & 1) + 2 * (b.lane & 1), unit = b.warp >> 1;
-                    const float4 sum = sum_parts<WARPS>(partial + unit * WIDE + quarter * 4, OCTET * ROW_STRIDE);
-                    finish(b.lane < 2, base + unit, 0, quarter, sum);
+                    finish(b.lane < 2, base + unit, 0, quarter, sum_parts<WARPS>(partial + unit * WIDE + quarter * 4, WARP_STRIDE));
                 }
-            } else {
-                const int token = octet * 8 + b.warp;
-                if (token < b.nodes) {
-                    const int quarter = (b.lane >> 1 & 1) + 2 * (b.lane & 1), unit = b.lane / 4 % AT_ONCE;
-                    const float4 sum = sum_parts<WARPS>(partial + b.warp * ROW_STRIDE + unit * WIDE + quarter * 4, OCTET * ROW_STRIDE);
-                    finish(b.lane / 4 < count, base + unit, token, quarter, sum);
+            } else {  // a few lanes a token
+                constexpr int LANES = 4 * AT_ONCE, TOKENS = 32 / LANES;
+                const int quarter = (b.lane >> 1 & 1) + 2 * (b.lane & 1), unit = b.lane / 4 % AT_ONCE, here = min(TOKENS_AT_ONCE, b.nodes - first);
+#pragma unroll 1
+                for (int t0 = b.warp * TOKENS; t0 < here; t0 += WARPS * TOKENS) {
+                    const int token = min(t0 + b.lane / LANES, here - 1);
+                    const float4 sum = sum_parts<WARPS>(partial + token * ROW_STRIDE + unit * WIDE + quarter * 4, WARP_STRIDE);
+                    finish(unit < count && t0 + b.lane / LANES < here, base + unit, first + token, quarter, sum);
                 }
             }
             b.buffer ^= 1;
@@ -267,8 +303,8 @@ struct Quad {
     uint2 a[COUNT];
     typename ScalesOf<SCALED, (COUNT + CHAIN - 1) / CHAIN>::type scales;
 
-    __device__ __forceinline__ void load(const Block& b, const u32* from, const u32* squares, int k0, int quad) {
-        const int token = min(quad * 4 + (b.lane >> 2 & 3), b.nodes - 1), k = k0 + (b.lane & 3) * 8;
+    __device__ __forceinline__ void load(const Block& b, const u32* from, const u32* squares, int k0, int first) {
+        const int token = min(first + (b.lane >> 2 & 3), b.nodes - 1), k = k0 + (b.lane & 3) * 8;
         const u32* at = from + token * NODE_WORDS + (k + (b.lane >> 4) * 4) / 2;
 #pragma unroll
         for (int c = 0; c < COUNT; c++) a[c] = K % CHUNK_K == 0 || k + c * 32 < K ? load8(at + c * 16) : uint2{};
@@ -278,48 +314,58 @@ struct Quad {
         bool all = scales.came();
 #pragma unroll
         for (int c = 0; c < COUNT; c++) all &= a[c].x != NOT_YET;
-        return everywhere(all);
+        return all;
     }
 };
 
-// COUNT chunks of one unit for all tokens, four at a time; the sums are part `part` of the unit's.
+// COUNT chunks of one unit for all tokens, some quads at a time; the sums are part `part` of the unit's.
 template <int COUNT, int K, bool SCALED>
 __device__ __forceinline__ void multiply_unit(Block& b, const u32* from, const u32* squares, int k0, int part) {
+    constexpr int QUADS = quads_at_once(COUNT);
     uint4 w[COUNT];
     take_tiles<1>(b, w);
     b.sync();  // polling would hold up the loads of a warp that comes late
-    Quad<COUNT, K, SCALED> now, next;  // the next is on its way while one is worked on
-    next.load(b, from, squares, k0, 0);
     float* partial = b.scratch + b.buffer * PARTIAL_FLOATS + part * NODES * UNIT_STRIDE;
     const int q = b.lane & 3;
 #pragma unroll 1
-    for (int quad = 0; quad * 4 < b.nodes; quad++) {
+    for (int first = 0; first < b.nodes; first += 4 * QUADS) {
+        Quad<COUNT, K, SCALED> quad[QUADS];
+        if (NODES > 1) wait_for_one<COUNT, 8>(b, from, k0, K, min(first + 4 * QUADS, b.nodes) - 1);
         Watchdog dog;
-        while (!next.came()) {
-            next.load(b, from, squares, k0, quad);
+        bool came;
+        do {
+            came = true;
+#pragma unroll
+            for (int i = 0; i < QUADS; i++)  // past the last token: that one again
+                quad[i].load(b, from, squares, k0, first + i * 4);
+#pragma unroll
+            for (int i = 0; i < QUADS; i++) came &= quad[i].came();
             dog.check();
-        }
-        now = next;
-        if (NODES > 4 && (quad + 1) * 4 < b.nodes) next.load(b, from, squares, k0, quad + 1);
-        if (quad == 0) b.mark();
-        now.scales.finish();
-        float2 total = {};
+        } while (!everywhere(came));
+        if (first == 0) b.mark();
 #pragma unroll
-        for (int chain = 0; chain * CHAIN < COUNT; chain++) {
-            float sum[4] = {};
+        for (int i = 0; i < QUADS; i++) {
+            if (i > 0 && first + i * 4 >= b.nodes) break;
+            quad[i].scales.finish();
+            float2 total = {};
 #pragma unroll
-            for (int c = chain * CHAIN; c < chain * CHAIN + CHAIN && c < COUNT; c++) multiply(sum, w[c], now.a[c].x, now.a[c].y);
-            // tokens 2 q and the next at the first four k, in lanes 0 and 1; the same at the last, in lanes 2 and 3
-            const float2 scale = now.scales.at(b, chain), first = {sum[0], sum[1]}, last = {sum[2], sum[3]};
-            total.x = fmaf(scale.x, q < 2 ? first.x : last.x, total.x);
-            total.y = fmaf(scale.y, q < 2 ? first.y : last.y, total.y);
+            for (int chain = 0; chain * CHAIN < COUNT; chain++) {
+                float sum[4] = {};
+#pragma unroll
+                for (int c = chain * CHAIN; c < chain * CHAIN + CHAIN && c < COUNT; c++)
+                    multiply(sum, w[c], quad[i].a[c].x, quad[i].a[c].y);
+                // tokens 2 q and the next at the first four k, in lanes 0 and 1; the same at the last, in lanes 2 and 3
+                const float2 scale = quad[i].scales.at(b, chain), early = {sum[0], sum[1]}, late = {sum[2], sum[3]};
+                total.x = fmaf(scale.x, q < 2 ? early.x : late.x, total.x);
+                total.y = fmaf(scale.y, q < 2 ? early.y : late.y, total.y);
+            }
+            total.x += __shfl_xor_sync(~0u, total.x, 2);
+            if (NODES > 1) total.y += __shfl_xor_sync(~0u, total.y, 2);
+            const int token = first + i * 4 + q * 2;
+            float* mine = partial + token * UNIT_STRIDE + (b.lane >> 2);
+            if (q < 2 && token < b.nodes) mine[0] = total.x;
+            if (NODES > 1 && q < 2 && token + 1 < b.nodes) mine[UNIT_STRIDE] = total.y;
         }
-        total.x += __shfl_xor_sync(~0u, total.x, 2);
-        if (NODES > 1) total.y += __shfl_xor_sync(~0u, total.y, 2);
-        const int token0 = quad * 4 + q * 2;
-        float* mine = partial + token0 * UNIT_STRIDE + (b.lane >> 2);
-        if (q < 2 && token0 < b.nodes) mine[0] = total.x;
-        if (NODES > 1 && q < 2 && token0 + 1 < b.nodes) mine[UNIT_STRIDE] = total.y;
     }
 }
 

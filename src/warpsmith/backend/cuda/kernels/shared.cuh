@@ -14,25 +14,36 @@ struct Shared {
     int stopped;                           // decoding has ended: the producer should leave
 };
 
-constexpr int OCTET = NODES < 8 ? NODES : 8;  // tokens an mma takes
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
-// partial sums, twice: of up to 64 rows and 8 tokens (matmul.cuh), or of one unit and all tokens
-constexpr int MAX_CHUNKS = 16;  // of a unit, in registers at once
-// units of 16 rows in registers at once
+__host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
+
+// What a warp holds in registers at once (see matmul.cuh): units of 16 rows, octets of tokens for those, chunks of a unit of
+// 8 rows, and quads of tokens for that.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-constexpr int UNITS_AT_ONCE = chunks_of(HIDDEN) <= 4 ? 4 : chunks_of(HIDDEN) <= 8 ? 2 : 1;
+constexpr int WEIGHT_QUADS = NODES == 1 ? 32 : 16, TOKEN_QUADS = 16, QUAD_PAIRS = 48;
 #else
-constexpr int UNITS_AT_ONCE = chunks_of(HIDDEN) <= 4 ? 2 : 1;
+constexpr int WEIGHT_QUADS = 16, TOKEN_QUADS = 8, QUAD_PAIRS = 24;
 #endif
+constexpr int UNITS_AT_ONCE = larger(1, WEIGHT_QUADS / (2 * chunks_of(HIDDEN)));
+constexpr int OCTETS = NODES == 1 ? 1 : smaller(NODES / 8, larger(1, TOKEN_QUADS / chunks_of(HIDDEN)));
+constexpr int TOKENS_AT_ONCE = NODES == 1 ? 1 : OCTETS * 8;
+constexpr int MAX_CHUNKS = 16;
+__host__ __device__ constexpr int quads_at_once(int chunks) {
+    return NODES == 1 ? 1 : larger(1, smaller(smaller(4, NODES / 4), QUAD_PAIRS / chunks));
+}
+
+// partial sums, twice: of UNITS_AT_ONCE units and TOKENS_AT_ONCE tokens, or of one unit of 8 rows and all tokens
 __host__ __device__ constexpr int parts_of(int k) { return WARPS * ((chunks_of(k) + MAX_CHUNKS - 1) / MAX_CHUNKS); }
-constexpr int ROW_STRIDE = 68, UNIT_STRIDE = 12;  // floats a token; keep the banks apart
-constexpr int PARTIAL_FLOATS = larger(WARPS * OCTET * ROW_STRIDE, larger(parts_of(FFN), parts_of(Y_DIM)) * NODES * UNIT_STRIDE);
+constexpr int ROW_STRIDE = UNITS_AT_ONCE * WIDE + 4, UNIT_STRIDE = 12;  // floats a token; keep the banks apart
+constexpr int PARTIAL_FLOATS =
+    larger(WARPS * TOKENS_AT_ONCE * ROW_STRIDE, larger(parts_of(FFN), parts_of(Y_DIM)) * NODES * UNIT_STRIDE);
 // DeltaNet: see delta.cuh
 constexpr int RAW_FLOATS = BLOCK_CHANNELS + COLUMNS + 8, ROW_FLOATS = 2 * STATE_DIM + 2 * COLUMNS + 4;
 constexpr int DELTA_FLOATS = NODES * (ROW_FLOATS + (NODES > 1 ? RAW_FLOATS : 0));
 // attention: see attention.cuh
-constexpr int TOGETHER_NODES =  // nodes that share a walk over the keys; a tile of 16 queries has whole nodes
-    NODES < 8 ? (NODES < 16 / GROUP ? NODES : 16 / GROUP) : 16 % GROUP ? 16 / GROUP : GROUP <= 4 ? 8 : 4;
+// Nodes that share a walk over the keys, as many as there are scratch and registers for; a tile of 16 queries has whole nodes.
+constexpr int TOGETHER_TILES = NODES < 8 ? 1 : SHARED_MEMORY < (160 << 10) ? 2 : 4;
+constexpr int TOGETHER_NODES = smaller(NODES, 16 % GROUP ? 16 / GROUP : TOGETHER_TILES * (16 / GROUP));
 constexpr int QUERIES = TOGETHER_NODES * GROUP, QUERY_TILES = (QUERIES + 15) / 16;
 constexpr int Q_FLOATS = QUERY_TILES * 16 * HEAD_DIM / 2, SCORE_FLOATS = QUERY_TILES * 16 * KEYS;
 constexpr int SHARE_FLOATS = SCORE_FLOATS / 2;                          // softmax weights, in fp16
