@@ -8,11 +8,12 @@
 // every block that needs them. The head's rms needs all 8 of its blocks: each publishes its sum of squares, the next
 // stage divides. A node's state comes from its parent's: in registers along a chain, kept where the tree branches.
 // Bytes: 8 KB of state a block read and written, 4 KB of convolution history.
-// Scratch: rows (q, k [128], v or o, silu(z) [16], fade, beta) of every node; in a tree what came for it before that.
+// Scratch: rows (q, k [128], v or o, silu(z), write [16], fade, beta, q k) of every node; in a tree what came for it before that.
 #pragma once
 #include "block.cuh"
 
-constexpr int K_ROW = STATE_DIM, V_ROW = 2 * STATE_DIM, Z_ROW = V_ROW + COLUMNS, FADE_ROW = Z_ROW + COLUMNS;
+constexpr int K_ROW = STATE_DIM, V_ROW = 2 * STATE_DIM, Z_ROW = V_ROW + COLUMNS, WRITE_ROW = Z_ROW + COLUMNS,
+              FADE_ROW = WRITE_ROW + COLUMNS;
 constexpr int PIECES = RAW_FLOATS / 4;  // groups of four channels: q, k, v, z, the one with beta, the one with alpha
 
 // The state's update, written once: forward and commit must agree to the bit.
@@ -165,51 +166,65 @@ __device__ __forceinline__ void delta_block(Block& b, int index, int block, cons
     b.sync();
     b.mark();
 
-    // The recurrence. The next node's row is on its way while one is worked on.
+    // q k of a node, by sixteen lanes. In a tree it is made ahead, to keep the recurrence short.
+    const auto key_product = [&](float4 q0, float4 q1, float4 k0, float4 k1) {
+        float qk = dot4(q0, k0) + dot4(q1, k1);
+#pragma unroll
+        for (int step = 1; step < 16; step *= 2) qk += __shfl_xor_sync(~0u, qk, step);
+        return qk;
+    };
+    if (NODES > 1) {
+#pragma unroll 1
+        for (int first = b.warp * 2; first < b.nodes; first += 2 * WARPS) {
+            float* row = rows + min(first + (b.lane >> 4), b.nodes - 1) * ROW_FLOATS;
+            const float4 *q = (const float4*)row + part, *k = (const float4*)(row + K_ROW) + part;
+            const float qk = key_product(q[0], q[16], k[0], k[16]);
+            if (part == 0) row[FADE_ROW + 2] = qk;
+        }
+        b.sync();
+    }
+
+    // The recurrence. The next node's row is on its way while one is worked on (past the last it is not looked at).
     struct Row {
         float4 q0, q1, k0, k1;
-        float fade, beta, v;
-        int parent, kept;
+        float2 gates;  // fade, beta
+        float v, qk;
+        int2 family;
     } next;
-    const auto fetch = [&](int node) {
-        const float* row = rows + node * ROW_FLOATS;
-        next.q0 = *(const float4*)(row + part * 4), next.q1 = *(const float4*)(row + 64 + part * 4);
-        next.k0 = *(const float4*)(row + K_ROW + part * 4), next.k1 = *(const float4*)(row + K_ROW + 64 + part * 4);
-        next.fade = row[FADE_ROW], next.beta = row[FADE_ROW + 1], next.v = row[V_ROW + column];
-        if (NODES > 1) next.parent = b.s.parent[node], next.kept = b.s.kept[node];
+    float* row = rows;
+    const auto fetch = [&](const float* from, int node) {
+        const float4 *q = (const float4*)from + part, *k = (const float4*)(from + K_ROW) + part;
+        next.q0 = q[0], next.q1 = q[16], next.k0 = k[0], next.k1 = k[16];
+        next.gates = *(const float2*)(from + FADE_ROW), next.v = from[V_ROW + column];
+        if (NODES > 1) next.qk = from[FADE_ROW + 2], next.family = b.s.family[node];
     };
     const float weight = __ldg(vectors + GATED_NORM_AT + (block * COLUMNS + (threadIdx.x & 15)) % STATE_DIM);
     float4 s[2] = {committed[0], committed[1]};
-    const bool forwarding = !b.decoding();
-    float* write_to = b.p.pending_write + at * MAX_NODES * COLUMNS + column;
-    fetch(0);
+    fetch(row, 0);
 #pragma unroll 2
     for (int node = 0; node < b.nodes; node++) {
         const Row now = next;
-        if (NODES > 1 && node + 1 < b.nodes) fetch(node + 1);
-        if (NODES > 1 && now.parent != node - 1) {
-            const float4* kept = now.parent < 0 ? nullptr : b.kept_state(b.s.kept[now.parent], block);
-            s[0] = now.parent < 0 ? committed[0] : kept[threadIdx.x];
-            s[1] = now.parent < 0 ? committed[1] : kept[CONSUMERS + threadIdx.x];
+        float* mine = row;
+        row += ROW_FLOATS;
+        if (NODES > 1) fetch(row, min(node + 1, NODES - 1));
+        if (NODES > 1 && now.family.x != node - 1) {
+            const float4* kept = now.family.x < 0 ? nullptr : b.kept_state(b.s.family[now.family.x].y, block);
+            s[0] = now.family.x < 0 ? committed[0] : kept[threadIdx.x];
+            s[1] = now.family.x < 0 ? committed[1] : kept[CONSUMERS + threadIdx.x];
         }
         float ks = dot4(now.k0, s[0]) + dot4(now.k1, s[1]), qs = dot4(now.q0, s[0]) + dot4(now.q1, s[1]);
-        float qk = dot4(now.q0, now.k0) + dot4(now.q1, now.k1);
 #pragma unroll
         for (int step = 1; step < 16; step *= 2) {
             ks += __shfl_xor_sync(~0u, ks, step);
             qs += __shfl_xor_sync(~0u, qs, step);
-            qk += __shfl_xor_sync(~0u, qk, step);
         }
-        const float write = now.beta * (now.v - now.fade * ks);
-        s[0] = update_state(s[0], now.fade, now.k0, write);
-        s[1] = update_state(s[1], now.fade, now.k1, write);
-        if (part == 0) {
-            rows[node * ROW_FLOATS + V_ROW + column] = fmaf(qk, write, now.fade * qs);
-            if (forwarding) *write_to = write;
-        }
-        write_to += COLUMNS;
-        if (NODES > 1 && now.kept >= 0) {
-            float4* keep = b.kept_state(now.kept, block);
+        const float qk = NODES > 1 ? now.qk : key_product(now.q0, now.q1, now.k0, now.k1);
+        const float fade = now.gates.x, write = now.gates.y * (now.v - fade * ks);
+        s[0] = update_state(s[0], fade, now.k0, write);
+        s[1] = update_state(s[1], fade, now.k1, write);
+        if (part == 0) mine[V_ROW + column] = fmaf(qk, write, fade * qs), mine[WRITE_ROW + column] = write;
+        if (NODES > 1 && now.family.y >= 0) {
+            float4* keep = b.kept_state(now.family.y, block);
             keep[threadIdx.x] = s[0], keep[CONSUMERS + threadIdx.x] = s[1];
         }
     }
@@ -224,8 +239,9 @@ __device__ __forceinline__ void delta_block(Block& b, int index, int block, cons
         const int node = first + threadIdx.x / COLUMNS, mine = threadIdx.x & 15;
         if (first + b.warp * 2 >= b.nodes) break;
         const bool live = node < b.nodes;
-        const float* row = rows + min(node, b.nodes - 1) * ROW_FLOATS;
-        const float out = row[V_ROW + mine], gated = out * weight * row[Z_ROW + mine];
+        const float* made = rows + min(node, b.nodes - 1) * ROW_FLOATS;
+        const float out = made[V_ROW + mine], gated = out * weight * made[Z_ROW + mine];
+        if (live && !b.decoding()) b.p.pending_write[(at * MAX_NODES + node) * COLUMNS + mine] = made[WRITE_ROW + mine];
         float square = out * out;
 #pragma unroll
         for (int step = 1; step < COLUMNS; step *= 2) square += __shfl_xor_sync(~0u, square, step);

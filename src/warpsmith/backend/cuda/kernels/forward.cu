@@ -13,7 +13,6 @@ __device__ __forceinline__ void prepare_tree(Block& b) {
     if (threadIdx.x < b.nodes) {
         const int node = threadIdx.x;
         b.s.token[node] = b.r.tokens[node];
-        b.s.parent[node] = b.r.parents[node];
         int depth = 0, at = node;
         while (b.r.parents[at] >= 0) at = b.r.parents[at], depth++;
         b.s.depth[node] = depth;
@@ -24,7 +23,7 @@ __device__ __forceinline__ void prepare_tree(Block& b) {
             b.s.path[node][age] = at;
             at = at >= 0 ? b.r.parents[at] : at - 1;
         }
-        b.s.kept[node] = -1;
+        b.s.family[node] = {b.r.parents[node], -1};
     }
     b.sync();
     if (threadIdx.x == 0) {
@@ -32,7 +31,7 @@ __device__ __forceinline__ void prepare_tree(Block& b) {
 #pragma unroll 1
         for (int node = 1; node < b.nodes; node++) {
             const int parent = b.r.parents[node];
-            if (parent >= 0 && parent != node - 1 && b.s.kept[parent] < 0) b.s.kept[parent] = kept++;
+            if (parent >= 0 && parent != node - 1 && b.s.family[parent].y < 0) b.s.family[parent].y = kept++;
         }
     }
     b.sync();

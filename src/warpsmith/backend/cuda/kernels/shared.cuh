@@ -6,9 +6,9 @@
 struct Shared {
     float residual[OWN_UNITS][NODES][8];   // the rows of the residual stream this SM owns
     float squares[2][NODES][WARPS];        // each warp's share of a norm's sum of squares
-    int token[NODES], parent[NODES], depth[NODES];
+    int token[NODES], depth[NODES];
     int path[NODES][4];                    // a node's nearest ancestors: itself, parent, ... ; -1 - i: i before the root
-    int kept[NODES];                       // where the state is kept for children other than the next node; -1: nowhere
+    int2 family[NODES];                    // parent; where the state is kept for children other than the next node, or -1
     u8 ancestor[NODES][NODES];             // [node][depth]
     u64 best[NODES < WARPS ? WARPS : NODES];  // running argmax: value, then lowest id
     int stopped;                           // decoding has ended: the producer should leave
@@ -38,7 +38,7 @@ constexpr int ROW_STRIDE = UNITS_AT_ONCE * WIDE + 4, UNIT_STRIDE = 12;  // float
 constexpr int PARTIAL_FLOATS =
     larger(WARPS * TOKENS_AT_ONCE * ROW_STRIDE, larger(parts_of(FFN), parts_of(Y_DIM)) * NODES * UNIT_STRIDE);
 // DeltaNet: see delta.cuh
-constexpr int RAW_FLOATS = BLOCK_CHANNELS + COLUMNS + 8, ROW_FLOATS = 2 * STATE_DIM + 2 * COLUMNS + 4;
+constexpr int RAW_FLOATS = BLOCK_CHANNELS + COLUMNS + 8, ROW_FLOATS = 2 * STATE_DIM + 3 * COLUMNS + 4;
 constexpr int DELTA_FLOATS = NODES * (ROW_FLOATS + (NODES > 1 ? RAW_FLOATS : 0));
 // attention: see attention.cuh
 // Nodes that share a walk over the keys, as many as there are scratch and registers for; a tile of 16 queries has whole nodes.
