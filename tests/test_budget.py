@@ -16,8 +16,19 @@ from warpsmith.backend.reference import ReferenceBackend, ReferenceState
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.draft import costs as costs_module
 from warpsmith.draft.base import Context, Draft, ScoredTree
-from warpsmith.draft.budget import MOST, REFILL, START, Account, Budgeted, Calibration, best_size, path_probabilities
-from warpsmith.draft.costs import ROUNDS, SIZES, Costs, costs_of, measure
+from warpsmith.draft.budget import (
+    LISTENS,
+    MOST,
+    REFILL,
+    START,
+    Account,
+    Budgeted,
+    Calibration,
+    best_size,
+    least_probabilities,
+    path_probabilities,
+)
+from warpsmith.draft.costs import ROUNDS, SIZES, Costs, Measured, costs_of, measure
 from warpsmith.errors import DoesNotFit
 
 FLAT = Costs.between({1: 1.0, 64: 1.0})  # every node for the price of one
@@ -53,19 +64,46 @@ def test_costs_between_sizes_are_lines_that_never_fall() -> None:
     assert (np.diff(costs.seconds) >= 0).all()
 
 
+def test_a_measured_line_goes_on() -> None:
+    costs = Costs.between({1: 1.0, 2: 1.5}, plain=0.9)
+    assert costs.seconds[:4] == (1.0, 1.5, 2.0, 2.5)
+    assert costs.plain == 0.9
+    assert Costs.between({1: 2.0}).seconds[:3] == (2.0, 4.0, 6.0), "nothing is known: every node as dear as the first"
+    assert Costs.between({1: 2.0}).plain == 2.0
+
+
+def test_least_probabilities_look_over_a_step_in_the_costs() -> None:
+    """Costs that jump after eight nodes: the ninth must pay a share of the jump, not all of it."""
+    stairs = Costs(tuple(1.0 if n <= 8 else 1.8 for n in range(1, 65)), 1.0)
+    least = least_probabilities(stairs)
+    assert least[:7] == [0.0] * 7, "up to the eighth they are free"
+    assert least[7] == pytest.approx(0.8 / 56), "shared by all that then fit"
+    assert least_probabilities(DEAR) == pytest.approx([1.0] * 63)
+    assert least_probabilities(GENTLE) == pytest.approx([0.05] * 63)
+
+
+@given(probabilities, st.lists(st.floats(0.01, 5), min_size=64, max_size=64))
+def test_what_cannot_pay_is_never_part_of_the_best_size(chances: list[float], steps: list[float]) -> None:
+    """Cutting a draft where nodes are too unlikely takes nothing away that the budget would have kept."""
+    costs = Costs(tuple(np.cumsum(steps).tolist()), steps[0])
+    least = least_probabilities(costs)
+    size = best_size(chances, costs.seconds, 0.0)
+    assert all(chances[n] >= least[n] * (1 - 1e-9) for n in range(size)) or size == 0
+
+
 # -- calibration ------------------------------------------------------------------------------------------------------
 
 
 def test_calibration_trusts_the_draft_first_and_the_facts_later() -> None:
-    calibration, confidence = Calibration(), np.array([0.95])
+    calibration, confidence = Calibration(), 0.95
     assert calibration.corrected(confidence) == pytest.approx(confidence)
     for i in range(3000):
-        calibration.learn(confidence, np.array([i % 10 < 3]))
-    assert calibration.corrected(confidence)[0] == pytest.approx(0.3, abs=0.05)
-    assert calibration.corrected(np.array([0.15])) == pytest.approx([0.15]), "other confidences are another matter"
+        calibration.learn(confidence, i % 10 < 3)
+    assert calibration.corrected(confidence) == pytest.approx(0.3, abs=0.05)
+    assert calibration.corrected(0.15) == pytest.approx(0.15), "other confidences are another matter"
     for _ in range(600):
-        calibration.learn(confidence, np.array([True]))
-    assert calibration.corrected(confidence)[0] > 0.75, "what was long ago is forgotten"
+        calibration.learn(confidence, True)
+    assert calibration.corrected(confidence) > 0.75, "what was long ago is forgotten"
 
 
 def test_paths_multiply_corrected_steps() -> None:
@@ -87,7 +125,7 @@ def test_what_speculation_can_lose_is_bounded(outcomes: list[tuple[int, float]],
             lost += worth - tokens
             worst = max(worst, worth - tokens)
         else:
-            account.plain()
+            account.plain(1)
             plain += 1
     assert lost <= START + REFILL * plain + worst + 1e-6
 
@@ -98,16 +136,45 @@ def test_an_empty_account_fills_up_slowly_and_tries_again() -> None:
         account.drafted(1, 3.0)
     waits = account.waits
     assert waits > 100
-    for _ in range(waits - 2):
-        account.plain()
-        assert not account.open
-    for _ in range(4):
-        account.plain()
+    account.plain(waits - 2)
+    assert not account.open
+    account.plain(4)
     assert account.open
     assert account.credit >= 4, "enough for two steps that are all wrong"
     for _ in range(100):
         account.drafted(5, 2.0)
     assert account.credit == MOST, "old gains do not pay for long losses"
+
+
+def test_a_draft_that_fails_again_and_again_is_tried_less_and_less() -> None:
+    account, waits = Account(), []
+    for _ in range(8):
+        while account.open:
+            account.drafted(1, 3.0)
+        waits.append(account.waits)
+        account.plain(account.waits + 1)
+    assert waits[1] > 1.5 * waits[0]
+    assert waits[-1] == pytest.approx(waits[-2]), "but it is tried"
+    assert waits[-1] < 20 * waits[0]
+    for _ in range(10):
+        account.drafted(5, 2.0)
+    while account.open:
+        account.drafted(1, 3.0)
+    assert account.waits < 2 * waits[0], "one that earned is trusted again"
+
+
+def test_what_costs_little_is_tried_often() -> None:
+    """A look that finds nothing and takes a fiftieth of a token."""
+    account, asked, plain = Account(), 0, 0
+    while plain + asked < 20_000:
+        if account.open:
+            account.drafted(1, 1.02)
+            asked += 1
+        else:
+            account.plain(1)
+            plain += 1
+    assert asked * 0.02 <= START + REFILL * plain + 0.1
+    assert account.waits < 200
 
 
 # -- a world without a machine ----------------------------------------------------------------------------------------
@@ -116,11 +183,11 @@ def test_an_empty_account_fills_up_slowly_and_tries_again() -> None:
 class World:
     """A clock, a cost for everything, and a text in which a drafted token is right as often as `rate` says."""
 
-    def __init__(self, costs: Costs, draft_seconds: float, rate: float, seed: int = 0) -> None:
-        self.now, self.costs, self.draft_seconds, self.rate = 0.0, costs, draft_seconds, rate
+    def __init__(self, costs: Costs, draft_seconds: float, rate: float, seed: int = 0, host: float = 0.0) -> None:
+        self.now, self.costs, self.draft_seconds, self.rate, self.host = 0.0, costs, draft_seconds, rate, host
         self.rng = np.random.default_rng(seed)
         self.draft = Oracle(self)
-        self.budget = Budgeted(self.draft, costs, clock=lambda: self.now)
+        self.budget = Budgeted(self.draft, costs)
         self.ids = [0]
         self.sizes: list[int] = []
 
@@ -128,21 +195,36 @@ class World:
         """Decode and return the seconds it took; plain decoding takes one a token."""
         start, end = self.now, len(self.ids) + tokens
         while len(self.ids) < end:
-            tree = self.budget.propose(Context(self.ids, None, 1000))  # type: ignore[arg-type]
-            nodes = 1 if tree is None else len(tree)
-            self.sizes.append(nodes - 1)
-            self.now += self.costs.seconds[nodes - 1]
-            right = 0
-            while tree is not None and right < nodes - 1 and self.rng.random() < self.rate:
-                right += 1
-            committed = [self.ids[-1], *([] if tree is None else tree.tokens[1 : right + 1].tolist())]
-            self.budget.observe(committed, len(self.ids) - 1, None, None)
-            self.ids += [*committed[1:], len(self.ids)]
+            before = self.now
+            if rest := self.budget.rest:
+                rest = min(rest, end - len(self.ids))
+                committed = [self.ids[-1], *range(len(self.ids), len(self.ids) + rest - 1)]
+                self.now += rest * self.costs.plain
+                self.budget.observe(committed, len(self.ids) - 1, None, None)
+                self.budget.spent(rest, self.now - before, None)
+                self.sizes += [0] * rest
+            else:
+                committed = self.step()
+            self.ids += [*committed[1:], len(self.ids) + len(committed) - 1]
         return (self.now - start) * tokens / (len(self.ids) - end + tokens)
+
+    def step(self) -> list[int]:
+        before = self.now
+        tree = self.budget.propose(Context(self.ids, None, 1000))  # type: ignore[arg-type]
+        nodes = 1 if tree is None else len(tree)
+        self.sizes.append(nodes - 1)
+        self.now += self.costs.seconds[nodes - 1] + self.host
+        right = 0
+        while tree is not None and right < nodes - 1 and self.rng.random() < self.rate:
+            right += 1
+        committed = [self.ids[-1], *([] if tree is None else tree.tokens[1 : right + 1].tolist())]
+        self.budget.observe(committed, len(self.ids) - 1, None, None)
+        self.budget.spent(len(committed), self.now - before, self.costs.seconds[nodes - 1])
+        return committed
 
 
 class Oracle(Draft):
-    """Chains with a fixed confidence."""
+    """Chains with a fixed confidence, cut where they cannot pay."""
 
     name = "oracle"
     confidence = 0.8
@@ -153,7 +235,7 @@ class Oracle(Draft):
     def propose(self, context: Context) -> ScoredTree:
         self.calls += 1
         self.world.now += self.world.draft_seconds
-        chain = np.arange(9)
+        chain = np.arange(min(context.depth, 8) + 1)
         tokens = [context.root, *(len(context.ids) + chain[:-1]).tolist()]
         return ScoredTree(np.array(tokens), chain - 1, chain * np.log(self.confidence))
 
@@ -167,9 +249,19 @@ def test_a_good_draft_is_used_fully() -> None:
 
 @pytest.mark.parametrize(("costs", "draft_seconds"), [(GENTLE, 3.0), (DEAR, 0.1), (GENTLE, 0.1), (FLAT, 0.5)])
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.3, 0.6])
-def test_no_draft_makes_decoding_slower(costs: Costs, draft_seconds: float, rate: float) -> None:
-    world = World(costs, draft_seconds, rate)
-    assert world.run(4000) <= 4000 / 0.98
+@pytest.mark.parametrize("host", [0.0, 0.5])
+def test_no_draft_makes_decoding_slower(costs: Costs, draft_seconds: float, rate: float, host: float) -> None:
+    """Whatever a step costs besides its forward: a draft, or a host that takes half a token's time to walk a tree."""
+    world = World(costs, draft_seconds, rate, host=host)
+    assert world.run(4000) <= 4000 / 0.99
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5, 0.9])
+def test_a_backend_that_decodes_faster_than_it_steps_is_not_slowed_down(rate: float) -> None:
+    """As a GPU that makes 64 tokens in one launch, and takes three times as long when the host asks for each."""
+    costs = Costs.between({1: 3.0, 64: 6.0}, plain=1.0)
+    world = World(costs, 0.1, rate, host=0.3)
+    assert world.run(6000) <= 6000 / 0.99
 
 
 def test_a_hopeless_draft_is_switched_off_and_says_so() -> None:
@@ -214,19 +306,27 @@ def test_slower_forwards_than_measured_are_noticed() -> None:
 def test_a_machine_that_was_busy_when_it_was_measured_does_not_matter(busy: float) -> None:
     """All costs ten times too high, or too low: what counts is how they compare."""
     right, wrong = World(GENTLE, 0.1, 0.8), World(GENTLE, 0.1, 0.8)
-    wrong.budget = Budgeted(wrong.draft, Costs(tuple(s * busy for s in GENTLE.seconds)), clock=lambda: wrong.now)
+    wrong.budget = Budgeted(wrong.draft, Costs(tuple(s * busy for s in GENTLE.seconds), GENTLE.plain * busy))
     assert wrong.run(3000) < right.run(3000) * 1.05
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.4])
+def test_plain_decoding_that_was_measured_wrongly_is_found_out(rate: float) -> None:
+    """It looked four times as slow as it is, so that any draft would seem to pay."""
+    world = World(GENTLE, 1.0, rate)
+    world.budget = Budgeted(world.draft, Costs(GENTLE.seconds, 4.0))
+    assert world.run(4000) <= 4000 / 0.99
 
 
 def test_a_machine_that_gets_busy_and_quiet_again_is_followed() -> None:
     world = World(GENTLE, 0.1, 0.8)
     quiet = world.run(2000)
-    world.costs = Costs(tuple(s * 5 for s in GENTLE.seconds))
+    world.costs = Costs(tuple(s * 5 for s in GENTLE.seconds), GENTLE.plain * 5)
     world.draft_seconds *= 5
     world.run(3000)
     assert world.run(2000) < quiet * 5 * 1.1
     world.costs, world.draft_seconds = GENTLE, 0.1
-    world.run(1000)
+    world.run(3000)
     assert world.run(2000) < quiet * 1.1
 
 
@@ -234,10 +334,55 @@ def test_a_size_that_was_measured_wrongly_is_corrected() -> None:
     """One size looked cheap, and is not: it is tried, found out, and left alone."""
     world = World(GENTLE, 0.1, 0.8)
     seconds = [1.0 if n < 5 else s for n, s in enumerate(GENTLE.seconds)]
-    world.costs = Costs((1.0, 1.05, *(s + 6.0 for s in GENTLE.seconds[2:5]), *GENTLE.seconds[5:]))
-    world.budget = Budgeted(world.draft, Costs(tuple(seconds)), clock=lambda: world.now)
+    world.costs = Costs((1.0, 1.05, *(s + 6.0 for s in GENTLE.seconds[2:5]), *GENTLE.seconds[5:]), 1.0)
+    world.budget = Budgeted(world.draft, Costs(tuple(seconds), 1.0))
     world.run(1000)
     assert not any(2 <= size <= 4 for size in world.sizes[-100:])
+
+
+def test_a_hiccup_of_the_machine_does_not_end_a_good_draft() -> None:
+    world = World(GENTLE, 0.1, 0.8)
+    world.run(500)
+    seconds = world.draft_seconds
+    world.draft_seconds = 500.0
+    world.ids += world.step()[1:]
+    world.draft_seconds = seconds
+    assert world.budget.account.open
+
+
+def test_a_draft_is_asked_no_deeper_than_it_was_verified() -> None:
+    asked: list[int] = []
+
+    class Deep(Oracle):
+        def propose(self, context: Context) -> ScoredTree:
+            asked.append(context.depth)
+            return super().propose(context)
+
+    world = World(Costs.between({1: 1.0, 2: 1.1, 3: 3.0, 64: 60.0}), 0.0, 0.9)
+    world.budget.draft = Deep(world)
+    world.run(100)
+    assert asked[0] == 1000
+    assert max(asked[-20:]) <= 3, "one level is verified, and a little more is looked at"
+
+
+def test_a_draft_that_needs_rows_listens_before_it_is_tried_again() -> None:
+    class Listening(Oracle):
+        wants = Want(tokens="none", hidden=True)
+
+    world = World(GENTLE, 3.0, 0.0)
+    world.budget = Budgeted(Listening(world), GENTLE)
+    rows: list[int] = []
+    while len(rows) < 5000:
+        if world.budget.rest:
+            world.budget.spent(world.budget.rest, float(world.budget.rest), None)
+            rows.append(0)
+            continue
+        calls = world.budget.draft.calls  # type: ignore[attr-defined]
+        world.step()
+        rows.append(1 + (world.budget.draft.calls > calls))  # type: ignore[attr-defined]
+    tries = [i for i in range(100, len(rows)) if rows[i] == 2 and rows[i - 1] != 2]
+    assert tries
+    assert all(rows[i - LISTENS : i] == [1] * LISTENS for i in tries)
 
 
 def test_guesses_are_judged_where_their_parent_was_right() -> None:
@@ -252,22 +397,20 @@ def test_guesses_are_judged_where_their_parent_was_right() -> None:
     world.budget.calibration = Calibration()
     world.budget.propose(Context([1, 2, 3], None, 10))  # type: ignore[arg-type]
     world.budget.observe([3, 11], 2, None, None)
-    assert world.budget.calibration._tried.tolist() == [0, 0, 1, 0, 0, 0, 1, 0, 0, 1], "not the one below a wrong one"
-    assert world.budget.calibration._right.tolist() == [0, 0, 0, 0, 0, 0, 1, 0, 0, 0]
+    assert world.budget.calibration._tried == [0, 0, 1, 0, 0, 0, 1, 0, 0, 1], "not the one below a wrong one"
+    assert world.budget.calibration._right == [0, 0, 0, 0, 0, 0, 1, 0, 0, 0]
 
 
-def test_a_step_that_was_not_finished_is_not_counted() -> None:
+def test_a_step_that_was_not_finished_teaches_nothing() -> None:
     world = World(GENTLE, 0.1, 0.5)
     world.run(10)
+    before = list(world.budget.calibration._tried)
     world.budget.propose(Context([1, 2, 3], None, 10))  # type: ignore[arg-type]
-    credit = world.budget.account.credit
-    world.now += 1000
     world.budget.observe([5, 6, 7], 0, None, None)  # another prompt
-    assert world.budget.account.credit == credit
     world.budget.propose(Context([1, 2, 3], None, 10))  # type: ignore[arg-type]
     world.budget.reset()
     world.budget.observe([3], 2, None, None)
-    assert world.budget.account.credit == credit
+    assert world.budget.calibration._tried == before
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -276,10 +419,11 @@ BACKEND = ReferenceBackend(SMALL, random_tensors(SMALL))
 
 
 class Clock:
-    """Each forward of n nodes takes n milliseconds, the first round three times as long, and the third twice."""
+    """Forwards of n nodes take n milliseconds. The first of a size takes longer, and one round is disturbed."""
 
-    def __init__(self, slow: float = 1.0) -> None:
-        self.now, self.rounds, self.slow = 0.0, [], slow
+    def __init__(self, slow: float = 1.0, first: float = 3.0) -> None:
+        self.now, self.slow, self.first = 0.0, slow, first
+        self.sizes: list[int] = []
 
     def __call__(self) -> float:
         return self.now
@@ -289,39 +433,56 @@ class Clock:
 
         class Timed(ReferenceBackend):
             def forward(self, state: State, tree: Tree, want: Want = ARGMAX) -> Output:
-                clock.rounds += [len(tree)]
-                factor = {0: 3.0, 2: 2.0}.get((len(clock.rounds) - 1) // len(SIZES), 1.0)
-                clock.now += len(tree) * 0.001 * factor * clock.slow
+                if want.hidden:  # not a plain token
+                    clock.sizes += [len(tree)]
+                factor = clock.first if len(tree) not in clock.sizes[:-1] else 2.0 if len(clock.sizes) > 40 else 1.0
+                clock.now += len(tree) * 0.001 * clock.slow * (factor if want.hidden else 0.9)
                 return super().forward(state, tree, want)
 
         return Timed(SMALL, BACKEND.tensors)
 
+    def measure(self) -> Measured:
+        return measure(self.backend(), Want(tokens="none", hidden=True), self)
+
 
 def test_sizes_take_turns_and_the_least_disturbed_counts() -> None:
     clock = Clock()
-    measured = measure(clock.backend(), Want(tokens="none"), clock)
-    assert measured == pytest.approx({size: 0.001 * size for size in SIZES})
-    assert clock.rounds == list(SIZES) * ROUNDS
+    measured = clock.measure()
+    assert measured.seconds == pytest.approx({size: 0.001 * size for size in SIZES})
+    assert measured.plain == pytest.approx(0.0009)
+    assert measured.settled
+    once = [size for size in SIZES for _ in range(2)]
+    assert clock.sizes == once + list(SIZES) * (ROUNDS - 1), "the first of a size does not count"
 
 
-def test_a_slow_machine_is_not_asked_twice() -> None:
-    clock = Clock(slow=100)
-    measured = measure(clock.backend(), Want(tokens="none"), clock)
-    assert clock.rounds == list(SIZES)
-    assert measured == pytest.approx({size: 0.3 * size for size in SIZES})
+def test_a_slow_machine_is_asked_for_little() -> None:
+    clock = Clock(slow=300)
+    measured = clock.measure()
+    assert list(measured.seconds) == [1, 2], "then its patience was over"
+    assert measured.seconds == pytest.approx({1: 0.3, 2: 0.6})
+    assert measured.settled, "it will be no faster the next time"
+    assert Costs.between(measured.seconds).seconds[63] == pytest.approx(0.3 * 64)
+
+
+def test_a_device_that_had_to_be_made_ready_is_measured_again_the_next_time() -> None:
+    clock = Clock(first=3000)
+    measured = clock.measure()
+    assert list(measured.seconds) == [1]
+    assert not measured.settled
+    assert best_size([0.9] * 30, Costs.between(measured.seconds).seconds, 0) == 0, "until then nodes are dear"
 
 
 def test_costs_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Want] = []
 
-    def counted(backend: ReferenceBackend, wants: Want) -> dict[int, float]:
+    def counted(backend: ReferenceBackend, wants: Want) -> Measured:
         calls.append(wants)
-        return {1: 0.5, 64: 2.0}
+        return Measured({1: 0.5, 64: 2.0}, 0.4, settled=not wants.hidden)
 
     monkeypatch.setattr(costs_module, "measure", counted)
     plain, features = Want(tokens="none"), Want(tokens="none", features=(1,))
     first = costs_of(BACKEND, plain, tmp_path)
-    assert costs_of(BACKEND, plain, tmp_path) == first == Costs.between({1: 0.5, 64: 2.0})
+    assert costs_of(BACKEND, plain, tmp_path) == first == Costs.between({1: 0.5, 64: 2.0}, 0.4)
     assert len(calls) == 1
     costs_of(BACKEND, features, tmp_path)
     assert calls == [plain, features]
@@ -330,6 +491,9 @@ def test_costs_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
         file.write_text("{")
     assert costs_of(BACKEND, plain, tmp_path) == first
     assert len(calls) == 3
+    for _ in range(2):
+        costs_of(BACKEND, Want(tokens="none", hidden=True), tmp_path)
+    assert len(calls) == 5, "what was not settled is not kept"
 
 
 def test_without_room_to_measure_nothing_is_kept_and_nodes_are_dear(tmp_path: Path) -> None:
@@ -343,7 +507,7 @@ def test_without_room_to_measure_nothing_is_kept_and_nodes_are_dear(tmp_path: Pa
 
 
 def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs_module, "measure", lambda backend, wants: {1: 1.0, 64: 2.0})
+    monkeypatch.setattr(costs_module, "measure", lambda backend, wants: Measured({1: 1.0, 64: 2.0}, 1.0, True))
     blocked = tmp_path / "file"
     blocked.write_text("")
     assert costs_of(BACKEND, Want(tokens="none"), blocked / "below").seconds[0] == 1.0

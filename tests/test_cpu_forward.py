@@ -120,11 +120,12 @@ def test_mtp_agrees_with_the_reference(kernels: list[str] | None) -> None:
     reference, cpu = pair(config, random_tensors(config), features=kernels, **F32_CACHE)
     rng = np.random.default_rng(2)
     ids, hidden = rng.integers(0, config.vocab, 70), rng.standard_normal((70, config.hidden)).astype(np.float32)
-    want = Want("top", top=7, hidden=True)
+    want = Want("top", top=7, hidden=True, every_row=True)
     outputs = []
     for backend in (reference, cpu):
         state = backend.new_state(80)
-        backend.mtp(state, ids, hidden, 0, want)
+        last = backend.mtp(state, ids, hidden, 0, Want("top", top=7))
+        assert np.array_equal(last.top_ids, backend.mtp(state, ids, hidden, 0, want).top_ids[-1:])
         outputs.append(backend.mtp(state, ids[:2], hidden[:2], 40, want))  # over what was there
     expected, found = outputs
     assert relative(found.hidden, expected.hidden) < 3e-5

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from itertools import count, pairwise
+from itertools import pairwise
 from math import erfc, sqrt
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,6 @@ def backend(name: str, seed: int = 0) -> Backend:
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, CONFIG.vocab, length).tolist()
-
-
-def ticking() -> Callable[[], float]:
-    """A clock that cannot be watched: each look at it takes a millisecond."""
-    ticks = count()
-    return lambda: next(ticks) / 1000
 
 
 def drafts(on: Backend, nodes: int, seed: int = 0) -> dict[str, Draft]:
@@ -99,7 +93,7 @@ def check_texts(name: str, seed: int, length: int, nodes: int, greedy: bool) -> 
         prompt = [prompt + answer + following, prompt + following, following][rng.integers(3)]
     costs = Costs.between({1: 0.001, 64: 0.002})
     for draft in drafts(on, nodes, seed).values():
-        for proposer in (draft, Budgeted(draft, costs, ticking())):
+        for proposer in (draft, Budgeted(draft, costs)):
             proposer.reset()
             conversation = Conversation(on, 400, proposer)
             for prompt, limit, answer in turns:

@@ -78,7 +78,7 @@ def test_mtp_over_a_text_and_on_its_own_output(backend: ReferenceBackend, expect
     state = backend.new_state(len(ids) + 8)
     hidden = backend.prefill(state, ids, Want("none", hidden=True)).hidden
     assert hidden is not None
-    want = Want("logits", hidden=True)
+    want = Want("logits", hidden=True, every_row=True)
     output = backend.mtp(state, ids[1:], hidden[:-1], 0, want)
     assert output.logits is not None
     assert output.hidden is not None

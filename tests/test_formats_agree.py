@@ -41,7 +41,7 @@ def logits(checkpoint: Checkpoint) -> tuple[np.ndarray, np.ndarray]:
     state = backend.new_state(100)
     output = backend.prefill(state, IDS, Want("logits", every_row=True, hidden=True))
     assert output.hidden is not None
-    drafts = backend.mtp(state, IDS[1:], output.hidden[:-1], 0, Want("logits"))
+    drafts = backend.mtp(state, IDS[1:], output.hidden[:-1], 0, Want("logits", every_row=True))
     assert output.logits is not None
     assert drafts.logits is not None
     assert np.isfinite(output.logits).all()

@@ -168,7 +168,7 @@ def test_mtp_runs_its_chain_the_same_way_whole_or_in_steps() -> None:
     backend = ReferenceBackend(config, random_tensors(config), np.float64)
     state = backend.new_state(40)
     hidden = np.random.default_rng(0).standard_normal((6, config.hidden)).astype(np.float32)
-    want = Want("logits", hidden=True)
+    want = Want("logits", hidden=True, every_row=True)
     whole = backend.mtp(state, range(6), hidden, 0, want)
     stepped = [backend.mtp(state, [i], hidden[i : i + 1], i, want).logits for i in range(6)]
     np.testing.assert_allclose(np.concatenate(stepped), whole.logits, rtol=1e-5, atol=1e-5)
@@ -227,4 +227,4 @@ def test_malformed_trees_are_refused(parents: list[int]) -> None:
 
 def test_children_of_equal_tokens_are_the_first() -> None:
     tree = Tree(np.array([9, 4, 4, 5]), np.array([-1, 0, 0, 0]))
-    assert tree.children(0) == {4: 1, 5: 3}
+    assert tree.child == {(-1, 9): 0, (0, 4): 1, (0, 5): 3}

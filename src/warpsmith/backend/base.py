@@ -32,7 +32,7 @@ class Want:
     top: int = 0  # with tokens="top": how many
     features: tuple[int, ...] = ()  # layers whose output (residual stream) is returned, concatenated in this order
     hidden: bool = False  # the residual stream after the final norm: what the MTP head reads
-    every_row: bool = False  # prefill only: tokens for every position, not just the last
+    every_row: bool = False  # prefill and MTP: tokens for every position, not just the last
 
 
 ARGMAX = Want()
@@ -41,7 +41,7 @@ LOGITS = Want(tokens="logits")
 
 @dataclass
 class Output:
-    """One row a node (prefill: one row a position for features and hidden; tokens as `Want.every_row` says).
+    """One row a node (prefill, MTP: one row a position for features and hidden; tokens as `Want.every_row` says).
 
     Ties go to the lowest token id. `argmax` is filled for every kind of `Want.tokens` but "none".
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -30,7 +31,8 @@ class Tree:
         n = len(tokens)
         if tokens.ndim != 1 or parents.shape != tokens.shape or not 1 <= n <= MAX_NODES:
             raise BadRequest(f"A tree has 1 to {MAX_NODES} nodes with one parent each; this one has {n} tokens.")
-        if parents[0] != -1 or (parents[1:] < 0).any() or (parents[1:] >= np.arange(1, n)).any():
+        above = parents.tolist()
+        if above[0] != -1 or any(not 0 <= parent < node for node, parent in enumerate(above[1:], start=1)):
             raise BadRequest("A tree's parents must precede their children, and only node 0 is a root.")
 
     @classmethod
@@ -43,10 +45,14 @@ class Tree:
 
     def depths(self) -> np.ndarray:
         """int32 [n]: 0 for the root."""
-        depths = np.zeros(len(self), dtype=np.int32)
-        for i, parent in enumerate(self.parents[1:], start=1):
-            depths[i] = depths[parent] + 1
-        return depths
+        return self._depths
+
+    @cached_property
+    def _depths(self) -> np.ndarray:
+        depths = [0]
+        for parent in self.parents[1:].tolist():
+            depths.append(depths[parent] + 1)
+        return np.array(depths, dtype=np.int32)
 
     def path(self, node: int) -> list[int]:
         """Node indices from the root to `node`, both included."""
@@ -55,9 +61,10 @@ class Tree:
             path.append(parent)
         return path[::-1]
 
-    def children(self, node: int) -> dict[int, int]:
-        """Token -> child index. Of siblings with the same token the first counts."""
-        children: dict[int, int] = {}
-        for i in np.flatnonzero(self.parents == node):
-            children.setdefault(int(self.tokens[i]), int(i))
+    @cached_property
+    def child(self) -> dict[tuple[int, int], int]:
+        """(parent, token) -> node. Of siblings with the same token the first counts."""
+        children: dict[tuple[int, int], int] = {}
+        for node, edge in enumerate(zip(self.parents.tolist(), self.tokens.tolist(), strict=True)):
+            children.setdefault(edge, node)
         return children

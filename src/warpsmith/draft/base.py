@@ -32,12 +32,21 @@ class ScoredTree(Tree):
 
 
 @dataclass(frozen=True)
+class Prices:
+    """What a guess costs, so that a draft need not look for any that cannot pay."""
+
+    token: float  # seconds of a token without a draft: what a right guess saves
+    nodes: Sequence[float]  # by the nodes before it in the tree: how likely a node must be to be worth verifying
+
+
+@dataclass(frozen=True)
 class Context:
     """Where the loop stands when it asks for a draft."""
 
     ids: Sequence[int]  # the committed tokens, then the root: decided, but not yet run. Not to be kept or changed
     state: State  # of length len(ids) - 1
     depth: int  # at least 1: deeper nodes cannot be used any more and are cut off
+    prices: Prices | None = None  # what guesses must pay for; None: all there is room for are wanted
 
     @property
     def root(self) -> int:
@@ -45,11 +54,12 @@ class Context:
 
 
 class Proposer(ABC):
-    """Guesses what follows. Per step the loop calls `propose`, then `observe` with what became of it.
+    """Guesses what follows. Per step the loop calls `propose`, then `observe` with what became of it, then `spent`.
 
     Each committed token is observed exactly once, in order, the prompt's included, with the rows that `wants` asks
-    for. When the past changes to another one the loop calls `restore` (or `reset`, for an empty past) and goes on
-    observing from there; a proposer that cannot go back may forget instead, and only guesses worse.
+    for, or with none if it was decoded while the proposer rested. When the past changes to another one the loop calls
+    `restore` (or `reset`, for an empty past) and goes on observing from there; a proposer that cannot go back may
+    forget instead, and only guesses worse.
     """
 
     name: str
@@ -60,9 +70,21 @@ class Proposer(ABC):
         """Why nothing is being guessed at present, in a few words; None while it is."""
         return None
 
+    @property
+    def rest(self) -> int:
+        """How many tokens to decode plainly, in the backend's own fastest way, before asking for a guess again."""
+        return 0
+
     @abstractmethod
     def propose(self, context: Context) -> Tree | None:
         """A tree whose node 0 is the root, or None to guess nothing this time."""
+
+    def spent(self, tokens: int, seconds: float, forward_seconds: float | None) -> None:
+        """What was decided since it was last told, and how long that took, everything included.
+
+        Of a step also the forward and the commit alone; None for tokens decoded while the proposer rested.
+        """
+        return None
 
     def observe(
         self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None

@@ -1,83 +1,92 @@
 """How many drafted nodes pay, and whether any do.
 
-A step over n nodes takes the draft's time and that of a forward over n + 1 nodes, and is expected to decide one token
-more for every node, times the probability that it is right. The best n has the most expected tokens a second. The
-draft's probabilities are corrected by what became of earlier ones.
+A step over n nodes takes the draft's time, that of a forward over n + 1 nodes, and that of the host around them. It is
+expected to decide one token more for every node, times the probability that it is right. The best n has the most
+expected tokens a second. The draft's probabilities are corrected by what became of earlier ones.
 
 Whether it was worth it is kept in an account, in tokens that plain decoding would have made in the time: a step that
-decides four tokens in the time of two earns two. While the account is empty nothing is drafted, and it fills up again
-by a hundredth of each plain token. So what speculation can cost is bounded: a hundredth, and the small sum that every
-account starts with.
+decides four tokens in the time of two earns two. When the account is empty the draft rests, and the backend decodes by
+itself; each of these tokens pays a little into the account, until there is enough for another try. A draft that fails
+again and again is tried less and less. So what speculation can cost is bounded: half a hundredth, and the small sum
+that an account starts with.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from warpsmith.backend.base import State
-from warpsmith.draft.base import Context, Draft, Proposer, ScoredTree
+from warpsmith.draft.base import Context, Draft, Prices, Proposer, ScoredTree
 from warpsmith.draft.costs import Costs
 
 BINS = 10
 PRIOR = 4.0  # how many observations the draft's own word is worth
 MEMORY = 256.0  # observations after which the older half counts half
-START, MOST, LEAST_TO_RETRY = 8.0, 16.0, 2.0  # the account, in plain tokens
-REFILL = 0.01  # a plain token
-LEAST_PLAIN = 3  # plain steps before the first draft, so that there is something to compare it with
+START, MOST = 4.0, 16.0  # the account, in plain tokens
+REFILL = 0.005  # a plain token
+RARELY = 8  # times as long as at first a draft waits that has failed again and again
+LISTENS = 12  # tokens before another try of which a draft that needs their rows is told
 RECENT = 9  # timings of which the median is taken: a step that was held up does not count
+CHECK_AFTER, CHECK = 512, 8  # tokens drafted, and tokens then decoded plainly, to see how fast that is at present
+FRESH = 64  # tokens for which that is known well enough to give a draft up
+BEYOND = 2  # levels a draft is asked for below those that were verified lately
 
 
-def best_size(probabilities: Sequence[float], seconds: Sequence[float], draft_seconds: float) -> int:
+def best_size(probabilities: Sequence[float], seconds: Sequence[float], other_seconds: float) -> int:
     """How many of a draft's nodes to verify for the most expected tokens a second.
 
     `probabilities` are those of the nodes below the root, in the order in which they would be taken; `seconds` are
-    those of a forward over 1, 2, ... nodes. Of equal rates the smaller tree.
+    those of a forward over 1, 2, ... nodes, `other_seconds` what a step takes besides. Of equal rates the smaller tree.
     """
-    best, best_rate, tokens = 0, 1 / (draft_seconds + seconds[0]), 1.0
+    best, best_rate, tokens = 0, 1 / (other_seconds + seconds[0]), 1.0
     for nodes, probability in enumerate(probabilities, start=1):
         tokens += probability
-        rate = tokens / (draft_seconds + seconds[nodes])
+        rate = tokens / (other_seconds + seconds[nodes])
         if rate > best_rate:
             best, best_rate = nodes, rate
     return best
+
+
+def least_probabilities(costs: Costs) -> list[float]:
+    """How likely a node must be to pay, by the nodes before it (the root among them): its share of the cheapest way on.
+
+    What pays has to bring more tokens a second than plain decoding does.
+    """
+    seconds = np.array(costs.seconds)
+    return [float(((seconds[n:] - seconds[n - 1]) / np.arange(1, len(seconds) - n + 1)).min() / costs.plain)
+            for n in range(1, len(seconds))]  # fmt: skip
 
 
 class Calibration:
     """How often guesses of a given confidence were right."""
 
     def __init__(self) -> None:
-        self._tried, self._right = np.zeros(BINS), np.zeros(BINS)
+        self._tried, self._right = [0.0] * BINS, [0.0] * BINS
 
-    def corrected(self, confidence: np.ndarray) -> np.ndarray:
-        bins = _bin(confidence)
-        return (self._right[bins] + PRIOR * confidence) / (self._tried[bins] + PRIOR)
+    def corrected(self, confidence: float) -> float:
+        bin = min(int(confidence * BINS), BINS - 1)
+        return (self._right[bin] + PRIOR * confidence) / (self._tried[bin] + PRIOR)
 
-    def learn(self, confidence: np.ndarray, right: np.ndarray) -> None:
-        bins = _bin(confidence)
-        np.add.at(self._tried, bins, 1.0)
-        np.add.at(self._right, bins, right.astype(np.float64))
-        full = self._tried > MEMORY
-        self._tried[full] /= 2
-        self._right[full] /= 2
-
-
-def _bin(confidence: np.ndarray) -> np.ndarray:
-    return np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
+    def learn(self, confidence: float, right: bool) -> None:
+        bin = min(int(confidence * BINS), BINS - 1)
+        self._tried[bin] += 1.0
+        self._right[bin] += right
+        if self._tried[bin] > MEMORY:
+            self._tried[bin] /= 2
+            self._right[bin] /= 2
 
 
-def path_probabilities(tree: ScoredTree, calibration: Calibration) -> np.ndarray:
-    """float64 [n]: the corrected probability of the path to each node; 1 for the root."""
-    conditionals = calibration.corrected(tree.conditionals())
-    paths = np.ones(len(tree))
-    for node, parent in enumerate(tree.parents[1:].tolist(), start=1):
-        paths[node] = paths[parent] * conditionals[node]
+def path_probabilities(tree: ScoredTree, calibration: Calibration) -> list[float]:
+    """The corrected probability of the path to each node; 1 for the root."""
+    paths = [1.0]
+    for parent, conditional in zip(tree.parents[1:].tolist(), tree.conditionals()[1:].tolist(), strict=True):
+        paths.append(paths[parent] * calibration.corrected(conditional))
     return paths
 
 
@@ -86,67 +95,89 @@ class Account:
 
     def __init__(self) -> None:
         self.credit, self.open = START, True
-        self._needed = LEAST_TO_RETRY  # to open again
+        self._needed = 0.0  # to open again
+        self._failures = 0  # tries in a row that earned nothing
+        self._earned = False  # since it last opened
 
-    def drafted(self, tokens: int, worth: float) -> None:
-        """A step decided `tokens` in a time that plain decoding would have made `worth` tokens in."""
+    def drafted(self, tokens: int, worth: float, sure: bool = True) -> None:
+        """A step decided `tokens` in a time that plain decoding would have made `worth` tokens in.
+
+        The account closes when it is empty, or stays at zero if that is not `sure`.
+        """
         self.credit = min(self.credit + tokens - worth, MOST)
-        if self.credit < 0:
+        self._earned = self._earned or self.credit > max(START, self._needed)
+        if self.credit < 0 and not sure:
+            self.credit = 0.0
+        elif self.credit < 0:
             self.open = False
-            # enough for a step or two that are all wrong
-            self._needed = min(max(LEAST_TO_RETRY, 2 * (worth - 1)), MOST)
+            self._failures = 0 if self._earned else self._failures + 1
+            self._earned = False
+            self._needed = min(2 * max(worth - 1, 0.0), MOST)  # enough for two steps that are all wrong
 
-    def plain(self) -> None:
-        """A token was decided plainly."""
-        self.credit = min(self.credit + REFILL, MOST)
-        self.open = self.open or self.credit >= self._needed
+    def plain(self, tokens: int) -> None:
+        """Tokens were decoded plainly while it was closed."""
+        self.credit = min(self.credit + tokens * self._refill, MOST)
+        self.open = self.credit >= self._needed
+
+    @property
+    def _refill(self) -> float:
+        return REFILL / min(2 ** max(self._failures - 1, 0), RARELY)
 
     @property
     def waits(self) -> int:
         """Plain tokens until it opens again."""
-        return 0 if self.open else round((self._needed - self.credit) / REFILL)
+        return 0 if self.open else max(1, round((self._needed - self.credit) / self._refill))
 
 
 class Pace:
-    """Costs as they are at present: at this length of text, with this sampler, on a machine as busy as it is.
-
-    A plain step tells how fast the machine is, and a tree how much more than its share it takes, by rough size.
-    """
+    """Costs as they are at present: at this length of text, with this sampler, on a machine as busy as it is."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
-        self._plain: deque[float] = deque(maxlen=RECENT)
-        self._extra: dict[int, deque[float]] = {}  # by the bits of the number of nodes
+        self._plain: deque[float] = deque(maxlen=5)
+        self._forward: deque[float] = deque(maxlen=RECENT)  # how much longer than measured they take
+        self._extra: dict[int, deque[float]] = {}  # likewise, against that, by the bits of the number of nodes
+        self._other: deque[float] = deque(maxlen=RECENT)  # the draft and the host, of a step
+        self._seconds: list[float] | None = None
 
-    @property
-    def known(self) -> bool:
-        """Whether it has seen enough plain steps to compare others with."""
-        return len(self._plain) >= LEAST_PLAIN
+    def decoded(self, tokens: int, seconds: float) -> None:
+        self._plain.append(seconds / tokens)
+
+    def stepped(self, nodes: int, seconds: float, forward_seconds: float) -> None:
+        self._other.append(max(seconds - forward_seconds, 0.0))
+        ratio = forward_seconds / self.costs.seconds[nodes - 1]
+        self._extra.setdefault(_bits(nodes), deque(maxlen=RECENT)).append(ratio / self._speed())
+        self._forward.append(ratio)
+        self._seconds = None
+
+    def forget_plain(self) -> None:
+        """What it took may belong to a time that is over."""
+        self._plain.clear()
 
     def forget_trees(self) -> None:
-        """What they took was compared with plain steps of a time that may be over."""
+        """Likewise."""
         self._extra.clear()
-
-    def took(self, nodes: int, seconds: float) -> None:
-        ratio = seconds / self.costs.seconds[nodes - 1]
-        if nodes == 1:
-            self._plain.append(ratio)
-        else:
-            self._extra.setdefault(_bits(nodes), deque(maxlen=RECENT)).append(ratio / self._speed())
+        self._seconds = None
 
     def plain(self) -> float:
         """Seconds of a token without a draft."""
-        return self.costs.seconds[0] * self._speed()
+        return median(self._plain) if self._plain else self.costs.plain * self._speed()
+
+    def other(self) -> float:
+        """Seconds of a step besides its forward and commit."""
+        return median(self._other) if self._other else 0.0
 
     def seconds(self) -> list[float]:
         """Of a forward over 1, 2, ... nodes."""
-        known = {bits: median(ratios) for bits, ratios in self._extra.items()}
-        elsewhere, speed = median(known.values()) if known else 1.0, self._speed()
-        trees = (s * speed * known.get(_bits(n), elsewhere) for n, s in enumerate(self.costs.seconds[1:], start=2))
-        return [self.plain(), *trees]
+        if self._seconds is None:
+            known = {bits: median(ratios) for bits, ratios in self._extra.items()}
+            elsewhere = median(known.values()) if known else 1.0
+            factors = [self._speed() * known.get(bits, elsewhere) for bits in range(_bits(len(self.costs.seconds)) + 1)]
+            self._seconds = [s * factors[_bits(n)] for n, s in enumerate(self.costs.seconds, start=1)]
+        return self._seconds
 
     def _speed(self) -> float:
-        return median(self._plain) if self._plain else 1.0
+        return median(self._forward) if self._forward else 1.0
 
 
 def _bits(nodes: int) -> int:
@@ -156,20 +187,21 @@ def _bits(nodes: int) -> int:
 @dataclass
 class _Step:
     position: int
-    tree: ScoredTree | None
-    draft_seconds: float
-    since: float  # the forward began
+    tree: ScoredTree | None  # what was left of the draft's
 
 
 class Budgeted(Proposer):
     """A draft held to what pays here."""
 
-    def __init__(self, draft: Draft, costs: Costs, clock: Callable[[], float] = perf_counter) -> None:
-        self.draft, self.costs, self.clock = draft, costs, clock
+    def __init__(self, draft: Draft, costs: Costs) -> None:
+        self.draft, self.costs = draft, costs
         self.name, self.wants = draft.name, draft.wants
         self.calibration, self.account = Calibration(), Account()
-        self._draft_seconds: deque[float] = deque(maxlen=RECENT)
+        self._least = least_probabilities(costs)
+        self._listens = LISTENS if draft.wants.features or draft.wants.hidden else 0
         self._pace = Pace(costs)
+        self._depths: deque[int] = deque(maxlen=RECENT)  # of the trees that were verified
+        self._unchecked = CHECK_AFTER  # tokens since plain decoding was last seen
         self._step: _Step | None = None
 
     @property
@@ -178,47 +210,64 @@ class Budgeted(Proposer):
             return None
         return f"{self.name} drafts do not pay here; next try after {self.account.waits} tokens"
 
-    def propose(self, context: Context) -> ScoredTree | None:
-        before = self.clock()
-        tree = self.draft.propose(context) if self.account.open and self._pace.known else None
-        now = self.clock()
-        took = now - before
-        if tree is not None:
-            self._draft_seconds.append(took)
-            tree = tree.first(self._size(tree))
-        self._step = _Step(len(context.ids) - 1, tree, took, now)
-        return tree
+    @property
+    def rest(self) -> int:
+        if self.account.open:
+            return CHECK if self._unchecked >= CHECK_AFTER else 0
+        return max(0, self.account.waits - self._listens)
 
-    def _size(self, tree: ScoredTree) -> int:
-        probabilities = path_probabilities(tree, self.calibration)[1:].tolist()
-        return best_size(probabilities, self._pace.seconds(), median(self._draft_seconds))
+    def propose(self, context: Context) -> ScoredTree | None:
+        self._step = None
+        if not self.account.open:
+            return None  # it only listens
+        depth = max(self._depths) + BEYOND if self._depths else context.depth
+        prices = Prices(self._pace.plain(), self._least)
+        tree = self.draft.propose(replace(context, depth=min(depth, context.depth), prices=prices))
+        if tree is not None:
+            size = best_size(path_probabilities(tree, self.calibration)[1:], self._pace.seconds(), self._pace.other())
+            tree = tree.first(size) if size else None
+        self._step = _Step(len(context.ids) - 1, tree)
+        return tree
 
     def observe(
         self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
     ) -> None:
         self.draft.observe(tokens, position, features, hidden)
-        step, self._step = self._step, None
-        if step is not None and step.position == position:
-            self._learn(step, tokens, self.clock() - step.since)
+        step = self._step
+        if step is not None and step.position == position and step.tree is not None:
+            self._learn(step.tree, tokens)
 
-    def _learn(self, step: _Step, tokens: Sequence[int], seconds: float) -> None:
-        tree = step.tree
-        self._pace.took(1 if tree is None else len(tree), seconds)
-        plain = self._pace.plain()
-        if tree is not None:
-            # what such a step takes, not what this one took: a hiccup of the machine says nothing about the draft
-            took = median(self._draft_seconds) + self._pace.seconds()[len(tree) - 1]
-            self.account.drafted(len(tokens), took / plain)
-            if not self.account.open:
-                self._pace.forget_trees()
-            path = _followed(tree, tokens)
-            tried = np.isin(tree.parents, path)
-            right = np.isin(np.arange(len(tree)), path)
-            self.calibration.learn(tree.conditionals()[tried], right[tried])
-        elif self.account.open:
-            self.account.drafted(1, 1 + step.draft_seconds / plain)
-        else:
-            self.account.plain()
+    def _learn(self, tree: ScoredTree, tokens: Sequence[int]) -> None:
+        """Judge the guesses whose parents were right."""
+        path, followed = [0], tree.child
+        for token in tokens[1:]:
+            path.append(followed[path[-1], token])
+        for node, (parent, belief) in enumerate(zip(tree.parents.tolist(), tree.conditionals().tolist(), strict=True)):
+            if parent in path:
+                self.calibration.learn(belief, node in path)
+        self._depths.append(int(tree.depths().max()))
+
+    def spent(self, tokens: int, seconds: float, forward_seconds: float | None) -> None:
+        pace, account, step = self._pace, self.account, self._step
+        self._step = None
+        if forward_seconds is None:
+            pace.decoded(tokens, seconds)
+            self._unchecked = 0
+        if not account.open:
+            account.plain(tokens)
+        elif forward_seconds is not None:
+            nodes = 1 if step is None or step.tree is None else len(step.tree)
+            pace.stepped(nodes, seconds, forward_seconds)
+            # a hiccup of the machine says nothing about the draft
+            usual = pace.other() + pace.seconds()[nodes - 1]
+            fresh = self._unchecked <= FRESH
+            account.drafted(tokens, min(seconds, 2 * usual) / pace.plain(), sure=fresh)
+            self._unchecked += tokens
+            if account.credit == 0 and not fresh:  # perhaps it is the machine that got slower
+                self._unchecked = CHECK_AFTER
+                pace.forget_plain()
+            elif not account.open:
+                pace.forget_trees()
 
     # -- the draft's own business -------------------------------------------------------------------------------------
 
@@ -236,11 +285,3 @@ class Budgeted(Proposer):
     def restore(self, saved: Any) -> None:
         self._step = None
         self.draft.restore(saved)
-
-
-def _followed(tree: ScoredTree, tokens: Sequence[int]) -> list[int]:
-    """The nodes that were committed as `tokens`."""
-    path = [0]
-    for token in tokens[1:]:
-        path.append(tree.children(path[-1])[token])
-    return path

@@ -7,9 +7,12 @@ import json
 import os
 import platform
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,22 +22,36 @@ from warpsmith.errors import BadRequest, DoesNotFit
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # trees that are timed
 PAST = 16  # tokens before them
-ROUNDS = 6  # the first warms up
-PATIENCE = 3.0  # seconds after which another round is not begun
+ROUNDS = 5
+PATIENCE = 3.0  # seconds after which nothing more is timed
+BURST = 8  # plain tokens timed together
+SLOW = 0.05  # seconds of a token of which one at a time can be timed well enough
+PREPARING = 5.0  # times as long as the next: the first was not a forward alone
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a forward and a commit by the number of nodes, the root included."""
+    """Seconds of a forward and a commit by the number of nodes, the root included, and of a token without them."""
 
     seconds: tuple[float, ...]  # of 1, 2, ... MAX_NODES nodes
+    plain: float  # of a token as `Backend.decode` makes them
 
     @classmethod
-    def between(cls, measured: Mapping[int, float]) -> Costs:
-        """From some sizes all of them, by straight lines; more nodes never cost less."""
+    def between(cls, measured: Mapping[int, float], plain: float | None = None) -> Costs:
+        """From some sizes all of them, by straight lines, the last of which goes on; more nodes never cost less."""
         sizes = sorted(measured)
-        line = np.interp(np.arange(1, MAX_NODES + 1), sizes, [measured[n] for n in sizes])
-        return cls(tuple(np.maximum.accumulate(line).tolist()))
+        times = [measured[n] for n in sizes]
+        nodes = np.arange(1, MAX_NODES + 1)
+        line = np.interp(nodes, sizes, times)
+        slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else times[0]
+        line += np.maximum(nodes - sizes[-1], 0) * slope
+        return cls(tuple(np.maximum.accumulate(line).tolist()), times[0] if plain is None else plain)
+
+
+class Measured(NamedTuple):
+    seconds: dict[int, float]  # by nodes
+    plain: float
+    settled: bool  # measuring again would tell no other sizes
 
 
 def costs_of(backend: Backend, wants: Want, directory: Path | None = None) -> Costs:
@@ -42,46 +59,70 @@ def costs_of(backend: Backend, wants: Want, directory: Path | None = None) -> Co
     path = (directory or cache_directory()) / f"{_fingerprint(backend, wants)}.json"
     try:
         kept = json.loads(path.read_text())
-        return Costs.between({int(n): float(s) for n, s in kept["seconds"].items()})
+        return Costs.between({int(n): float(s) for n, s in kept["seconds"].items()}, float(kept["plain"]))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         pass
     try:
         measured = measure(backend, wants)
     except (BadRequest, DoesNotFit):
         return Costs.between({1: 1.0, MAX_NODES: float(MAX_NODES)})
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_text(json.dumps({"device": backend.name, "seconds": measured}))
-        part.replace(path)
-    except OSError:
-        pass  # a cache that cannot be written only costs time
-    return Costs.between(measured)
+    if measured.settled:
+        with suppress(OSError):  # a cache that cannot be written only costs time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(f".{os.getpid()}.part")
+            part.write_text(json.dumps({"device": backend.name, "seconds": measured.seconds, "plain": measured.plain}))
+            part.replace(path)
+    return Costs.between(measured.seconds, measured.plain)
 
 
-def measure(backend: Backend, wants: Want, clock: Callable[[], float] = perf_counter) -> dict[int, float]:
-    """Seconds of trees of some sizes. Tokens and shape hardly matter; what they read and write does.
+def measure(backend: Backend, wants: Want, clock: Callable[[], float] = perf_counter) -> Measured:
+    """Seconds of trees of some sizes and of a plain token.
 
-    What else runs on the machine only ever adds to a time, so of several the shortest is nearest to the truth, and
-    sizes take turns so that a busy moment does not fall on one alone.
+    Tokens and shape hardly matter; what they read and write does. What else runs on the machine only ever adds to a
+    time, so of several the shortest is nearest to the truth, and sizes take turns so that a busy moment does not fall
+    on one alone. The first of a size is not counted: a device may have to be made ready for it, which can use up all
+    the time there is, but not the next time.
     """
     random = np.random.default_rng(0)
     state = backend.new_state(PAST + MAX_NODES)
     backend.prefill(state, random.integers(0, backend.config.vocab, PAST).tolist(), replace(wants, tokens="none"))
     start, want = backend.snapshot(state), replace(wants, tokens="argmax")
     trees = [typical_tree(n, random, backend.config.vocab) for n in SIZES if n <= backend.largest_tree]
+
+    def timed(run: Callable[[], object]) -> float:
+        before = clock()
+        run()
+        seconds = clock() - before
+        backend.restore(state, start)
+        return seconds
+
+    def plainly(count: int) -> None:
+        for _ in backend.decode(state, 0, count):
+            pass
+
+    def forward(tree: Tree) -> None:
+        backend.forward(state, tree, want)
+        backend.commit(state, [0])
+
+    started, prepared = clock(), False
+    plain: list[float] = []
     samples: dict[int, list[float]] = {len(tree): [] for tree in trees}
-    started = clock()
+    timed(partial(plainly, 1))
+    single = timed(partial(plainly, 1))
     for _ in range(ROUNDS):
+        burst = 1 if single > SLOW else BURST
+        plain.append(timed(partial(plainly, burst)) / burst)
         for tree in trees:
-            before = clock()
-            backend.forward(state, tree, want)
-            backend.commit(state, [0])
-            samples[len(tree)].append(clock() - before)
-            backend.restore(state, start)
+            times = samples[len(tree)]
+            if samples[1] and clock() - started > PATIENCE:
+                break
+            first = 0.0 if times else timed(partial(forward, tree))
+            times.append(timed(partial(forward, tree)))
+            prepared = prepared or first > PREPARING * times[-1]
         if clock() - started > PATIENCE:
             break
-    return {size: min(times[1:] or times) for size, times in samples.items()}
+    known = {size: min(times) for size, times in samples.items() if times}
+    return Measured(known, min(plain), settled=len(known) == len(trees) or not prepared)
 
 
 def typical_tree(size: int, random: np.random.Generator, vocab: int) -> Tree:

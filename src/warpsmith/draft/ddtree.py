@@ -9,12 +9,14 @@ beginning, they form a tree by themselves. A heap finds them best first (DDTree,
 from __future__ import annotations
 
 import heapq
-from math import inf
+from math import exp, inf
 
 import numpy as np
 
 from warpsmith.backend.base import Output
-from warpsmith.draft.base import ScoredTree
+from warpsmith.draft.base import Prices, ScoredTree
+
+MODESTY = 0.5  # a draft may be right twice as often as it thinks
 
 
 def marginals(output: Output) -> tuple[np.ndarray, np.ndarray]:
@@ -25,12 +27,25 @@ def marginals(output: Output) -> tuple[np.ndarray, np.ndarray]:
     return output.top_ids, output.top_logits.astype(np.float64) - output.logsumexp[:, None]
 
 
-def best_tree(root: int, ids: np.ndarray, log_probs: np.ndarray, nodes: int, *, chain_seed: bool = False) -> ScoredTree:
+def worth_verifying(prices: Prices | None, nodes: int, score: float) -> bool:
+    """Whether a path of this log-probability could pay as one more node beside `nodes`, if drafts are too modest."""
+    return prices is None or exp(score) >= MODESTY * prices.nodes[nodes - 1]
+
+
+def best_tree(
+    root: int,
+    ids: np.ndarray,
+    log_probs: np.ndarray,
+    nodes: int,
+    *,
+    chain_seed: bool = False,
+    prices: Prices | None = None,
+) -> ScoredTree:
     """The `nodes` likeliest paths below `root`, likeliest first; of equals the one of smaller ranks.
 
     `ids` and `log_probs` are [depth, k]: for each depth the k likeliest tokens, best first, with their log-probability
     over the whole vocabulary. With `chain_seed` the likeliest token of every depth goes in first, which helps where
-    a draft's probabilities are flatter than they should be.
+    a draft's probabilities are flatter than they should be. With `prices` it ends where further nodes cannot pay.
     """
     depth, width = ids.shape
     choices = ids.tolist()
@@ -60,7 +75,9 @@ def best_tree(root: int, ids: np.ndarray, log_probs: np.ndarray, nodes: int, *, 
     else:
         consider(0, 0)
     while heap and len(tokens) <= nodes:
-        _, path, parent = heapq.heappop(heap)
+        score, path, parent = heapq.heappop(heap)
+        if not worth_verifying(prices, len(tokens), -score):
+            break
         consider(take(parent, path[-1]), 0)
     return ScoredTree(np.array(tokens), np.array(parents), np.array(scores))
 

@@ -59,10 +59,11 @@ class DFlash(Draft):
     def observe(
         self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
     ) -> None:
-        assert features is not None
         if position != self._position:
             self.reset()
         self._position = position + len(tokens)
+        if features is None:
+            return  # a gap: the rows before it still stand where they stood
         kept = features[-self._longest :]  # what no layer could see any more is not worth projecting
         self._waiting.append((self._position - len(kept), kept))
         while sum(len(rows) for _, rows in self._waiting[1:]) >= self._longest:
@@ -86,7 +87,7 @@ class DFlash(Draft):
         rows = min(self.config.block - 1, context.depth)
         width = min(WIDTH, self.nodes, self.backend.config.vocab)
         output = self.network.fill(context.root, len(context.ids) - 1, rows, Want(tokens="top", top=width))
-        return best_tree(context.root, *marginals(output), self.nodes)
+        return best_tree(context.root, *marginals(output), self.nodes, prices=context.prices)
 
     def hidden(self, root: int, position: int) -> np.ndarray:
         """The block's rows after the last norm, float32 [block, hidden]; row j is about the token at position + j."""

@@ -9,21 +9,22 @@ wherever it began to listen, which need not be the beginning of the text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import exp
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from warpsmith.backend.base import Backend, State, Want
 from warpsmith.backend.tree import MAX_NODES
-from warpsmith.draft.base import Context, Draft, ScoredTree
+from warpsmith.draft.base import Context, Draft, Prices, ScoredTree
 from warpsmith.draft.ddtree import best_tree, marginals
 from warpsmith.errors import BadRequest
 
 STEPS = 8  # rows run ahead, at most
-FAINT = np.log(0.1)  # a chain less likely than this is not worth another step
+FAINT = 0.1  # a chain less likely than this is not worth another step, where nobody knows what it costs
 WIDTH = 8  # tokens considered at each depth
 LISTENS = 2048  # rows that may wait for the block; of a longer past only the end is heard
-TOGETHER = 16  # waiting rows that run with the first guess; more would each pay for logits nobody reads
 
 
 class MTP(Draft):
@@ -38,6 +39,7 @@ class MTP(Draft):
         if type(backend).mtp is Backend.mtp:
             raise BadRequest(f"The {backend.name} backend does not run MTP heads.", "Use --draft ngram.")
         self.backend, self.nodes = backend, nodes
+        self._row_seconds = 0.0
         self.reset()
 
     def reset(self) -> None:
@@ -56,9 +58,11 @@ class MTP(Draft):
     def observe(
         self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
     ) -> None:
-        assert hidden is not None
-        if position != self._position:
+        if position != self._position or hidden is None:
             self.reset()
+        if hidden is None:
+            self._position = position + len(tokens)
+            return  # a gap: it begins to listen anew
         ids = np.asarray(tokens, dtype=np.int32)
         before = hidden[:-1] if self._hidden is None else np.concatenate([self._hidden, hidden[:-1]])
         if len(before):
@@ -79,25 +83,32 @@ class MTP(Draft):
         state, steps = context.state, min(STEPS, context.depth, self.nodes)
         if self._hidden is None or self._position != len(context.ids) - 1:
             return None
-        if sum(len(tokens) for tokens, _ in self._waiting) > TOGETHER:
-            self.catch_up(state)
         self._waiting.append((np.array([context.root], dtype=np.int32), self._hidden))
         tokens, hidden = self._take()
-        width = min(WIDTH, self.nodes, self.backend.config.vocab)
-        ids, log_probs = np.zeros((0, width), np.int32), np.zeros((0, width))
+        want = Want(tokens="top", top=min(WIDTH, self.nodes, self.backend.config.vocab), hidden=True)
+        ids: list[np.ndarray] = []
+        log_probs: list[np.ndarray] = []
         row, likely = self._rows, 0.0
         self._rows += len(tokens) - 1  # the root's row is run again when it is committed
         while True:
-            output = self.backend.mtp(state, tokens.tolist(), hidden, row, Want(tokens="top", top=width, hidden=True))
+            before = perf_counter()
+            output = self.backend.mtp(state, tokens.tolist(), hidden, row, want)
+            self._row_seconds += 0.1 * (perf_counter() - before - self._row_seconds)
             here, beliefs = marginals(output)
-            ids, log_probs = np.concatenate([ids, here[-1:]]), np.concatenate([log_probs, beliefs[-1:]])
-            likely += float(log_probs[-1, 0])
+            ids.append(here)
+            log_probs.append(beliefs)
+            likely += float(beliefs[0, 0])
             row += len(tokens)
             # the block's row `row` stands for a position; a state has one for each position there is room for
-            if len(ids) == steps or likely < FAINT or row >= state.context:
-                return best_tree(context.root, ids, log_probs, self.nodes)
+            if len(ids) == steps or exp(likely) < self._faint(context.prices, len(ids)) or row >= state.context:
+                ids_by_depth, beliefs_by_depth = np.concatenate(ids), np.concatenate(log_probs)
+                return best_tree(context.root, ids_by_depth, beliefs_by_depth, self.nodes, prices=context.prices)
             assert output.hidden is not None
-            tokens, hidden = ids[-1, :1], output.hidden[-1:]
+            tokens, hidden = here[0, :1], output.hidden[-1:]
+
+    def _faint(self, prices: Prices | None, steps: int) -> float:
+        """How unlikely a chain must be not to be worth another step: for its own cost, and for that of verifying it."""
+        return FAINT if prices is None else self._row_seconds / prices.token + prices.nodes[steps]
 
     def _take(self) -> tuple[np.ndarray, np.ndarray]:
         waiting, self._waiting = self._waiting, []

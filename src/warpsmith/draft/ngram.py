@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from warpsmith.backend.tree import MAX_NODES
-from warpsmith.draft.base import Context, Draft, ScoredTree
+from warpsmith.draft.base import Context, Draft, Prices, ScoredTree
+from warpsmith.draft.ddtree import worth_verifying
 
 KEYS = (6, 3, 2)  # lengths of n-grams that are looked up, the longest first
 PLACES = 8  # earlier places that may speak at a time
@@ -67,11 +68,7 @@ class NGram(Draft):
             trie.add(self._continuation(place, context.root, length), matched)
         if len(trie.tokens) == 1:
             return None
-        scores = trie.scores()
-        best = np.argsort(-scores, kind="stable")[: self.nodes + 1]  # stable: a parent is never behind its child
-        index = np.full(len(scores) + 1, -1)  # one more for the root's parent, -1
-        index[best] = np.arange(len(best))
-        return ScoredTree(np.array(trie.tokens)[best], index[np.array(trie.parents)[best]], scores[best])
+        return trie.tree(self.nodes, context.prices)
 
     def _continuation(self, place: int, root: int, length: int) -> list[int]:
         """What followed `place`; where that runs into the present, the text goes round in circles."""
@@ -141,9 +138,18 @@ class _Trie:
             self._arriving[child] += weight
             node = child
 
-    def scores(self) -> np.ndarray:
-        """Log-probabilities of the paths: each child has its share of the weight, and doubt has one too."""
+    def tree(self, nodes: int, prices: Prices | None) -> ScoredTree:
+        """The likeliest nodes: each child has its share of the weight, and doubt has one too."""
         scores = [0.0]
         for node, parent in enumerate(self.parents[1:], start=1):
             scores.append(scores[parent] + log(self._arriving[node] / (self._leaving[parent] + DOUBT)))
-        return np.array(scores)
+        # sorting keeps the order of equals, so no parent comes after its child
+        kept = sorted(range(len(scores)), key=lambda node: -scores[node])[: nodes + 1]
+        while len(kept) > 2 and not worth_verifying(prices, len(kept) - 1, scores[kept[-1]]):
+            kept.pop()
+        index = {-1: -1} | {node: place for place, node in enumerate(kept)}
+        return ScoredTree(
+            np.array([self.tokens[node] for node in kept]),
+            np.array([index[self.parents[node]] for node in kept]),
+            np.array([scores[node] for node in kept]),
+        )

@@ -44,6 +44,7 @@ class Conversation:
         self._sound = True  # False while the state is being changed, and after such a change was broken off
         self._saved: list[_Saved] = []  # least recently used first
         self._decoding: Iterator[int] = iter(())
+        self._decoded_from = 0
 
     @property
     def state(self) -> State:
@@ -105,15 +106,11 @@ class Conversation:
             self.backend.commit(self.state, path)
             self._observe(start, output, path)
 
-    def advance_plainly(self) -> int:
-        """Commit the root and append the greedy token after it, as the backend decodes it without a tree."""
-        start = self.state.length
-        (token,) = self.decode(1, frozenset())
-        self._observe(start, Output(), slice(None))
-        return token
-
     def decode(self, count: int, stop_ids: frozenset[int]) -> Iterator[int]:
-        """Greedy tokens as the backend makes them, up to `count` or a stop id; all but the last are committed."""
+        """Greedy tokens as the backend makes them, up to `count` or a stop id; all but the last are committed.
+
+        `settle` ends it, wherever it stands."""
+        self._decoded_from = self.state.length
         decoding = self._decoding = self.backend.decode(self.state, self.ids[-1], count, stop_ids)
         while True:
             with self.changing():
@@ -128,6 +125,9 @@ class Conversation:
         if isinstance(self._decoding, Generator):
             with self.changing():
                 self._decoding.close()
+                self._decoding = iter(())
+                if self.state.length > self._decoded_from:
+                    self._observe(self._decoded_from, Output(), slice(None))
 
     def _observe(self, start: int, output: Output, rows: slice | list[int]) -> None:
         if self.proposer is not None:

@@ -77,34 +77,40 @@ class Generation:
 
     def __iter__(self) -> Generator[list[int]]:
         yield self._first()
-        if self.conversation.proposer is None and self.sampling.greedy:
-            yield from self._decode()
         while self.finish_reason is None:
-            yield self.step()
+            rest = self._rest()
+            if rest and self.sampling.greedy:
+                yield from self._decode(rest)
+            else:
+                yield self.step(ask=not rest)
 
-    def step(self) -> list[int]:
+    def step(self, ask: bool = True) -> list[int]:
         """Decide what follows the root: one token, and one more for each that the draft guessed right."""
         conversation, stats, start = self._current(), self.stats, perf_counter()
-        tree, root = self._propose(), conversation.ids[-1]
+        tree, root = self._propose() if ask else None, conversation.ids[-1]
         drafted = perf_counter()
         if tree is None and self.bare:
-            path, run = [0], self._cut([conversation.advance_plainly()])
-            verified = perf_counter()
+            path, run = [0], list(conversation.decode(1, frozenset()))
+            verified = walked = perf_counter()
+            conversation.settle()
+            run = self._cut(run)
         else:
             tree = tree or Tree.chain([root])
             output = conversation.backend.forward(conversation.state, tree, self.want)
+            verified = perf_counter()
             path, run = self._walk(tree, output)
             run = self._cut(run)  # before the state advances: what comes after the end never happened
-            verified = perf_counter()
+            walked = perf_counter()
             conversation.advance(path[: len(run)], run, output)
         committed = perf_counter()
         stats.count_step(drafted=0 if tree is None else len(tree) - 1, decided=len(run))
         stats.draft_seconds += drafted - start
-        stats.verify_seconds += verified - drafted
-        stats.commit_seconds += committed - verified
+        stats.verify_seconds += walked - drafted
+        stats.commit_seconds += committed - walked
         stats.decode_seconds += committed - start
-        if conversation.proposer is not None and self.finish_reason is not None:
-            stats.speculation_off = conversation.proposer.off
+        if conversation.proposer is not None:
+            forward = verified - drafted + committed - walked
+            conversation.proposer.spent(len(run), committed - start, forward if ask else None)
         if self.on_step is not None:
             self.on_step(Step(tree or Tree.chain([root]), path[: len(run)], run))
         return run
@@ -118,6 +124,11 @@ class Generation:
         self.conversation.ids.extend(run)
         self.stats.prefill_seconds = perf_counter() - start
         return run
+
+    def _rest(self) -> int:
+        """How many tokens to decode before the draft is asked again: without one, all of them."""
+        left, proposer = self.limit - self.stats.generated_tokens, self.conversation.proposer
+        return left if proposer is None else min(proposer.rest, left)
 
     def _propose(self) -> Tree | None:
         conversation, depth = self.conversation, self.limit - self.stats.generated_tokens - 1
@@ -133,7 +144,7 @@ class Generation:
     def _walk(self, tree: Tree, output: Output) -> tuple[list[int], list[int]]:
         """Follow the sampler through the tree. Returns the nodes it chose at, and what it chose at each."""
         path, run = [0], [self._choose(output, 0, [])]
-        while len(tree) > 1 and (child := tree.children(path[-1]).get(run[-1])) is not None:
+        while len(tree) > 1 and (child := tree.child.get((path[-1], run[-1]))) is not None:
             path.append(child)
             run.append(self._choose(output, child, run))
         return path, run
@@ -157,19 +168,23 @@ class Generation:
             elif self.stats.generated_tokens == self.limit:
                 self.finish_reason = "length"
             if self.finish_reason is not None:
+                if self.conversation.proposer is not None:
+                    self.stats.speculation_off = self.conversation.proposer.off
                 return run[:count]
         return run
 
-    def _decode(self) -> Iterator[list[int]]:
+    def _decode(self, count: int) -> Iterator[list[int]]:
         """Greedy and without a draft, the backend can run on by itself from token to token."""
-        if self.finish_reason is not None:
-            return
-        conversation, start = self._current(), perf_counter()
+        conversation, start, seconds, tokens = self._current(), perf_counter(), 0.0, 0
         try:
-            for token in conversation.decode(self.limit - self.stats.generated_tokens, self.stop_ids):
-                run = self._cut([token])
+            for token in conversation.decode(count, self.stop_ids):
+                root, run = conversation.ids[-2], self._cut([token])
                 self.stats.count_step(drafted=0, decided=1)
-                self.stats.decode_seconds += perf_counter() - start
+                took = perf_counter() - start
+                self.stats.decode_seconds += took
+                seconds, tokens = seconds + took, tokens + 1
+                if self.on_step is not None and conversation.proposer is not None:
+                    self.on_step(Step(Tree.chain([root]), [0], run))
                 yield run
                 if self.finish_reason is not None:
                     return
@@ -177,6 +192,8 @@ class Generation:
         finally:
             if self.turn == conversation.turn:
                 conversation.settle()
+                if conversation.proposer is not None and tokens:
+                    conversation.proposer.spent(tokens, seconds, None)
 
     def _current(self) -> Conversation:
         if self.turn != self.conversation.turn:

@@ -134,11 +134,7 @@ class CpuBackend(Backend):
         for start in range(0, len(tokens), PREFILL_CHUNK):
             piece = tokens[start : start + PREFILL_CHUNK]
             end = start + len(piece)
-            if want.every_row:
-                first_row, rows = 0, slice(start, end)
-            else:
-                last = end == len(tokens)
-                first_row, rows = (len(piece) - 1, slice(0, 1)) if last else (len(piece), slice(0, 0))
+            first_row, rows = self._token_rows(want, start, end, len(tokens))
             native = self._native_want(want, output, first_row, rows, slice(start, end))
             self._engine.chain(state.native, piece, native)
         return output
@@ -227,10 +223,11 @@ class CpuBackend(Backend):
             raise BadRequest(f"{len(ids)} tokens need as many hidden rows; these are {list(past.shape)}.")
         if position < 0 or position + len(ids) > state.context:
             raise BadRequest(f"Positions {position} to {position + len(ids)} are outside a context of {state.context}.")
-        output = self._output(want, len(ids), len(ids))
+        output = self._output(want, len(ids), len(ids) if want.every_row else 1)
         for start in range(0, len(ids), MAX_NODES):
             rows = slice(start, min(start + MAX_NODES, len(ids)))
-            native = self._native_want(want, output, 0, rows, rows)
+            first, token_rows = self._token_rows(want, start, rows.stop, len(ids))
+            native = self._native_want(want, output, first, token_rows, rows)
             self._engine.mtp(state.native, ids[rows], past[rows], position + start, native)
         return output
 
@@ -289,6 +286,13 @@ class CpuBackend(Backend):
         if want.hidden:
             output.hidden = np.empty((rows, hidden), np.float32)
         return output
+
+    @staticmethod
+    def _token_rows(want: Want, start: int, end: int, length: int) -> tuple[int, slice]:
+        """Of a chain's piece: the first of its rows whose tokens are wanted, and where they go."""
+        if want.every_row:
+            return 0, slice(start, end)
+        return (end - start - 1, slice(0, 1)) if end == length else (end - start, slice(0, 0))
 
     @staticmethod
     def _native_want(want: Want, output: Output, first_row: int, token_rows: slice, rows: slice) -> _cpu.Want:

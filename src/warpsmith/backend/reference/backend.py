@@ -158,7 +158,8 @@ class ReferenceBackend(Backend):
         check_tokens(self.config, ids)
         mixer = ChunkMixer(self.config, state.layers, position, len(ids))
         buffers: Buffers = {"tokens": ids, "hidden": np.asarray(hidden, dtype=self.dtype)}
-        return self._run(self.mtp_plan, buffers, mixer, project_chunk, want, slice(None))
+        rows = slice(None) if want.every_row else slice(-1, None)
+        return self._run(self.mtp_plan, buffers, mixer, project_chunk, want, rows)
 
     def trace(self, state: State, tree: Tree, stop_after: str) -> Buffers:
         """Every buffer after the named stage (`delta_mix.3`): what a kernel's buffers are compared with."""
