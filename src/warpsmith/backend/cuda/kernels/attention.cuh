@@ -45,18 +45,14 @@ __device__ __forceinline__ void make_rows(const Block& b, const AttentionScratch
     // pairs (j, j + 32): lanes 0..3 hold the first of a pair, lanes 4..7 the second
     const float4* low = (const float4*)(b.p.rope + (position & 63) * 32 + (b.lane & 3) * 8);
     const float4* high = (const float4*)(b.p.rope + (64 + (position >> 6)) * 32 + (b.lane & 3) * 8);
-    float cosine[8], sine[8];
+    float4 rope_low[4], rope_high[4];  // asked for now, used once the rows are here
 #pragma unroll
-    for (int i = 0; i < 8; i += 2) {
-        const float4 a = __ldg(low + i / 2), c = __ldg(high + i / 2);
-        cosine[i] = a.x * c.x - a.y * c.y, sine[i] = a.y * c.x + a.x * c.y;
-        cosine[i + 1] = a.z * c.z - a.w * c.w, sine[i + 1] = a.w * c.z + a.z * c.w;
-    }
+    for (int i = 0; i < 4; i++) rope_low[i] = __ldg(low + i), rope_high[i] = __ldg(high + i);
+    const float4 *q_norm = (const float4*)(vectors + Q_NORM_AT) + b.lane * 2, *k_norm = (const float4*)(vectors + K_NORM_AT) + b.lane * 2;
+    const bool has_query = first < GROUP, has_key = first + ROWS > GROUP;
+    const float4 q0 = has_query ? __ldg(q_norm) : float4{}, q1 = has_query ? __ldg(q_norm + 1) : float4{};
+    const float4 k0 = has_key ? __ldg(k_norm) : float4{}, k1 = has_key ? __ldg(k_norm + 1) : float4{};
     const u32* in = b.words(ATTENTION_TURN, node, ATTENTION_IN_AT) + b.lane * 8;
-    if (ROWS > 1) {  // poll for the last row only, so as not to fill the way the others come on
-        Watchdog dog;
-        while (!everywhere(came16(load16(in + 2 * ATTENTION_DIM + (KV_HEADS + kv_head) * HEAD_DIM)))) dog.check();
-    }
     uint4 got[ROWS][2];
     Watchdog dog;
     bool came;
@@ -73,6 +69,13 @@ __device__ __forceinline__ void make_rows(const Block& b, const AttentionScratch
         for (int i = 0; i < ROWS; i++) came &= came16(got[i][0]) & came16(got[i][1]);
         dog.check();
     } while (!everywhere(came));
+    float cosine[8], sine[8];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float4 a = rope_low[i], c = rope_high[i];
+        cosine[2 * i] = a.x * c.x - a.y * c.y, sine[2 * i] = a.y * c.x + a.x * c.y;
+        cosine[2 * i + 1] = a.z * c.z - a.w * c.w, sine[2 * i + 1] = a.w * c.z + a.z * c.w;
+    }
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
         const int row = first + i, over = row - GROUP;
@@ -80,8 +83,7 @@ __device__ __forceinline__ void make_rows(const Block& b, const AttentionScratch
         const float4 a = floats(got[i][0]), c = floats(got[i][1]);
         float v[8] = {a.x, a.y, a.z, a.w, c.x, c.y, c.z, c.w};
         if (over < 1) {
-            const float4* weight = (const float4*)(vectors + (over < 0 ? Q_NORM_AT : K_NORM_AT)) + b.lane * 2;
-            const float4 w0 = __ldg(weight), w1 = __ldg(weight + 1);
+            const float4 w0 = over < 0 ? q0 : k0, w1 = over < 0 ? q1 : k1;
             float square = 0.0f;
 #pragma unroll
             for (int j = 0; j < 8; j++) square = fmaf(v[j], v[j], square);

@@ -174,7 +174,7 @@ __device__ __forceinline__ void multiply_normed(Block& b, int units, const u32* 
 #pragma unroll 1
         for (int first = 0; first < b.nodes; first += TOKENS_AT_ONCE) {
             if (base == 0 || NODES > TOKENS_AT_ONCE) {
-                if (NODES > 1 && base == 0) wait_for_one<CHUNKS, 16>(b, x, b.warp * (CHUNKS * 32), HIDDEN, min(first + TOKENS_AT_ONCE, b.nodes) - 1);
+                if (NODES > 8 && b.nodes > 8 && base == 0) wait_for_one<CHUNKS, 16>(b, x, b.warp * (CHUNKS * 32), HIDDEN, min(first + TOKENS_AT_ONCE, b.nodes) - 1);
                 Watchdog dog;
                 bool came;
                 do {
@@ -330,7 +330,7 @@ __device__ __forceinline__ void multiply_unit(Block& b, const u32* from, const u
 #pragma unroll 1
     for (int first = 0; first < b.nodes; first += 4 * QUADS) {
         Quad<COUNT, K, SCALED> quad[QUADS];
-        if (NODES > 1) wait_for_one<COUNT, 8>(b, from, k0, K, min(first + 4 * QUADS, b.nodes) - 1);
+        if (NODES > 8 && b.nodes > 8) wait_for_one<COUNT, 8>(b, from, k0, K, min(first + 4 * QUADS, b.nodes) - 1);
         Watchdog dog;
         bool came;
         do {

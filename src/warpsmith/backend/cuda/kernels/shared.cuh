@@ -20,12 +20,12 @@ __host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; 
 // What a warp holds in registers at once (see matmul.cuh): units of 16 rows, octets of tokens for those, chunks of a unit of
 // 8 rows, and quads of tokens for that.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-constexpr int WEIGHT_QUADS = NODES == 1 ? 32 : 16, TOKEN_QUADS = 16, QUAD_PAIRS = 48;
+constexpr int WEIGHT_QUADS = NODES <= 8 ? 32 : 16, TOKEN_QUADS = 16, QUAD_PAIRS = 48;
 #else
 constexpr int WEIGHT_QUADS = 16, TOKEN_QUADS = 8, QUAD_PAIRS = 24;
 #endif
-constexpr int UNITS_AT_ONCE = larger(1, WEIGHT_QUADS / (2 * chunks_of(HIDDEN)));
-constexpr int OCTETS = NODES == 1 ? 1 : smaller(NODES / 8, larger(1, TOKEN_QUADS / chunks_of(HIDDEN)));
+constexpr int UNITS_AT_ONCE = smaller(NODES <= 8 ? 4 : 2, larger(1, WEIGHT_QUADS / (2 * chunks_of(HIDDEN))));
+constexpr int OCTETS = NODES == 1 ? 1 : smaller(smaller(4, NODES / 8), larger(1, TOKEN_QUADS / chunks_of(HIDDEN)));
 constexpr int TOKENS_AT_ONCE = NODES == 1 ? 1 : OCTETS * 8;
 constexpr int MAX_CHUNKS = 16;
 __host__ __device__ constexpr int quads_at_once(int chunks) {
@@ -58,7 +58,7 @@ constexpr int SCRATCH_FLOATS = larger(2 * PARTIAL_FLOATS, MIX_AT + MIX_FLOATS);
 constexpr int STATE_FLOATS = COLUMNS * STATE_DIM;
 
 constexpr int ROOM = SHARED_MEMORY - (int)sizeof(Shared) - SCRATCH_FLOATS * 4 - 64;
-constexpr int WANTED_SLOTS = NODES == 1 ? 13 : 6;
+constexpr int WANTED_SLOTS = NODES == 1 ? 13 : NODES == 8 ? 10 : NODES == 16 ? 8 : 6;
 constexpr int SLOT_COST = SLOT_BYTES + 16;  // with its two barriers
 static_assert(ROOM >= 2 * SLOT_COST, "the ring needs two slots");
 constexpr int RING_SLOTS = ROOM / SLOT_COST < WANTED_SLOTS ? ROOM / SLOT_COST : WANTED_SLOTS;
