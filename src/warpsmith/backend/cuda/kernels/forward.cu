@@ -38,6 +38,8 @@ __device__ __forceinline__ void prepare_tree(Block& b) {
 }
 
 // Every layer and the head. Returns false where a debugging request stops it.
+// The three kinds of stages over normed x share one copy of the code: what is executed again and again must stay in the
+// instruction cache.
 __device__ __forceinline__ bool forward_pass(Block& b) {
     int left = b.r.stop_after;
 #define STAGE_DONE                 \
@@ -50,66 +52,66 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
     STAGE_DONE;
     int delta_index = 0, attention_index = 0;
 #pragma unroll 1
-    for (int layer = 0; layer < LAYERS; layer++) {
-        const bool recurrent = is_recurrent(layer);
-        {
-            const int all = recurrent ? DELTA_IN_UNITS : ATTENTION_IN_UNITS;
-            const int first = first_unit(all, b.sm), units = first_unit(all, b.sm + 1) - first;
-            multiply_normed(b, units, b.words(X_TURN, 0, X_AT), b.words(X_TURN, 0, X_SQUARES_AT),
-                            [&](bool live, int unit, int token, int quarter, float4 sum) {
-                const float4 v = scaled(sum, inverse_rms(b, token));
+    for (int half = 0; half <= 2 * LAYERS; half++) {  // a layer's mixer, then its MLP; at last the head
+        const int layer = half >> 1;
+        const bool head = half == 2 * LAYERS, mlp = half & 1, recurrent = !head && is_recurrent(layer);
+        const int all = head ? HEAD_UNITS : mlp ? MLP_IN_UNITS : recurrent ? DELTA_IN_UNITS : ATTENTION_IN_UNITS;
+        const int first = first_unit(all, b.sm), units = first_unit(all, b.sm + 1) - first;
+        const u32* x = mlp ? b.words(LAYER_TURN, 0, MID_AT) : b.words(X_TURN, 0, X_AT);
+        if (head) begin_head(b);
+        multiply_normed(b, units, x, x + (X_SQUARES_AT - X_AT), [&](bool live, int unit, int token, int quarter, float4 sum) {
+            const float4 v = scaled(sum, inverse_rms(b, token));
+            if (head) {
+                rank_logits(b, live, (first + unit) * WIDE + quarter * 4, token, v);
+            } else if (mlp) {  // gate rows, then up rows
+                float4 up;
+                up.x = __shfl_xor_sync(~0u, v.x, 1), up.y = __shfl_xor_sync(~0u, v.y, 1);
+                up.z = __shfl_xor_sync(~0u, v.z, 1), up.w = __shfl_xor_sync(~0u, v.w, 1);
+                if (live && quarter < 2)
+                    publish8(b.words(LAYER_TURN, token, H_AT) + (first + unit) * 4 + quarter * 2, b.other(LAYER_TURN),
+                             pack_bf16(silu(v.x) * up.x, silu(v.y) * up.y), pack_bf16(silu(v.z) * up.z, silu(v.w) * up.w));
+            } else {
                 const Turn turn = recurrent ? DELTA_TURN : ATTENTION_TURN;
                 const int at = (recurrent ? DELTA_IN_AT : ATTENTION_IN_AT) + (first + unit) * WIDE + quarter * 4;
                 if (live) publish16(b.words(turn, token, at), b.other(turn), v);
-            });
-        }
+            }
+        });
+        if (head) break;
         STAGE_DONE;
-        u32 *mid = b.words(LAYER_TURN, 0, MID_AT), *mid_squares = b.words(LAYER_TURN, 0, MID_SQUARES_AT);
-        if (recurrent) {
-            delta_mix(b, delta_index++, vectors);
-            STAGE_DONE;
-            project_to_residual<VALUE_DIM, true>(b, b.words(DELTA_TURN, 0, DELTA_Y_AT), b.words(DELTA_TURN, 0, DELTA_SQUARES_AT), mid, mid_squares, b.other(LAYER_TURN), vectors + MLP_NORM,
-                                                 nullptr);
-            b.turns ^= DELTA_TURN;
-        } else {
-            attention_parts(b, attention_index++, vectors);
-            b.mark();
-            b.begin_stage();
-            attention_merge(b);
-            STAGE_DONE;
-            project_to_residual<ATTENTION_DIM, false>(b, b.words(ATTENTION_TURN, 0, ATTENTION_Y_AT), nullptr, mid, mid_squares, b.other(LAYER_TURN), vectors + MLP_NORM,
-                                                      nullptr);
-            b.turns ^= ATTENTION_TURN;
-        }
-        STAGE_DONE;
-        {
-            const int first = first_unit(MLP_IN_UNITS, b.sm), units = first_unit(MLP_IN_UNITS, b.sm + 1) - first;
-            multiply_normed(b, units, b.words(LAYER_TURN, 0, MID_AT), b.words(LAYER_TURN, 0, MID_SQUARES_AT),
-                            [&](bool live, int unit, int token, int quarter, float4 sum) {
-                const float4 gate = scaled(sum, inverse_rms(b, token));
-                float4 up;
-                up.x = __shfl_xor_sync(~0u, gate.x, 1), up.y = __shfl_xor_sync(~0u, gate.y, 1);
-                up.z = __shfl_xor_sync(~0u, gate.z, 1), up.w = __shfl_xor_sync(~0u, gate.w, 1);
-                if (live && quarter < 2)
-                    publish8(b.words(LAYER_TURN, token, H_AT) + (first + unit) * 4 + quarter * 2, b.other(LAYER_TURN),
-                             pack_bf16(silu(gate.x) * up.x, silu(gate.y) * up.y),
-                             pack_bf16(silu(gate.z) * up.z, silu(gate.w) * up.w));
-            });
-        }
-        STAGE_DONE;
-        float* feature = nullptr;
+        if (mlp) {
+            float* feature = nullptr;
 #pragma unroll 1
-        for (int i = 0; i < b.r.features; i++)
-            if (b.r.feature_layers[i] == layer) feature = b.p.out_features + (size_t)i * b.nodes * HIDDEN;
-        vectors += recurrent ? DELTA_VECTORS : ATTENTION_VECTORS;
-        b.turns ^= X_TURN;
-        project_to_residual<FFN, false>(b, b.words(LAYER_TURN, 0, H_AT), nullptr, b.words(X_TURN, 0, X_AT),
-                                        b.words(X_TURN, 0, X_SQUARES_AT), b.other(X_TURN), vectors + MIX_NORM, feature);
-        b.turns ^= LAYER_TURN;
+            for (int i = 0; i < b.r.features; i++)
+                if (b.r.feature_layers[i] == layer) feature = b.p.out_features + (size_t)i * b.nodes * HIDDEN;
+            vectors += recurrent ? DELTA_VECTORS : ATTENTION_VECTORS;
+            b.turns ^= X_TURN;
+            project_to_residual<FFN, false>(b, b.words(LAYER_TURN, 0, H_AT), nullptr, b.words(X_TURN, 0, X_AT),
+                                            b.words(X_TURN, 0, X_SQUARES_AT), b.other(X_TURN), vectors + MIX_NORM, feature);
+            b.turns ^= LAYER_TURN;
+        } else {
+            if (recurrent) {
+                delta_mix(b, delta_index++, vectors);
+            } else {
+                attention_parts(b, attention_index++, vectors);
+                b.mark();
+                b.begin_stage();
+                attention_merge(b);
+            }
+            STAGE_DONE;
+            const u32* squares = recurrent ? b.words(DELTA_TURN, 0, DELTA_SQUARES_AT) : nullptr;
+            const u32* y = recurrent ? b.words(DELTA_TURN, 0, DELTA_Y_AT) : b.words(ATTENTION_TURN, 0, ATTENTION_Y_AT);
+            u32 *mid = b.words(LAYER_TURN, 0, MID_AT), *mid_squares = b.words(LAYER_TURN, 0, MID_SQUARES_AT);
+            if (VALUE_DIM == ATTENTION_DIM || recurrent)
+                project_to_residual<VALUE_DIM, true>(b, y, squares, mid, mid_squares, b.other(LAYER_TURN), vectors + MLP_NORM, nullptr);
+            else
+                project_to_residual<ATTENTION_DIM, false>(b, y, nullptr, mid, mid_squares, b.other(LAYER_TURN), vectors + MLP_NORM,
+                                                          nullptr);
+            b.turns ^= recurrent ? DELTA_TURN : ATTENTION_TURN;
+        }
         STAGE_DONE;
     }
 #undef STAGE_DONE
-    lm_head(b, vectors);
+    end_head(b, vectors);
     b.mark();
     return true;
 }

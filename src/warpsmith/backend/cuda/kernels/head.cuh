@@ -42,30 +42,30 @@ __device__ __forceinline__ u64 ranked(float logit, int id) {
 }
 __device__ __forceinline__ u64 best_of(u64 a, u64 b) { return a > b ? a : b; }
 
-// Stage: logits of every token, the best of which is kept; written out if asked.
-__device__ __forceinline__ void lm_head(Block& b, const float* norm_weight) {
-    const int first = first_unit(HEAD_UNITS, b.sm), units = first_unit(HEAD_UNITS, b.sm + 1) - first;
+// Logits of every token, the best of which is kept; written out if asked.
+__device__ __forceinline__ void begin_head(Block& b) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < larger(NODES, WARPS); i += CONSUMERS) b.s.best[i] = 0;
-    multiply_normed(b, units, b.words(X_TURN, 0, X_AT), b.words(X_TURN, 0, X_SQUARES_AT),
-                    [&](bool live, int unit, int token, int quarter, float4 sum) {
-        const float scale = inverse_rms(b, token);
-        const int row = (first + unit) * WIDE + quarter * 4;
-        const float logit[4] = {sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale};
-        u64 best = 0;
+}
+
+__device__ __forceinline__ void rank_logits(Block& b, bool live, int row, int token, float4 logits) {
+    const float logit[4] = {logits.x, logits.y, logits.z, logits.w};
+    u64 best = 0;
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (live && row + i < VOCAB) {
-                best = best_of(best, ranked(logit[i], row + i));
-                if (b.r.want_logits) b.p.out_logits[(size_t)token * VOCAB + row + i] = logit[i];
-            }
-        // One token: several warps have some of its rows. Several: a token's lanes are one warp's.
+    for (int i = 0; i < 4; i++)
+        if (live && row + i < VOCAB) {
+            best = best_of(best, ranked(logit[i], row + i));
+            if (b.r.want_logits) b.p.out_logits[(size_t)token * VOCAB + row + i] = logit[i];
+        }
+    // One token: several warps have some of its rows. Several: a token's lanes are one warp's.
 #pragma unroll
-        for (int step = 1; step < (NODES == 1 ? 2 : 4 * UNITS_AT_ONCE); step *= 2)
-            best = best_of(best, __shfl_xor_sync(~0u, best, step));
-        u64* kept = NODES == 1 ? &b.s.best[b.warp] : &b.s.best[token];
-        if (live && b.lane % (4 * UNITS_AT_ONCE) == 0) *kept = best_of(*kept, best);
-    });
+    for (int step = 1; step < (NODES == 1 ? 2 : 4 * UNITS_AT_ONCE); step *= 2)
+        best = best_of(best, __shfl_xor_sync(~0u, best, step));
+    u64* kept = NODES == 1 ? &b.s.best[b.warp] : &b.s.best[token];
+    if (live && b.lane % (4 * UNITS_AT_ONCE) == 0) *kept = best_of(*kept, best);
+}
+
+__device__ __forceinline__ void end_head(Block& b, const float* norm_weight) {
     b.sync();
 #pragma unroll 1
     for (int token = threadIdx.x; token < b.nodes; token += CONSUMERS) {

@@ -253,11 +253,12 @@ struct HeadScales {
     uint4 got[EACH];
     float inverse[EACH];
 
-    __device__ void load(const Block& b, const u32* squares, int head) {
+    // `squares` is null where nothing is to be scaled.
+    __device__ void load(const Block& b, const u32* squares, int token, int head) {
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             const int h = min(head + min(i * 2 + ((b.lane & 3) >> 1), HEADS_HERE - 1), VALUE_HEADS - 1);  // past the end: zeros
-            got[i] = load16(squares + h * BLOCKS_PER_HEAD + (b.lane & 1) * 4);
+            got[i] = squares ? load16(squares + token * NODE_WORDS + h * BLOCKS_PER_HEAD + (b.lane & 1) * 4) : uint4{};
         }
     }
     __device__ bool came() const {
@@ -266,13 +267,13 @@ struct HeadScales {
         for (int i = 0; i < EACH; i++) all &= came4(got[i]);
         return all;
     }
-    __device__ void finish() {
+    __device__ void finish(bool scaled) {
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             const float4 v = floats(got[i]);
             float sum = (v.x + v.y) + (v.z + v.w);
             sum += __shfl_xor_sync(~0u, sum, 1);
-            inverse[i] = rsqrtf(sum / STATE_DIM + EPS);
+            inverse[i] = scaled ? rsqrtf(sum / STATE_DIM + EPS) : 1.0f;
         }
     }
     // for the two tokens whose sums this lane holds
@@ -282,9 +283,9 @@ struct HeadScales {
     }
 };
 struct NoScales {
-    __device__ void load(const Block&, const u32*, int) {}
+    __device__ void load(const Block&, const u32*, int, int) {}
     __device__ bool came() const { return true; }
-    __device__ void finish() {}
+    __device__ void finish(bool) {}
     __device__ float2 at(const Block&, int) const { return {1.0f, 1.0f}; }
 };
 template <bool SCALED, int HEADS_HERE>
@@ -308,7 +309,7 @@ struct Quad {
         const u32* at = from + token * NODE_WORDS + (k + (b.lane >> 4) * 4) / 2;
 #pragma unroll
         for (int c = 0; c < COUNT; c++) a[c] = K % CHUNK_K == 0 || k + c * 32 < K ? load8(at + c * 16) : uint2{};
-        scales.load(b, squares + token * NODE_WORDS, k0 / STATE_DIM);
+        scales.load(b, squares, token, k0 / STATE_DIM);
     }
     __device__ __forceinline__ bool came() const {
         bool all = scales.came();
@@ -346,7 +347,7 @@ __device__ __forceinline__ void multiply_unit(Block& b, const u32* from, const u
 #pragma unroll
         for (int i = 0; i < QUADS; i++) {
             if (i > 0 && first + i * 4 >= b.nodes) break;
-            quad[i].scales.finish();
+            quad[i].scales.finish(squares);
             float2 total = {};
 #pragma unroll
             for (int chain = 0; chain * CHAIN < COUNT; chain++) {
@@ -369,8 +370,8 @@ __device__ __forceinline__ void multiply_unit(Block& b, const u32* from, const u
     }
 }
 
-// A projection back to the residual stream. SCALED: the inputs are DeltaNet outputs before their head norm, whose 1 / rms
-// multiplies the sums over a head. The new residual is kept; times the next norm's weight, in bf16, it is published with
+// A projection back to the residual stream. SCALED: if there are `squares`, the inputs are DeltaNet outputs before their head
+// norm, whose 1 / rms multiplies the sums over a head. The new residual is kept; times the next norm's weight, in bf16, it is published with
 // the sum of its squares; and it is stored as a feature if asked.
 template <int K, bool SCALED>
 __device__ __forceinline__ void project_to_residual(Block& b, const u32* from, const u32* squares, u32* out, u32* out_squares,

@@ -74,6 +74,7 @@ constexpr int X_AT = 0;                                           // bf16 x time
 constexpr int X_SQUARES_AT = X_AT + aligned(HIDDEN / 2);          // sum of squares of 8 rows of x [HIDDEN_UNITS]
 constexpr int MID_AT = X_SQUARES_AT + aligned(HIDDEN_UNITS);      // the same after the mixer
 constexpr int MID_SQUARES_AT = MID_AT + aligned(HIDDEN / 2);
+static_assert(MID_SQUARES_AT - MID_AT == X_SQUARES_AT - X_AT, "squares lie at the same place");
 constexpr int H_AT = MID_SQUARES_AT + aligned(HIDDEN_UNITS);      // bf16 silu(gate) * up [FFN]
 constexpr int DELTA_IN_AT = H_AT + aligned(FFN / 2);              // f32 projections into the mixer
 constexpr int DELTA_Y_AT = DELTA_IN_AT + DELTA_IN_UNITS * WIDE;   // bf16 mixer output [VALUE_DIM]
