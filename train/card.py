@@ -33,10 +33,12 @@ from warpsmith.measure.prompts import read_prompts
 from warpsmith.measure.speculation import Comparison, compare
 from warpsmith.wisp import WISP, WISP_DRAFT
 
-TABLES = ("bits", "chain", "tree", "mtp")
+TABLES = ("bits", "chain", "tree", "mtp", "repeats")
 WINDOW = 1024  # tokens scored together: as long as in training
 TREE_BUDGETS = (8, 16, 22, 32)
 MTP_BUDGETS = (1, 2, 3, 4)
+REPEAT_BUDGET, GRAM = 22, 8  # nodes; tokens that count as repeated when they occur again
+REPEAT_BANDS = {"under 10%": (0.0, 0.1), "10 to 50%": (0.1, 0.5), "50% and more": (0.5, 1.01)}
 
 
 class TopOne:
@@ -112,6 +114,29 @@ def reached(comparison: Comparison) -> list[float]:
     return [n / at_least[0] for n in at_least[1:]]
 
 
+def repeated(ids: Sequence[int]) -> float:
+    """The share of runs of `GRAM` tokens that occurred before: near 1 for a text that goes in circles."""
+    grams = [tuple(ids[i : i + GRAM]) for i in range(len(ids) - GRAM + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def repeat_rows(llm: LLM, sets: Mapping[str, Sequence[str]], draft: Path, options: dict[str, Any]) -> list[list[str]]:
+    """Tokens a step of one tree size, apart for texts that repeat themselves little and much."""
+    proposer = DFlash(open_draft(draft), llm.backend, REPEAT_BUDGET)
+    model = LLM(llm.backend, llm.checkpoint, llm.context, proposer)
+    answers = {name: [model.generate(p, **options) for p in prompts] for name, prompts in sets.items()}
+    rows = []
+    for band, (low, high) in REPEAT_BANDS.items():
+        row = [band]
+        for found in answers.values():
+            stats = [a.stats for a in found if low <= repeated(a.token_ids) < high]
+            steps = sum(s.steps for s in stats)
+            length = f"{sum(s.generated_tokens - 1 for s in stats) / steps:.2f}" if steps else "-"
+            row.append(f"{length} ({len(stats)} texts)")
+        rows.append(row)
+    return rows
+
+
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -161,7 +186,7 @@ def main() -> None:
                 rows += [[f"held-out split, {name}", f"{bits:.3f}"] for name, bits in scores.items()]
             print(markdown(["held out", "bits a byte"], rows) + "\n", flush=True)
         lengths = []
-        for table in (t for t in TABLES if t != "bits" and t in args.tables):
+        for table in (t for t in LABELS if t in args.tables):
             proposers = drafts(table, llm.backend, args.draft)
             comparisons = compare(llm, sets, proposers, options, lambda line, table=table: progress(f"{table}: {line}"))
             lengths += length_rows(table, comparisons, names)
@@ -170,7 +195,10 @@ def main() -> None:
                 rows = [[c.prompts, *(f"{share:.2f}" for share in reached(c))] for c in comparisons]
                 print(markdown(header, rows) + "\n", flush=True)
         if lengths:
-            print(markdown(["tokens a step", *names, "same text"], lengths))
+            print(markdown(["tokens a step", *names, "same text"], lengths) + "\n", flush=True)
+        if "repeats" in args.tables:
+            header = [f"text repeated, DDTree of {REPEAT_BUDGET} nodes", *names]
+            print(markdown(header, repeat_rows(llm, sets, args.draft, options)))
 
 
 if __name__ == "__main__":

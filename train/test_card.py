@@ -13,7 +13,7 @@ import pytest
 
 import warpsmith
 from train import card
-from train.card import drafts, excerpt_bits, reached, split_bits
+from train.card import drafts, excerpt_bits, reached, repeated, split_bits
 from train.data import PROMPT_FILE, cut_excerpt
 from warpsmith.engine.stats import Stats
 from warpsmith.llm import LLM
@@ -72,6 +72,12 @@ def test_a_chain_guesses_one_token_a_depth(wisp: LLM) -> None:
 def test_positions_count_the_steps_that_got_so_far() -> None:
     stats = [Stats(histogram=[2, 1]), Stats(histogram=[1, 0, 4])]
     assert reached(Comparison("x", "dflash", 3, drafted=stats)) == [5 / 8, 4 / 8, 0.0]
+
+
+def test_repetition_is_told_from_progress() -> None:
+    assert repeated(range(50)) == 0.0
+    assert repeated([1, 2] * 50) == pytest.approx(1 - 2 / 93)
+    assert repeated([1, 2, 3]) == 0.0
 
 
 def test_bits_of_known_text_are_fewer_than_of_noise(wisp: LLM, tmp_path: Path) -> None:
