@@ -16,14 +16,14 @@ import pytest
 from warpsmith.backend.cuda.backend import VARIANTS, build_constants
 from warpsmith.backend.cuda.compiler import DIGEST_BYTES, build, cache_directory, compile_source, sources, target
 from warpsmith.backend.cuda.driver import Chip
-from warpsmith.backend.cuda.layout import Layout, threads_of
+from warpsmith.backend.cuda.layout import Layout, busy_sms, threads_of
 from warpsmith.backend.cuda.profiles import Profile, load_profiles
 from warpsmith.errors import NoDevice
-from warpsmith.model.config import SIZES
+from warpsmith.model.config import SIZES, Config
 
 MODEL = SIZES["0.8B"]
 REGISTERS = 65536  # of an SM, on every chip since 8.0
-MAX_SPILL, MAX_TREE_SPILL = 1024, 4096  # bytes of registers put aside, or fetched back
+MAX_SPILL, MAX_TREE_SPILL = 256, 1280  # bytes of registers put aside, or fetched back
 PROFILES = list(load_profiles())
 
 
@@ -58,13 +58,13 @@ def usage(log: str) -> Usage:
     )
 
 
-def constants_for(profile: Profile, nodes: int) -> dict[str, object]:
+def constants_for(profile: Profile, nodes: int, model: Config = MODEL) -> dict[str, object]:
     chip = Chip(profile.name, profile.capability, profile.sms, profile.shared_memory)
-    return build_constants(Layout(MODEL, profile.sms), chip, profile, nodes)
+    return build_constants(Layout(model, min(profile.sms, busy_sms(model))), chip, profile, nodes)
 
 
-def compiled(source: str, profile: Profile, nodes: int) -> Usage:
-    return _compiled(source, target(profile.capability), tuple(constants_for(profile, nodes).items()))
+def compiled(source: str, profile: Profile, nodes: int, model: Config = MODEL) -> Usage:
+    return _compiled(source, target(profile.capability), tuple(constants_for(profile, nodes, model).items()))
 
 
 @cache  # some chips differ in memory only
@@ -93,6 +93,15 @@ def test_the_forward_kernel_builds_for_every_chip() -> None:
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda build: problems(*build), builds))
     assert not [problem for each in found for problem in each]
+
+
+def test_plain_decoding_on_an_h200_keeps_everything_in_registers() -> None:
+    used = compiled("forward.cu", load_profiles()["h200"], 1)
+    assert (used.spill_stores, used.spill_loads) == (0, 0)
+
+
+def test_a_small_model_builds_for_the_largest_tree() -> None:
+    compiled("forward.cu", load_profiles()["h200"], VARIANTS[-1], SIZES["tiny"])  # its sizes are asserted in the source
 
 
 @pytest.mark.parametrize("name", PROFILES)

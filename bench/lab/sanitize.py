@@ -29,7 +29,7 @@ def work() -> None:
 
     model = tiny_model()
     config = read_config(model)
-    backend = CudaBackend(config, model.tensors, context=256)
+    backend = CudaBackend(config, model.tensors, context=256, options={"EVERY_LANE_ARRIVES": 1})
     random = np.random.default_rng(0)
     state = backend.new_state(256)
     token = int(backend.prefill(state, random.integers(0, config.vocab, 20).tolist()).argmax[-1])

@@ -222,6 +222,7 @@ __device__ __forceinline__ void delta_block(Block& b, int index, int block, cons
         const float fade = now.gates.x, write = now.gates.y * (now.v - fade * ks);
         s[0] = update_state(s[0], fade, now.k0, write);
         s[1] = update_state(s[1], fade, now.k1, write);
+        __syncwarp();  // v has been read
         if (part == 0) mine[V_ROW + column] = fmaf(qk, write, fade * qs), mine[WRITE_ROW + column] = write;
         if (NODES > 1 && now.family.y >= 0) {
             float4* keep = b.kept_state(now.family.y, block);

@@ -142,7 +142,7 @@ __device__ __forceinline__ void consume(Block& b) {
         for (int i = 0; i < b.r.stops; i++) stop |= b.r.stop_ids[i] == token;
         if (stop) break;
     }
-    b.s.stopped = 1;
+    if (threadIdx.x == 0) atomicExch(&b.s.stopped, 1);  // nobody waits for weights any more
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ Params params,

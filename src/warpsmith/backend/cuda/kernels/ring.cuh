@@ -5,6 +5,13 @@
 #pragma once
 #include "shared.cuh"
 
+// One lane gives a slot back for its warp. The race checker does not follow that: for it every lane does.
+#ifdef EVERY_LANE_ARRIVES
+constexpr int ARRIVALS = WARPS * 32;
+#else
+constexpr int ARRIVALS = WARPS;
+#endif
+
 struct Ring {
     u32 slots, full, empty;  // shared addresses: RING_SLOTS * SLOT_BYTES, then two barriers a slot
     int slot = 0;
@@ -16,7 +23,7 @@ struct Ring {
 #pragma unroll 1
         for (int i = 0; i < RING_SLOTS; i++) {
             barrier_init(full + 8 * i, COPY_LANES);
-            barrier_init(empty + 8 * i, WARPS);
+            barrier_init(empty + 8 * i, ARRIVALS);
         }
 #if __CUDA_ARCH__ >= 900  // the copy engine must see the barriers
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -35,8 +42,12 @@ struct Ring {
     // polling of other warps, and then the slot would be filled again before it is read.
     __device__ void release(int count, u32 after) {
         __syncwarp();
+#ifdef EVERY_LANE_ARRIVES
+        for (int i = 0; i < count; i++) barrier_arrive(empty + 8 * index(i) + after);
+#else
         const int lane = threadIdx.x & 31;
         if (lane < count) barrier_arrive(empty + 8 * index(lane) + after);
+#endif
         slot = index(count);
         if (slot < count) parity ^= 1;
     }
@@ -49,10 +60,10 @@ struct Producer {
     int oldest = 0;  // slot of the oldest copy not yet known to have landed
     u32 oldest_parity = 0;
     int landed = 0;
-    volatile const int* stopped;
+    int* stopped;
     const u64 policy = evict_first();
 
-    __device__ Producer(const Ring& r, const volatile int* stop) : ring(r), source(nullptr), stopped(stop) {}
+    __device__ Producer(const Ring& r, int* stop) : ring(r), source(nullptr), stopped(stop) {}
 
     __device__ void land_one() {
         barrier_wait(ring.full + 8 * oldest, oldest_parity);
@@ -71,7 +82,7 @@ struct Producer {
                 if (issued >= RING_SLOTS) {
                     Watchdog dog;
                     while (!barrier_done(ring.empty + 8 * ring.slot, ring.parity ^ 1)) {
-                        if (*stopped) return false;
+                        if (atomicAdd(stopped, 0)) return false;
                         dog.check();
                     }
                 }
