@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from random_models import SMALL, random_tensors, random_tree
-from warpsmith.backend.base import LOGITS, PREFILL_CHUNK, Sampling, State, Want
+from warpsmith.backend.base import LOGITS, PREFILL_CHUNK, Backend, Sampling, State, Want
+from warpsmith.backend.cpu import CpuBackend
 from warpsmith.backend.reference import ReferenceBackend, ReferenceState
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.draft.base import Context, Proposer
@@ -27,6 +29,11 @@ SAMPLED = Sampling(
 )
 
 
+@cache
+def backend_of(name: str) -> Backend:
+    return BACKEND if name == "reference" else CpuBackend(SMALL, BACKEND.tensors, threads=2)
+
+
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
 
@@ -38,12 +45,15 @@ def run(
     return [token for tokens in Generation(conversation, prompt, sampling, **options) for token in tokens]
 
 
-def plain(prompt: Sequence[int], sampling: Sampling | None = None, **options: Any) -> list[int]:
-    return run(Conversation(BACKEND, options.pop("context", 256)), prompt, sampling, **options)
+def plain(prompt: Sequence[int], sampling: Sampling | None = None, on: str = "reference", **options: Any) -> list[int]:
+    return run(Conversation(backend_of(on), options.pop("context", 256)), prompt, sampling, **options)
 
 
 def states_equal(a: State, b: State) -> bool:
-    assert isinstance(a, ReferenceState)
+    """Every committed bit."""
+    if not isinstance(a, ReferenceState):
+        cpu = backend_of("cpu")
+        return a.length == b.length and np.array_equal(cpu.snapshot(a).data, cpu.snapshot(b).data)
     assert isinstance(b, ReferenceState)
     return a.length == b.length and all(
         np.array_equal(x.keys[: a.length], y.keys[: a.length])
@@ -94,6 +104,32 @@ class Scripted(Proposer):
         self.tokens, self.rows = list(saved[0]), list(saved[1])
 
 
+class Resting(Scripted):
+    """Wants to be left alone now and then, for a number of tokens that nobody foresees."""
+
+    def __init__(self, rule: Callable[[Context], Tree | None], seed: int = 0) -> None:
+        super().__init__(rule)
+        self.rng = np.random.default_rng(seed)
+        self.told: list[tuple[int, float, float | None]] = []
+
+    @property
+    def rest(self) -> int:
+        return int(self.rng.integers(1, 9)) if self.rng.random() < 0.3 else 0
+
+    def spent(self, tokens: int, seconds: float, forward_seconds: float | None) -> None:
+        self.told.append((tokens, seconds, forward_seconds))
+
+    def observe(
+        self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
+    ) -> None:
+        if features is not None:
+            super().observe(tokens, position, features, hidden)
+        else:
+            assert hidden is None
+            assert position == len(self.tokens)
+            self.tokens += tokens
+
+
 def guessing(truth: Sequence[int], right: float, nodes: int, seed: int = 0) -> Callable[[Context], Tree]:
     """Random trees in which a node is the true next token with probability `right`, and siblings may be equal."""
     rng = np.random.default_rng(seed)
@@ -142,13 +178,14 @@ PROPOSERS: dict[str, Callable[[list[int]], Callable[[Context], Tree | None]]] = 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", PROPOSERS)
-def test_speculative_text_and_state_equal_plain(kind: str, sampling: Sampling) -> None:
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_speculative_text_and_state_equal_plain(name: str, kind: str, sampling: Sampling) -> None:
     prompt, count = prompt_of(70), 24
-    expected = plain(prompt, sampling, max_tokens=count)
-    reference = Conversation(BACKEND, 256, Scripted(lambda context: None))
+    expected = plain(prompt, sampling, name, max_tokens=count)
+    reference = Conversation(backend_of(name), 256, Scripted(lambda context: None))
     assert run(reference, prompt, sampling, max_tokens=count) == expected, "step by step equals decode"
     draft = Scripted(PROPOSERS[kind](prompt + expected))
-    conversation = Conversation(BACKEND, 256, draft)
+    conversation = Conversation(backend_of(name), 256, draft)
     assert run(conversation, prompt, sampling, max_tokens=count) == expected
     assert conversation.committed == (prompt + expected)[:-1]
     assert states_equal(conversation.state, reference.state)
@@ -156,22 +193,35 @@ def test_speculative_text_and_state_equal_plain(kind: str, sampling: Sampling) -
     assert np.array_equal(draft.rows, reference.proposer.rows), "the draft sees the accepted nodes' rows, no others"
 
 
-@settings(max_examples=12, deadline=None)
-@given(
+several_turns = given(
     st.integers(0, 10_000),
     st.integers(1, 150),
     st.integers(1, MAX_NODES),
     st.sampled_from([0.3, 0.7, 1.0]),
     st.booleans(),
 )
+
+
+@settings(max_examples=8, deadline=None)
+@several_turns
 def test_any_tree_any_prompt_over_several_turns(seed: int, length: int, nodes: int, right: float, greedy: bool) -> None:
+    check_turns("reference", seed, length, nodes, right, greedy)
+
+
+@settings(max_examples=30, deadline=None)
+@several_turns
+def test_so_it_is_on_the_cpu(seed: int, length: int, nodes: int, right: float, greedy: bool) -> None:
+    check_turns("cpu", seed, length, nodes, right, greedy)
+
+
+def check_turns(name: str, seed: int, length: int, nodes: int, right: float, greedy: bool) -> None:
     """Turns that continue the answer, drop it, or start anew: snapshots and live states in both modes agree."""
     rng = np.random.default_rng(seed)
     sampling = Sampling() if greedy else Sampling(temperature=1.0, seed=seed)
-    plainly = Conversation(BACKEND, 400)
+    plainly = Conversation(backend_of(name), 400)
     truth: list[int] = []
     drafted = Conversation(
-        BACKEND, 400, Scripted(lambda context: guessing(truth, right, nodes, len(context.ids))(context))
+        backend_of(name), 400, Resting(lambda context: guessing(truth, right, nodes, len(context.ids))(context), seed)
     )
     prompt = prompt_of(length, seed)
     for turn in range(3):
@@ -185,6 +235,52 @@ def test_any_tree_any_prompt_over_several_turns(seed: int, length: int, nodes: i
         assert states_equal(plainly.state, drafted.state)
         following = prompt_of(int(rng.integers(1, 40)), seed + turn + 1)
         prompt = [prompt + answer + following, prompt + following, following][rng.integers(3)]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_a_proposer_that_rests_is_told_of_everything(sampling: Sampling) -> None:
+    """Tokens decoded while it rested: observed without rows, once, in order, and counted with their time."""
+    prompt = prompt_of(20, 2)
+    expected = plain(prompt, sampling, max_tokens=60)
+    for backend in (BACKEND, RunsAhead(SMALL, BACKEND.tensors)):
+        draft = Resting(chain(prompt + expected, 4), seed=3)
+        conversation = Conversation(backend, 256, draft)
+        generation = Generation(conversation, prompt, sampling, max_tokens=60)
+        assert tokens_of(generation) == expected
+        assert draft.tokens == conversation.committed
+        assert sum(tokens for tokens, _, _ in draft.told) == 59
+        resting = [tokens for tokens, _, forward in draft.told if forward is None]
+        assert len(resting) > 2
+        assert max(resting) > (1 if sampling.greedy else 0), "in bursts where the backend can decode by itself"
+        assert all(0 < (forward or 0) < seconds for _, seconds, forward in draft.told if forward is not None)
+        assert sum(seconds for _, seconds, _ in draft.told) == pytest.approx(generation.stats.decode_seconds)
+
+
+@pytest.mark.parametrize("leave", [1, 4, 9, 17])
+def test_leaving_while_a_draft_rests(leave: int) -> None:
+    """The consumer goes away in the middle of a burst: what was given out is committed, observed, and goes on."""
+    prompt = prompt_of(20, 2)
+    expected = plain(prompt, max_tokens=40)
+    for backend in (BACKEND, RunsAhead(SMALL, BACKEND.tensors)):
+        draft = Resting(chain(prompt + expected, 2), seed=leave)
+        conversation = Conversation(backend, 256, draft)
+        runs, taken = iter(Generation(conversation, prompt, max_tokens=40)), []
+        while len(taken) < leave:
+            taken += next(runs)
+        runs.close()
+        assert taken == expected[: len(taken)]
+        assert draft.tokens == conversation.committed == (prompt + taken)[:-1]
+        follow_up = [*prompt, *taken, 1, 2]
+        assert run(conversation, follow_up, max_tokens=5) == run(
+            conversation_after(prompt, taken), follow_up, max_tokens=5
+        )
+
+
+def conversation_after(prompt: list[int], taken: list[int]) -> Conversation:
+    """A plain one that has generated as much."""
+    conversation = Conversation(BACKEND, 256)
+    assert run(conversation, prompt, max_tokens=len(taken)) == taken
+    return conversation
 
 
 # -- where a request ends ---------------------------------------------------------------------------------------------
