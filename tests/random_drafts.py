@@ -14,7 +14,7 @@ import numpy as np
 from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.checkpoint.gguf_writer import GGUFWriter, Typed, write_gguf
-from warpsmith.draft.dflash_files import DFlashConfig, DraftFile, expected_shapes
+from warpsmith.draft.dflash_files import DFlashConfig, DraftFile, expected_shapes, open_draft
 from warpsmith.model.config import Config
 
 FORMATS = ("safetensors", "lucebox", "llama.cpp")
@@ -192,6 +192,25 @@ def write_holes(path: Path, format: str, config: DFlashConfig) -> Path:
     part.close()
     os.replace(part.name, file)
     return file
+
+
+def fill_holes(path: Path, rows: int, seed: int = 0) -> None:
+    """Write random numbers into the first rows of every tensor of a draft in bf16 (norms, if a GGUF file's, in f32)."""
+    rng = np.random.default_rng(seed)
+    for name, tensor in open_draft(path).tensors.items():
+        values = rng.standard_normal((min(rows, tensor.elements // tensor.shape[-1]), tensor.shape[-1])) * 0.02
+        if "norm" in name:
+            values += 1
+        bits = values.astype(np.float32).view(np.uint32)
+        stored = bits & np.uint32(0xFFFF0000) if tensor.type.name == "F32" else (bits >> 16).astype(np.uint16)
+        view = whole = tensor.raw()
+        while isinstance(whole.base, np.ndarray):
+            whole = whole.base
+        start = view.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
+        file = path if path.is_file() else path / "model.safetensors"
+        with file.open("r+b") as out:
+            out.seek(start)
+            out.write(stored.tobytes())
 
 
 def gguf_name(name: str, dialect: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.draft import costs as costs_module
 from warpsmith.draft.base import Context, Draft, ScoredTree
 from warpsmith.draft.budget import (
+    BINS,
     LISTENS,
     MOST,
     REFILL,
@@ -41,20 +44,24 @@ probabilities = st.lists(st.floats(0, 1), max_size=63).map(lambda p: sorted(p, r
 @given(probabilities, st.floats(0, 20), st.lists(st.floats(0.01, 5), min_size=64, max_size=64))
 def test_no_other_size_has_a_better_rate(chances: list[float], draft: float, steps: list[float]) -> None:
     seconds = np.cumsum(steps).tolist()
-    size = best_size(chances, seconds, draft)
+    size, rate = best_size(chances, seconds, draft)
     rates = [(1 + sum(chances[:n])) / (draft + seconds[n]) for n in range(len(chances) + 1)]
-    assert rates[size] == pytest.approx(max(rates))
+    assert rates[size] == pytest.approx(rate) == pytest.approx(max(rates))
     assert size == 0 or rates[size] > max(rates[:size]) * (1 - 1e-12), "of equals the smaller"
 
 
+def size(chances: list[float], seconds: Sequence[float], other: float = 0.0) -> int:
+    return best_size(chances, seconds, other)[0]
+
+
 def test_sizes_follow_costs_and_chances() -> None:
-    assert best_size([0.9, 0.8, 0.7], FLAT.seconds, 0) == 3
-    assert best_size([0.9, 0.8, 0.7], DEAR.seconds, 0) == 0
-    assert best_size([0.9, 0.8, 0.01], GENTLE.seconds, 0) == 2
+    assert size([0.9, 0.8, 0.7], FLAT.seconds, 0) == 3
+    assert size([0.9, 0.8, 0.7], DEAR.seconds, 0) == 0
+    assert size([0.9, 0.8, 0.01], GENTLE.seconds, 0) == 2
     fading = [0.5 * 0.8**i for i in range(20)]
-    assert best_size(fading, GENTLE.seconds, 0) < best_size(fading, GENTLE.seconds, 30), "a dear draft wants a big tree"
-    assert best_size([], GENTLE.seconds, 1) == 0
-    assert best_size([0.0] * 5, FLAT.seconds, 0) == 0
+    assert size(fading, GENTLE.seconds, 0) < size(fading, GENTLE.seconds, 30), "a dear draft wants a big tree"
+    assert size([], GENTLE.seconds, 1) == 0
+    assert size([0.0] * 5, FLAT.seconds, 0) == 0
 
 
 def test_costs_between_sizes_are_lines_that_never_fall() -> None:
@@ -87,7 +94,7 @@ def test_what_cannot_pay_is_never_part_of_the_best_size(chances: list[float], st
     """Cutting a draft where nodes are too unlikely takes nothing away that the budget would have kept."""
     costs = Costs(tuple(np.cumsum(steps).tolist()), steps[0])
     least = least_probabilities(costs)
-    size = best_size(chances, costs.seconds, 0.0)
+    size, _ = best_size(chances, costs.seconds, 0.0)
     assert all(chances[n] >= least[n] * (1 - 1e-9) for n in range(size)) or size == 0
 
 
@@ -121,7 +128,7 @@ def test_what_speculation_can_lose_is_bounded(outcomes: list[tuple[int, float]],
     account, lost, plain, worst = Account(), 0.0, 0, 0.0
     for tokens, worth in outcomes:
         if account.open:
-            account.drafted(tokens, worth)
+            account.drafted(tokens, worth, worth)
             lost += worth - tokens
             worst = max(worst, worth - tokens)
         else:
@@ -133,7 +140,7 @@ def test_what_speculation_can_lose_is_bounded(outcomes: list[tuple[int, float]],
 def test_an_empty_account_fills_up_slowly_and_tries_again() -> None:
     account = Account()
     while account.open:
-        account.drafted(1, 3.0)
+        account.drafted(1, 3.0, 3.0)
     waits = account.waits
     assert waits > 100
     account.plain(waits - 2)
@@ -142,7 +149,7 @@ def test_an_empty_account_fills_up_slowly_and_tries_again() -> None:
     assert account.open
     assert account.credit >= 4, "enough for two steps that are all wrong"
     for _ in range(100):
-        account.drafted(5, 2.0)
+        account.drafted(5, 2.0, 2.0)
     assert account.credit == MOST, "old gains do not pay for long losses"
 
 
@@ -150,16 +157,16 @@ def test_a_draft_that_fails_again_and_again_is_tried_less_and_less() -> None:
     account, waits = Account(), []
     for _ in range(8):
         while account.open:
-            account.drafted(1, 3.0)
+            account.drafted(1, 3.0, 3.0)
         waits.append(account.waits)
         account.plain(account.waits + 1)
     assert waits[1] > 1.5 * waits[0]
     assert waits[-1] == pytest.approx(waits[-2]), "but it is tried"
     assert waits[-1] < 20 * waits[0]
     for _ in range(10):
-        account.drafted(5, 2.0)
+        account.drafted(5, 2.0, 2.0)
     while account.open:
-        account.drafted(1, 3.0)
+        account.drafted(1, 3.0, 3.0)
     assert account.waits < 2 * waits[0], "one that earned is trusted again"
 
 
@@ -168,7 +175,7 @@ def test_what_costs_little_is_tried_often() -> None:
     account, asked, plain = Account(), 0, 0
     while plain + asked < 20_000:
         if account.open:
-            account.drafted(1, 1.02)
+            account.drafted(1, 1.02, 1.02)
             asked += 1
         else:
             account.plain(1)
@@ -345,24 +352,30 @@ def test_a_hiccup_of_the_machine_does_not_end_a_good_draft() -> None:
     world.run(500)
     seconds = world.draft_seconds
     world.draft_seconds = 500.0
-    world.ids += world.step()[1:]
+    world.step()
     world.draft_seconds = seconds
     assert world.budget.account.open
 
 
-def test_a_draft_is_asked_no_deeper_than_it_was_verified() -> None:
+def test_how_deep_a_draft_is_asked_follows_how_deep_it_was_right() -> None:
+    """So that the end of a text that was easy to guess costs one large tree, and not many."""
     asked: list[int] = []
 
     class Deep(Oracle):
+        confidence = 0.99
+
         def propose(self, context: Context) -> ScoredTree:
             asked.append(context.depth)
             return super().propose(context)
 
-    world = World(Costs.between({1: 1.0, 2: 1.1, 3: 3.0, 64: 60.0}), 0.0, 0.9)
+    world = World(FLAT, 0.0, 1.0)
     world.budget.draft = Deep(world)
-    world.run(100)
-    assert asked[0] == 1000
-    assert max(asked[-20:]) <= 3, "one level is verified, and a little more is looked at"
+    world.run(60)
+    assert asked[:3] == [2, 6, 14]
+    world.rate = 0.0
+    for _ in range(4):
+        world.ids += world.step()[1:]
+    assert asked[-1] == 2
 
 
 def test_a_draft_that_needs_rows_listens_before_it_is_tried_again() -> None:
@@ -388,7 +401,7 @@ def test_a_draft_that_needs_rows_listens_before_it_is_tried_again() -> None:
 def test_guesses_are_judged_where_their_parent_was_right() -> None:
     class Branching(Oracle):
         def propose(self, context: Context) -> ScoredTree:
-            scores = np.log([1.0, 0.65, 0.25, 0.65 * 0.95, 0.25 * 0.45])
+            scores = np.log([1.0, 0.65, 0.25, 0.65 * 0.93, 0.25 * 0.45])
             return ScoredTree(np.array([context.root, 11, 12, 13, 14]), np.array([-1, 0, 0, 1, 2]), scores)
 
     world = World(FLAT, 0.0, 0.5)
@@ -397,8 +410,12 @@ def test_guesses_are_judged_where_their_parent_was_right() -> None:
     world.budget.calibration = Calibration()
     world.budget.propose(Context([1, 2, 3], None, 10))  # type: ignore[arg-type]
     world.budget.observe([3, 11], 2, None, None)
-    assert world.budget.calibration._tried == [0, 0, 1, 0, 0, 0, 1, 0, 0, 1], "not the one below a wrong one"
-    assert world.budget.calibration._right == [0, 0, 0, 0, 0, 0, 1, 0, 0, 0]
+    tried, right = world.budget.calibration._tried, world.budget.calibration._right
+    kinds = [bisect(BINS, confidence) for confidence in (0.65, 0.25, 0.93)]
+    assert [tried[kind] for kind in kinds] == [1, 1, 1]
+    assert sum(tried) == 3, "not the one below a wrong one"
+    assert [right[kind] for kind in kinds] == [1, 0, 0]
+    assert sum(right) == 1
 
 
 def test_a_step_that_was_not_finished_teaches_nothing() -> None:
@@ -469,7 +486,7 @@ def test_a_device_that_had_to_be_made_ready_is_measured_again_the_next_time() ->
     measured = clock.measure()
     assert list(measured.seconds) == [1]
     assert not measured.settled
-    assert best_size([0.9] * 30, Costs.between(measured.seconds).seconds, 0) == 0, "until then nodes are dear"
+    assert size([0.9] * 30, Costs.between(measured.seconds).seconds, 0) == 0, "until then nodes are dear"
 
 
 def test_costs_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,7 +519,7 @@ def test_without_room_to_measure_nothing_is_kept_and_nodes_are_dear(tmp_path: Pa
             raise DoesNotFit("No room.")
 
     costs = costs_of(Cramped(SMALL, BACKEND.tensors), Want(tokens="none"), tmp_path)
-    assert best_size([0.9] * 30, costs.seconds, 0) == 0
+    assert size([0.9] * 30, costs.seconds, 0) == 0
     assert not list(tmp_path.iterdir())
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from random_drafts import draft_config, draft_in_memory, random_weights
+from random_drafts import FORMATS, draft_config, draft_in_memory, fill_holes, random_weights, write_holes
 from random_models import random_tensors, small_config
 from warpsmith.backend.base import BlockDraft, Want
 from warpsmith.backend.cpu import CpuBackend
@@ -17,8 +19,9 @@ from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.checkpoint.quantize import quantize
 from warpsmith.draft.dflash import DFlash
-from warpsmith.draft.dflash_files import DFlashConfig, DraftFile
+from warpsmith.draft.dflash_files import DFlashConfig, DraftFile, check_fits, open_draft
 from warpsmith.draft.dflash_numpy import NumpyDraft
+from warpsmith.model.config import SIZES
 
 TARGET = small_config(vocab=100)
 WIDE = small_config(vocab=100, hidden=256)
@@ -156,6 +159,33 @@ def test_snapshots_bring_the_rings_back(count: int) -> None:
     native.forget()
     empty, _ = both(draft_in_memory(config))
     assert np.array_equal(native.fill(3, 0, 4, TOP).hidden, empty.fill(3, 0, 4, TOP).hidden)  # type: ignore[arg-type]
+
+
+def test_drafts_of_the_27b_shape_run_in_every_format(tmp_path: Path) -> None:
+    """Every width of the released drafts, one layer of them: files of half a billion weights, most of them zero."""
+    target = SIZES["27B"]
+    config = draft_config(
+        target, layers=1, ffn=17408, heads=32, kv_heads=8, head_dim=128, rope_theta=1e7, block=16,
+        mask_token=248_070, target_layers=(1, 16, 31, 46, 61), windows=(2048,), causal=(True,),
+    )  # fmt: skip
+    small = small_config(vocab=48, hidden=target.hidden, layers=1, recurrent=(False,))
+    on = CpuBackend(small, random_tensors(small), threads=2)
+    features = features_of(20, config)
+    outputs = []
+    for number, format in enumerate(FORMATS):
+        path = write_holes(tmp_path / f"draft{number}", format, config)
+        fill_holes(path, 192)
+        file = open_draft(path)
+        check_fits(file.config, target)
+        runnable = dataclasses.replace(file.config, mask_token=7)  # of the target's few tokens
+        native = on.block_draft(runnable, file.tensors, [2048])
+        assert native is not None
+        native.append(features, 0)
+        outputs.append(native.fill(3, 20, 15, TOP))
+        del native
+    assert outputs[0].hidden is not None
+    assert outputs[0].hidden.std() > 0.1
+    assert all(np.array_equal(output.hidden, outputs[0].hidden) for output in outputs[1:])
 
 
 def test_the_engine_is_used_where_it_can() -> None:

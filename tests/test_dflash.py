@@ -283,6 +283,19 @@ def test_waiting_features_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert draft.hidden(5, 400) == pytest.approx(expected, abs=2e-5)
 
 
+def test_after_a_gap_the_rows_before_it_still_stand_where_they_stood() -> None:
+    file, features = draft_in_memory(FIVE), features_of(50, config=FIVE)
+    draft, expected = DFlash(file, BACKEND), NumpyDraft(file, BACKEND, [7, 4096, 7])
+    draft.observe([1] * 30, 0, features[:30], None)
+    draft.observe([1] * 9, 30, None, None)
+    draft.observe([1] * 20, 39, features[30:], None)
+    draft.catch_up(BACKEND.new_state(8))
+    expected.append(features[:30], 0)
+    expected.append(features[30:], 39)
+    rows = expected.fill(5, 59, FIVE.block - 1, Want("none", hidden=True)).hidden
+    assert draft.hidden(5, 59) == pytest.approx(rows, abs=2e-5)
+
+
 def test_going_back_to_a_snapshot() -> None:
     file, features = draft_in_memory(FIVE), features_of(60, config=FIVE)
     draft = DFlash(file, BACKEND)

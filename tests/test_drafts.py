@@ -15,10 +15,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import warpsmith
 from random_drafts import draft_config, draft_in_memory, random_weights, write_draft
 from random_models import random_tensors, small_config
 from warpsmith.backend.base import LOGITS, Backend, Output, Sampling, Want
 from warpsmith.backend.cpu import CpuBackend
+from warpsmith.backend.cpu.draft import CpuDraft
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.draft.base import Context, Draft, ScoredTree
@@ -27,6 +29,7 @@ from warpsmith.draft.costs import Costs
 from warpsmith.draft.dflash import DFlash
 from warpsmith.draft.mtp import MTP
 from warpsmith.draft.ngram import KEYS, LOOKED_AT, NGram
+from warpsmith.draft.relay import Relay
 from warpsmith.draft.select import find_draft, make_proposer
 from warpsmith.engine.conversation import Conversation
 from warpsmith.engine.loop import Generation
@@ -231,6 +234,20 @@ def test_the_test_above_notices_a_walk_that_leans_to_the_draft() -> None:
     sampling, runs = Sampling(temperature=1.0), 800
     expected = exact_pairs(backend("cpu"), prompt_of(5, 2), sampling) * runs
     assert chi_square_p(pairs_drawn(Leaning, sampling, runs), expected) < 1e-6
+
+
+def test_text_is_the_same_with_several_drafts() -> None:
+    on = backend("cpu")
+    costs = Costs.between({1: 0.001, 64: 0.002})
+    for seed in range(6):
+        made = drafts(on, 30, seed)
+        relay = Relay([Budgeted(made[name], costs) for name in ("ngram", "mtp", "dflash")])
+        conversation, plainly = Conversation(on, 400, relay), Conversation(on, 400)
+        prompt = prompt_of(30, seed)
+        for sampling in (Sampling(), SAMPLED):
+            answer = run(plainly, prompt, sampling, max_tokens=60)
+            assert run(conversation, prompt, sampling, max_tokens=60) == answer
+            prompt = prompt[:10] + answer
 
 
 # -- n-grams ----------------------------------------------------------------------------------------------------------
@@ -472,6 +489,28 @@ def test_of_a_long_past_mtp_hears_the_end(monkeypatch: pytest.MonkeyPatch) -> No
     assert tree.scores[1] == pytest.approx(beliefs.max(), abs=1e-4)
 
 
+@pytest.mark.parametrize("gap", [1, 7, 40])
+def test_after_a_gap_mtp_goes_on_with_what_it_heard(gap: int) -> None:
+    """To the block it is as if the tokens it was not told of had never been."""
+    on, text = backend("reference"), prompt_of(60 + gap, 11)
+    draft, state = MTP(on, 30), on.new_state(200)
+    hidden = on.prefill(state, text, Want("none", hidden=True)).hidden
+    assert hidden is not None
+    draft.observe(text[:40], 0, None, hidden[:40])
+    draft.observe(text[40 : 40 + gap], 40, None, None)
+    assert draft.propose(Context(text[: 41 + gap], state, 10)) is None, "it does not know what came before the root"
+    draft.observe(text[40 + gap :], 40 + gap, None, hidden[40 + gap :])
+    tree = draft.propose(Context([*text, 4], state, 10))
+    assert tree is not None
+    other = on.new_state(200)
+    heard = [*range(1, 40), *range(41 + gap, 60 + gap)]  # tokens whose predecessor's hidden was told
+    tokens, before = [*(text[i] for i in heard), 4], [*(hidden[i - 1] for i in heard), hidden[-1]]
+    output = on.mtp(other, tokens, np.array(before), 0, Want("logits"))
+    assert output.logits is not None
+    beliefs = output.logits[-1] - np.log(np.exp(output.logits[-1].astype(np.float64)).sum())
+    assert tree.scores[1] == pytest.approx(beliefs.max(), abs=1e-4)
+
+
 def test_mtp_at_the_end_of_the_context_stays_inside() -> None:
     for name in ("reference", "cpu"):
         on = backend(name)
@@ -506,6 +545,24 @@ def test_names_and_paths_choose_drafts(tmp_path: Path) -> None:
     assert isinstance(make_proposer("auto", 4, on, tmp_path / "model" / "file.gguf"), DFlash)
     headless = ReferenceBackend(small_config(vocab=24), random_tensors(small_config(vocab=24)))
     assert isinstance(make_proposer("auto", 4, headless, tmp_path / "model"), NGram), "made for another model"
+
+
+def test_auto_asks_the_text_first_and_then_the_model_s_own_draft() -> None:
+    proposer = make_proposer("auto", "auto", backend("cpu"))
+    assert isinstance(proposer, Relay)
+    assert proposer.name == "ngram+mtp"
+    assert proposer.wants == Want("none", hidden=True)
+    headless = CpuBackend(small_config(vocab=16), random_tensors(small_config(vocab=16)), threads=1)
+    alone = make_proposer("auto", "auto", headless)
+    assert isinstance(alone, Budgeted)
+    assert alone.name == "ngram"
+
+
+def test_wisp_has_a_draft_of_its_own() -> None:
+    with warpsmith.load(device="cpu", context=256) as llm:
+        fixed = make_proposer("auto", 4, llm.backend, llm.checkpoint.path)
+        assert isinstance(fixed, DFlash)
+        assert isinstance(fixed.network, CpuDraft)
 
 
 def test_an_automatic_budget_measures_the_machine(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ that an account starts with.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from warpsmith.backend.base import State
 from warpsmith.draft.base import Context, Draft, Prices, Proposer, ScoredTree
 from warpsmith.draft.costs import Costs
 
-BINS = 10
+BINS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99)  # confidences that part kinds of guesses
 PRIOR = 4.0  # how many observations the draft's own word is worth
 MEMORY = 256.0  # observations after which the older half counts half
 START, MOST = 4.0, 16.0  # the account, in plain tokens
@@ -33,13 +34,15 @@ REFILL = 0.005  # a plain token
 RARELY = 8  # times as long as at first a draft waits that has failed again and again
 LISTENS = 12  # tokens before another try of which a draft that needs their rows is told
 RECENT = 9  # timings of which the median is taken: a step that was held up does not count
-CHECK_AFTER, CHECK = 512, 8  # tokens drafted, and tokens then decoded plainly, to see how fast that is at present
-FRESH = 64  # tokens for which that is known well enough to give a draft up
-BEYOND = 2  # levels a draft is asked for below those that were verified lately
+CHECK = 8  # tokens decoded plainly now and then, to see how fast that is at present
+CHECK_FIRST, CHECK_LAST = 32, 512  # drafted tokens after which that is done: soon at first, then more and more rarely
+FRESH = 64  # drafted tokens for which that is known well enough to give a draft up
+FURTHER, BEYOND = 2, 2  # how deep it is asked: so many times as deep as it was right lately, and so many levels more
+SILENCE = 15  # tokens, at most, for which a draft is not asked that had nothing to say
 
 
-def best_size(probabilities: Sequence[float], seconds: Sequence[float], other_seconds: float) -> int:
-    """How many of a draft's nodes to verify for the most expected tokens a second.
+def best_size(probabilities: Sequence[float], seconds: Sequence[float], other_seconds: float) -> tuple[int, float]:
+    """How many of a draft's nodes to verify for the most expected tokens a second, and how many those are.
 
     `probabilities` are those of the nodes below the root, in the order in which they would be taken; `seconds` are
     those of a forward over 1, 2, ... nodes, `other_seconds` what a step takes besides. Of equal rates the smaller tree.
@@ -50,7 +53,7 @@ def best_size(probabilities: Sequence[float], seconds: Sequence[float], other_se
         rate = tokens / (other_seconds + seconds[nodes])
         if rate > best_rate:
             best, best_rate = nodes, rate
-    return best
+    return best, best_rate
 
 
 def least_probabilities(costs: Costs) -> list[float]:
@@ -67,14 +70,14 @@ class Calibration:
     """How often guesses of a given confidence were right."""
 
     def __init__(self) -> None:
-        self._tried, self._right = [0.0] * BINS, [0.0] * BINS
+        self._tried, self._right = [0.0] * (len(BINS) + 1), [0.0] * (len(BINS) + 1)
 
     def corrected(self, confidence: float) -> float:
-        bin = min(int(confidence * BINS), BINS - 1)
+        bin = bisect(BINS, confidence)
         return (self._right[bin] + PRIOR * confidence) / (self._tried[bin] + PRIOR)
 
     def learn(self, confidence: float, right: bool) -> None:
-        bin = min(int(confidence * BINS), BINS - 1)
+        bin = bisect(BINS, confidence)
         self._tried[bin] += 1.0
         self._right[bin] += right
         if self._tried[bin] > MEMORY:
@@ -99,10 +102,11 @@ class Account:
         self._failures = 0  # tries in a row that earned nothing
         self._earned = False  # since it last opened
 
-    def drafted(self, tokens: int, worth: float, sure: bool = True) -> None:
+    def drafted(self, tokens: int, worth: float, next_worth: float, sure: bool = True) -> None:
         """A step decided `tokens` in a time that plain decoding would have made `worth` tokens in.
 
-        The account closes when it is empty, or stays at zero if that is not `sure`.
+        The account closes when it is empty, or stays at zero if that is not `sure`, until there is enough for two
+        steps that are all wrong and of a time worth `next_worth`.
         """
         self.credit = min(self.credit + tokens - worth, MOST)
         self._earned = self._earned or self.credit > max(START, self._needed)
@@ -112,7 +116,7 @@ class Account:
             self.open = False
             self._failures = 0 if self._earned else self._failures + 1
             self._earned = False
-            self._needed = min(2 * max(worth - 1, 0.0), MOST)  # enough for two steps that are all wrong
+            self._needed = min(2 * max(next_worth - 1, 0.0), MOST)
 
     def plain(self, tokens: int) -> None:
         """Tokens were decoded plainly while it was closed."""
@@ -134,7 +138,7 @@ class Pace:
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
-        self._plain: deque[float] = deque(maxlen=5)
+        self._plain: deque[float] = deque(maxlen=3)
         self._forward: deque[float] = deque(maxlen=RECENT)  # how much longer than measured they take
         self._extra: dict[int, deque[float]] = {}  # likewise, against that, by the bits of the number of nodes
         self._other: deque[float] = deque(maxlen=RECENT)  # the draft and the host, of a step
@@ -160,8 +164,8 @@ class Pace:
         self._seconds = None
 
     def plain(self) -> float:
-        """Seconds of a token without a draft."""
-        return median(self._plain) if self._plain else self.costs.plain * self._speed()
+        """Seconds of a token without a draft. Of a few the shortest: others were disturbed, and in doubt it is fast."""
+        return min(self._plain) if self._plain else self.costs.plain * self._speed()
 
     def other(self) -> float:
         """Seconds of a step besides its forward and commit."""
@@ -200,9 +204,13 @@ class Budgeted(Proposer):
         self._least = least_probabilities(costs)
         self._listens = LISTENS if draft.wants.features or draft.wants.hidden else 0
         self._pace = Pace(costs)
-        self._depths: deque[int] = deque(maxlen=RECENT)  # of the trees that were verified
-        self._unchecked = CHECK_AFTER  # tokens since plain decoding was last seen
+        self._right: deque[int] = deque(maxlen=2)  # levels of the last trees
+        self._unchecked = self._check_after = CHECK_FIRST  # tokens since plain decoding was last seen
+        self._silent = 0  # times in a row that it had nothing to say
+        self._pause = 0  # tokens until it is asked again
         self._step: _Step | None = None
+        self.promise = 0.0  # tokens a second expected of its last guess
+        self.rate = 0.0  # tokens a second that its guesses have brought lately
 
     @property
     def off(self) -> str | None:
@@ -213,25 +221,38 @@ class Budgeted(Proposer):
     @property
     def rest(self) -> int:
         if self.account.open:
-            return CHECK if self._unchecked >= CHECK_AFTER else 0
+            return CHECK if self.doubts else self._pause
         return max(0, self.account.waits - self._listens)
+
+    @property
+    def doubts(self) -> bool:
+        """Whether plain decoding has to be seen again before anything can be said about it."""
+        return self.account.open and self._unchecked >= self._check_after
 
     def propose(self, context: Context) -> ScoredTree | None:
         self._step = None
         if not self.account.open:
             return None  # it only listens
-        depth = max(self._depths) + BEYOND if self._depths else context.depth
+        depth = FURTHER * max(self._right, default=0) + BEYOND
         prices = Prices(self._pace.plain(), self._least)
         tree = self.draft.propose(replace(context, depth=min(depth, context.depth), prices=prices))
         if tree is not None:
-            size = best_size(path_probabilities(tree, self.calibration)[1:], self._pace.seconds(), self._pace.other())
+            chances = path_probabilities(tree, self.calibration)[1:]
+            size, self.promise = best_size(chances, self._pace.seconds(), self._pace.other())
             tree = tree.first(size) if size else None
+        if tree is not None:
+            self._silent = 0
+        elif not self._listens:  # one that needs rows would miss them
+            self._silent += 1
+            self._pause = min(2**self._silent - 1, SILENCE)
         self._step = _Step(len(context.ids) - 1, tree)
         return tree
 
     def observe(
         self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
     ) -> None:
+        if not self.account.open and self.rest:
+            features = hidden = None  # it would have to work through them when it is tried again
         self.draft.observe(tokens, position, features, hidden)
         step = self._step
         if step is not None and step.position == position and step.tree is not None:
@@ -245,14 +266,20 @@ class Budgeted(Proposer):
         for node, (parent, belief) in enumerate(zip(tree.parents.tolist(), tree.conditionals().tolist(), strict=True)):
             if parent in path:
                 self.calibration.learn(belief, node in path)
-        self._depths.append(int(tree.depths().max()))
+        self._right.append(len(path) - 1)
 
     def spent(self, tokens: int, seconds: float, forward_seconds: float | None) -> None:
         pace, account, step = self._pace, self.account, self._step
         self._step = None
         if forward_seconds is None:
+            believed = pace.plain()
             pace.decoded(tokens, seconds)
+            if pace.plain() < 0.9 * believed:
+                account.credit = min(account.credit, START)  # what it earned was earned against a slower one
+            if self.doubts:
+                self._check_after = min(2 * self._check_after, CHECK_LAST)
             self._unchecked = 0
+            self._pause = max(0, self._pause - tokens)
         if not account.open:
             account.plain(tokens)
         elif forward_seconds is not None:
@@ -261,13 +288,28 @@ class Budgeted(Proposer):
             # a hiccup of the machine says nothing about the draft
             usual = pace.other() + pace.seconds()[nodes - 1]
             fresh = self._unchecked <= FRESH
-            account.drafted(tokens, min(seconds, 2 * usual) / pace.plain(), sure=fresh)
+            plain, small = pace.plain(), pace.other() + pace.seconds()[BEYOND]
+            account.drafted(tokens, min(seconds, 2 * usual) / plain, small / plain, sure=fresh)
+            self.rate += 0.1 * (tokens / seconds - self.rate)
             self._unchecked += tokens
             if account.credit == 0 and not fresh:  # perhaps it is the machine that got slower
-                self._unchecked = CHECK_AFTER
+                self._unchecked = self._check_after = CHECK_FIRST
                 pace.forget_plain()
             elif not account.open:
                 pace.forget_trees()
+
+    def withdraw(self) -> None:
+        """Its guess is not taken."""
+        self._step = None
+
+    def missed(self, tokens: int, seconds: float) -> None:
+        """Another draft's guess decided `tokens`; this one had taken so many `seconds` to be asked."""
+        self._unchecked += tokens
+        self._pause = max(0, self._pause - tokens)
+        if not self.account.open:
+            self.account.plain(tokens)
+        else:
+            self.account.drafted(0, seconds / self._pace.plain(), 1.0)
 
     # -- the draft's own business -------------------------------------------------------------------------------------
 

@@ -58,11 +58,11 @@ class MTP(Draft):
     def observe(
         self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
     ) -> None:
-        if position != self._position or hidden is None:
+        if position != self._position:
             self.reset()
-        if hidden is None:
-            self._position = position + len(tokens)
-            return  # a gap: it begins to listen anew
+        if hidden is None:  # a gap, which is left out: to the block it is as if these tokens had never been
+            self._hidden, self._position = None, position + len(tokens)
+            return
         ids = np.asarray(tokens, dtype=np.int32)
         before = hidden[:-1] if self._hidden is None else np.concatenate([self._hidden, hidden[:-1]])
         if len(before):

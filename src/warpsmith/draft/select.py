@@ -11,6 +11,7 @@ from warpsmith.backend.base import Backend
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.draft.base import Draft, Proposer
 from warpsmith.errors import BadRequest, WarpsmithError
+from warpsmith.wisp import WISP, WISP_DRAFT
 
 NAMES = ("auto", "none", "ngram", "mtp")
 BESIDE = "draft"  # the folder of a model's directory in which its own draft lies
@@ -45,15 +46,21 @@ def make_proposer(
     most = backend.largest_tree - 1
     if budget != "auto" and budget > most:
         raise BadRequest(f"Trees on this device have room for {most} drafted nodes, not {budget}.", "Or use auto.")
-    chosen = _best_of(backend, model) if draft == "auto" else _named(draft, backend)
-    chosen.nodes = min(chosen.nodes, most)
+    chosen = [_best_of(backend, model)] if draft == "auto" else [_named(draft, backend)]
     if budget != "auto":
-        chosen.nodes = budget
-        return chosen
+        chosen[0].nodes = budget
+        return chosen[0]
     from warpsmith.draft.budget import Budgeted
     from warpsmith.draft.costs import costs_of
+    from warpsmith.draft.relay import Relay
 
-    return Budgeted(chosen, costs_of(backend, chosen.wants))
+    if draft == "auto" and chosen[0].name != "ngram":
+        chosen.insert(0, _named("ngram", backend))
+    budgeted = []
+    for each in chosen:
+        each.nodes = min(each.nodes, most)
+        budgeted.append(Budgeted(each, costs_of(backend, chosen[-1].wants)))
+    return Relay(budgeted) if len(budgeted) > 1 else budgeted[0]
 
 
 def _named(draft: str | Path, backend: Backend) -> Draft:
@@ -74,11 +81,19 @@ def _named(draft: str | Path, backend: Backend) -> Draft:
 def _best_of(backend: Backend, model: Path | None) -> Draft:
     """The model's own draft if it has one that can be used here, then its MTP head, then the text itself."""
     choices: list[Callable[[], Draft]] = [lambda: _named("mtp", backend)]
-    if model is not None:
-        beside = (model if model.is_dir() else model.parent) / BESIDE
-        if beside.is_dir():
-            choices.insert(0, lambda: _named(beside, backend))
+    if own := _own_draft(model):
+        choices.insert(0, lambda: _named(own, backend))
     for choice in choices:
         with suppress(WarpsmithError):
             return choice()
     return _named("ngram", backend)
+
+
+def _own_draft(model: Path | None) -> Path | None:
+    """Where the draft lies that came with a model."""
+    if model is None:
+        return None
+    if model == WISP:
+        return WISP_DRAFT
+    beside = (model if model.is_dir() else model.parent) / BESIDE
+    return beside if beside.is_dir() else None
