@@ -112,8 +112,8 @@ def load(
     values are kept: f16, f32 or q8_0; f16).
 
     `draft` guesses ahead so that one forward pass can decide several tokens; the text stays the same to the byte. It
-    is auto (the model's own draft, else its MTP head, else n-grams), ngram, mtp, a DFlash draft by path or Hub name,
-    or a `Proposer`; None or none decode plainly. `spec_budget` is how many tokens it may guess a step, at most 63;
+    is auto (n-grams, and the model's own draft or its MTP head), ngram, mtp, a DFlash draft by path or Hub name, or a
+    `Proposer`; None or none decode plainly. `spec_budget` is how many tokens it may guess a step, at most 63;
     auto chooses what pays on this machine, which may be nothing.
 
     `progress` hears of the bytes loaded and of the bytes in all, again and again.
