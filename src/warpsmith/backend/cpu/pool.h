@@ -21,15 +21,18 @@ public:
     // Call job(thread) on every thread, the caller being thread 0; returns when all have finished.
     void run(const std::function<void(int)>& job);
 
-    // From inside a job, by every thread alike: units 0 .. units-1 in runs of `grain`, each on whichever thread is
-    // free, then wait for all. Who computes a unit must not matter to its result.
+    // From inside a job, by every thread alike: units 0 .. units-1 in runs, each on whichever thread is free, then wait
+    // for all. Runs are long at first, for memory is read best in one direction, and end at `grain`, so that all
+    // threads end together. Who computes a unit must not matter to its result.
     template <class Unit>
     void share(int units, int grain, const Unit& unit) {
-        for (;;) {
-            const int first = next_.fetch_add(grain, std::memory_order_relaxed);
-            if (first >= units) break;
-            const int last = first + grain < units ? first + grain : units;
+        int first = next_.load(std::memory_order_relaxed);
+        while (first < units) {
+            const int left = units - first, part = left / (4 * threads_);
+            const int last = first + (part > grain ? part : grain < left ? grain : left);
+            if (!next_.compare_exchange_weak(first, last, std::memory_order_relaxed)) continue;
             for (int i = first; i < last; i++) unit(i);
+            first = next_.load(std::memory_order_relaxed);
         }
         barrier();
     }

@@ -57,9 +57,10 @@ struct Avx2 {
     static __m128i load16(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
     static __m128i load8(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
     static F load_bf16(const uint8_t* p) {
-        return each<F>([&](int i) {
-            return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load16(p + 16 * i)), 16));
-        });
+        const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+        const __m256i low = _mm256_slli_epi32(words, 16), high = _mm256_and_si256(words, _mm256_set1_epi32(-65536));
+        return {{_mm256_castsi256_ps(_mm256_permute2x128_si256(low, high, 0x20)),
+                 _mm256_castsi256_ps(_mm256_permute2x128_si256(low, high, 0x31))}};
     }
     static F load_f16(const uint8_t* p) { return each<F>([&](int i) { return _mm256_cvtph_ps(load16(p + 16 * i)); }); }
     static void store_f16(uint8_t* p, F x) {

@@ -37,7 +37,8 @@ struct Avx512 {
 
     static __m256i load32(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
     static F load_bf16(const uint8_t* p) {
-        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load32(p)), 16));
+        const __m512i words = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 1, 0, 1, 2, 3, 2, 3), _mm512_castsi256_si512(load32(p)));
+        return _mm512_castsi512_ps(_mm512_mask_and_epi32(_mm512_slli_epi32(words, 16), 0xf0f0, words, set1(-65536)));
     }
     static F load_f16(const uint8_t* p) { return _mm512_cvtph_ps(load32(p)); }
     static void store_f16(uint8_t* p, F v) {

@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "packing.h"
+
 namespace warpsmith {
 namespace {
 
@@ -17,7 +19,9 @@ struct Generic {
     static constexpr int lanes = 16;
     typedef float F __attribute__((vector_size(64)));
     typedef int32_t I __attribute__((vector_size(64)));
-    struct W { uint8_t v[64]; };
+    typedef uint8_t W __attribute__((vector_size(64)));
+    typedef uint8_t U8 __attribute__((vector_size(16)));
+    typedef int8_t I8 __attribute__((vector_size(16)));
     using X4 = const float*;
     using X16 = const int8_t*;
 
@@ -84,7 +88,7 @@ struct Generic {
         F v;
         for (int i = 0; i < lanes; i++) {
             uint16_t h;
-            std::memcpy(&h, p + 2 * i, 2);
+            std::memcpy(&h, p + 2 * bf16_place(i), 2);
             const uint32_t bits = static_cast<uint32_t>(h) << 16;
             float f;
             std::memcpy(&f, &bits, 4);
@@ -115,46 +119,38 @@ struct Generic {
     static I mla(I acc, I x, I y) { return acc + x * y; }
     template <int N>
     static I shl(I x) { return x << N; }
-    static I load_u8(const uint8_t* p) { I v; for (int i = 0; i < lanes; i++) v[i] = p[i]; return v; }
-    static I load_i8(const uint8_t* p) { I v; for (int i = 0; i < lanes; i++) v[i] = static_cast<int8_t>(p[i]); return v; }
+    static I load_u8(const uint8_t* p) { U8 v; std::memcpy(&v, p, 16); return __builtin_convertvector(v, I); }
+    static I load_i8(const uint8_t* p) { I8 v; std::memcpy(&v, p, 16); return __builtin_convertvector(v, I); }
     static F to_float(I x) { return __builtin_convertvector(x, F); }
     static I round(F x) {  // to nearest even, for |x| < 2^22
         const F magic = set1(12582912.0f);
         return __builtin_convertvector((x + magic) - magic, I);
     }
     static F pow2(I n) { const I bits = (n + set1(127)) << 23; F v; std::memcpy(&v, &bits, 64); return v; }
-    static void store_i8(int8_t* p, I v) { for (int i = 0; i < lanes; i++) p[i] = static_cast<int8_t>(v[i]); }
+    static void store_i8(int8_t* p, I v) { const I8 bytes = __builtin_convertvector(v, I8); std::memcpy(p, &bytes, 16); }
 
-    static W load_w(const uint8_t* p) { W w; std::memcpy(w.v, p, 64); return w; }
-    static void store_w(uint8_t* p, const W& w) { std::memcpy(p, w.v, 64); }
-    static W and_n(W w, uint8_t mask) { for (auto& b : w.v) b &= mask; return w; }
+    static W load_w(const uint8_t* p) { W w; std::memcpy(&w, p, 64); return w; }
+    static void store_w(uint8_t* p, W w) { std::memcpy(p, &w, 64); }
+    static W and_n(W w, uint8_t mask) { return w & mask; }
     template <int N>
-    static W shr(W w) { for (auto& b : w.v) b = static_cast<uint8_t>(b >> N); return w; }
+    static W shr(W w) { return w >> N; }
     template <int N>
-    static W bit_to_4(W w) { for (auto& b : w.v) b = static_cast<uint8_t>(N < 4 ? b << (N < 4 ? 4 - N : 0) : b >> (N < 4 ? 0 : N - 4)); return w; }
-    static W insert_bit(W w, const W& bit) {
-        for (int i = 0; i < 64; i++) w.v[i] = static_cast<uint8_t>((w.v[i] & ~16) | (bit.v[i] & 16));
-        return w;
-    }
+    static W bit_to_4(W w) { return N < 4 ? w << (N < 4 ? 4 - N : 0) : w >> (N < 4 ? 0 : N - 4); }
+    static W insert_bit(W w, W bit) { return (w & static_cast<uint8_t>(~16)) | (bit & 16); }
     static constexpr int kSixScale = 4, kSixOffset = 0;
-    static void unpack6(const W& p0, const W& p1, const W& p2, W* w) {
-        for (int i = 0; i < 64; i++) {
-            w[0].v[i] = p0.v[i] & 0xfc, w[1].v[i] = p1.v[i] & 0xfc, w[2].v[i] = p2.v[i] & 0xfc;
-            w[3].v[i] = static_cast<uint8_t>(p0.v[i] << 6 | (p1.v[i] & 3) << 4 | (p2.v[i] & 3) << 2);
-        }
+    static void unpack6(W p0, W p1, W p2, W* w) {
+        w[0] = p0 & 0xfc, w[1] = p1 & 0xfc, w[2] = p2 & 0xfc;
+        w[3] = p0 << 6 | (p1 & 3) << 4 | (p2 & 3) << 2;
     }
     static X16 load_x(const int8_t* p) { return p; }
     template <int J>
-    static I dot(I acc, const W& w, X16 x) {
-        for (int t = 0; t < 4; t++) {
-            I column;
-            for (int r = 0; r < lanes; r++) column[r] = static_cast<int8_t>(w.v[4 * r + t]);
-            acc += column * set1(static_cast<int32_t>(x[4 * J + t]));
-        }
+    static I dot(I acc, W w, X16 x) {
+        const I words = reinterpret_cast<I>(w);  // a row each; shifting left and back extends the sign of one byte
+        for (int t = 0; t < 4; t++) acc += (words << (24 - 8 * t) >> 24) * static_cast<int32_t>(x[4 * J + t]);
         return acc;
     }
     template <int J>
-    static I dot_signed(I acc, const W& w, X16 x) { return dot<J>(acc, w, x); }
+    static I dot_signed(I acc, W w, X16 x) { return dot<J>(acc, w, x); }
     static void prefetch(const uint8_t*) {}
     static void prefetch_far(const uint8_t*) {}
 };

@@ -44,11 +44,10 @@ struct Neon {
     static F fma_x(F acc, F w, X4 x) { return each<F>([&](int i) { return vfmaq_laneq_f32(acc.v[i], w.v[i], x, J); }); }
 
     static F load_bf16(const uint8_t* p) {
-        // zip with zeros where a shift would do: two of them issue in a cycle, and only one shift
-        const uint16x8_t low = vld1q_u16(reinterpret_cast<const uint16_t*>(p));
-        const uint16x8_t high = vld1q_u16(reinterpret_cast<const uint16_t*>(p + 16)), zero = vdupq_n_u16(0);
-        return {{vreinterpretq_f32_u16(vzip1q_u16(zero, low)), vreinterpretq_f32_u16(vzip2q_u16(zero, low)),
-                 vreinterpretq_f32_u16(vzip1q_u16(zero, high)), vreinterpretq_f32_u16(vzip2q_u16(zero, high))}};
+        const uint32x4_t low = vld1q_u32(reinterpret_cast<const uint32_t*>(p));
+        const uint32x4_t high = vld1q_u32(reinterpret_cast<const uint32_t*>(p + 16)), mask = vdupq_n_u32(0xffff0000u);
+        return {{vreinterpretq_f32_u32(vshlq_n_u32(low, 16)), vreinterpretq_f32_u32(vandq_u32(low, mask)),
+                 vreinterpretq_f32_u32(vshlq_n_u32(high, 16)), vreinterpretq_f32_u32(vandq_u32(high, mask))}};
     }
     static F load_f16(const uint8_t* p) {
         const float16x8_t low = vreinterpretq_f16_u16(vld1q_u16(reinterpret_cast<const uint16_t*>(p)));

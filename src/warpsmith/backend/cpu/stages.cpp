@@ -28,9 +28,6 @@ Stages::Stages(Pool& pool, const Kernels& kernels, int wide, size_t scratch)
     for (int i = 0; i < pool.threads(); i++) threads_.emplace_back((kTile + scratch) * sizeof(float));
 }
 
-// Units that a thread takes from the pile at a time: few enough grabs to be cheap, enough of them to end together.
-int Stages::grain(int units) const { return std::max(1, units / (pool_.threads() * 8)); }
-
 Acts Stages::columns(const float* x, int stride, int width, int n, int forms) {
     Acts acts = room_;
     acts.k = width, acts.n = n, acts.stride = stride;
@@ -59,7 +56,7 @@ void Stages::project(const Acts& acts, std::initializer_list<Target> targets) {
 void Stages::project(const Acts& acts, const Target* first, const Target* last) {
     int units = 0;
     for (const Target* t = first; t != last; t++) units += t->weights->panels();
-    pool_.share(units, grain(units), [&](int unit) {
+    pool_.share(units, 1, [&](int unit) {
         const Target* t = first;
         while (unit >= t->weights->panels()) unit -= (t++)->weights->panels();
         kernels_.matmul[static_cast<int>(t->weights->type)](t->weights->panel(unit), acts, t->out + unit * kPanel, t->stride);
@@ -69,7 +66,7 @@ void Stages::project(const Acts& acts, const Target* first, const Target* last) 
 void Stages::project_add(int thread, const Acts& acts, const Matrix& weights, float* x, int stride) {
     float* tile = threads_[thread].floats();
     const auto matmul = kernels_.matmul[static_cast<int>(weights.type)];
-    pool_.share(weights.panels(), grain(weights.panels()), [&](int unit) {
+    pool_.share(weights.panels(), 1, [&](int unit) {
         matmul(weights.panel(unit), acts, tile, kPanel);
         for (int row = 0; row < acts.n; row++) {
             kernels_.add(tile + row * kPanel, kPanel, x + static_cast<size_t>(row) * stride + unit * kPanel);
@@ -80,7 +77,7 @@ void Stages::project_add(int thread, const Acts& acts, const Matrix& weights, fl
 void Stages::gated(int thread, const Acts& acts, const Matrix& gate, const Matrix& up, float* out, int stride) {
     const auto one = kernels_.matmul[static_cast<int>(gate.type)], other = kernels_.matmul[static_cast<int>(up.type)];
     float *a = threads_[thread].floats(), *b = a + kMaxNodes * kPanel;
-    pool_.share(gate.panels(), grain(gate.panels()), [&](int unit) {
+    pool_.share(gate.panels(), 1, [&](int unit) {
         one(gate.panel(unit), acts, a, kPanel);
         other(up.panel(unit), acts, b, kPanel);
         for (int row = 0; row < acts.n; row++) {
@@ -103,7 +100,7 @@ void Stages::tokens(int thread, const Matrix& head, const float* hidden, int row
     float* tile = threads_[thread].floats();
     float* most = best_.data() + static_cast<size_t>(thread) * kMaxNodes;
     int32_t* id = best_id_.data() + static_cast<size_t>(thread) * kMaxNodes;
-    pool_.share(head.panels(), grain(head.panels()), [&](int unit) {
+    pool_.share(head.panels(), 1, [&](int unit) {
         matmul(head.panel(unit), acts, tile, kPanel);
         const int first = unit * kPanel, count = std::min(kPanel, vocab - first);
         for (int row = 0; row < rows; row++) {

@@ -55,7 +55,6 @@ public:
 private:
     static constexpr size_t kTile = 2 * kMaxNodes * kPanel;  // floats
     void pick_top(const float* logits, int vocab, int row, const Want& want) const;
-    int grain(int units) const;
 
     Pool& pool_;
     const Kernels& kernels_;
