@@ -31,7 +31,7 @@ from warpsmith.draft.budget import (
     least_probabilities,
     path_probabilities,
 )
-from warpsmith.draft.costs import ROUNDS, SIZES, Costs, Measured, costs_of, measure
+from warpsmith.draft.costs import ROUNDS, SIZES, Costs, Measured, costs_of, measure, tokens_of_a_guess
 from warpsmith.errors import DoesNotFit
 
 FLAT = Costs.between({1: 1.0, 64: 1.0})  # every node for the price of one
@@ -511,6 +511,21 @@ def test_costs_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
     for _ in range(2):
         costs_of(BACKEND, Want(tokens="none", hidden=True), tmp_path)
     assert len(calls) == 5, "what was not settled is not kept"
+
+
+def test_a_guess_is_measured_in_tokens() -> None:
+    clock = Clock()
+
+    class Slow(Draft):
+        name, calls = "slow", 0
+
+        def propose(self, context: Context) -> ScoredTree | None:
+            assert context.depth == 1
+            self.calls += 1
+            clock.now += 0.0027 if self.calls > 1 else 5.0
+            return None
+
+    assert tokens_of_a_guess(Slow(), clock.backend(), clock) == pytest.approx(3.0)
 
 
 def test_without_room_to_measure_nothing_is_kept_and_nodes_are_dear(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_run_streams_text_to_stdout_and_stats_to_stderr() -> None:
     assert answer["text"] == result.stdout
     assert len(answer["token_ids"]) == 8
     assert answer["finish_reason"] == "length"
-    assert answer["stats"]["mode"] == "ngram+dflash"
+    assert answer["stats"]["mode"].startswith("ngram"), "and perhaps another, if that is fast enough here"
     plain = json.loads(succeeds("run", "-p", "def fibonacci(n):", "-n", "8", "--json", "--draft", "none"))
     assert plain["stats"]["mode"] == "plain"
     assert plain["token_ids"] == answer["token_ids"]

@@ -547,7 +547,22 @@ def test_names_and_paths_choose_drafts(tmp_path: Path) -> None:
     assert isinstance(make_proposer("auto", 4, headless, tmp_path / "model"), NGram), "made for another model"
 
 
-def test_auto_asks_the_text_first_and_then_the_model_s_own_draft() -> None:
+@pytest.mark.parametrize(("tokens", "names"), [({"dflash": 0.4, "mtp": 0.2}, "ngram+dflash"),
+                                               ({"dflash": 1.4, "mtp": 0.2}, "ngram+mtp"),
+                                               ({"dflash": 1.4, "mtp": 1.2}, "ngram")])  # fmt: skip
+def test_auto_leaves_out_drafts_whose_guesses_take_longer_than_a_token(
+    tokens: dict[str, float], names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("warpsmith.draft.costs.tokens_of_a_guess", lambda draft, on: tokens[draft.name])
+    config = draft_config(CONFIG)
+    write_draft(tmp_path / "draft", "safetensors", config, random_weights(config))
+    proposer = make_proposer("auto", "auto", backend("cpu"), tmp_path)
+    assert proposer is not None
+    assert proposer.name == names
+
+
+def test_auto_asks_the_text_first_and_then_the_model_s_own_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("warpsmith.draft.costs.tokens_of_a_guess", lambda draft, on: 0.5)
     proposer = make_proposer("auto", "auto", backend("cpu"))
     assert isinstance(proposer, Relay)
     assert proposer.name == "ngram+mtp"

@@ -18,6 +18,7 @@ import numpy as np
 
 from warpsmith.backend.base import Backend, Want
 from warpsmith.backend.tree import MAX_NODES, Tree
+from warpsmith.draft.base import Context, Draft
 from warpsmith.errors import BadRequest, DoesNotFit
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # trees that are timed
@@ -123,6 +124,28 @@ def measure(backend: Backend, wants: Want, clock: Callable[[], float] = perf_cou
             break
     known = {size: min(times) for size, times in samples.items() if times}
     return Measured(known, min(plain), settled=len(known) == len(trees) or not prepared)
+
+
+def tokens_of_a_guess(draft: Draft, backend: Backend, clock: Callable[[], float] = perf_counter) -> float:
+    """How many tokens could be decoded in the time of the draft's shortest guess, after a short text."""
+    ids = np.random.default_rng(0).integers(0, backend.config.vocab, PAST).tolist()
+    state = backend.new_state(PAST + MAX_NODES)
+    output = backend.prefill(state, ids, replace(draft.wants, tokens="none"))
+    draft.observe(ids, 0, output.features, output.hidden)
+    draft.catch_up(state)
+    start = backend.snapshot(state)
+    guesses, tokens = [], []
+    for _ in range(ROUNDS):  # the first of each warms up
+        before = clock()
+        draft.propose(Context([*ids, 0], state, depth=1))
+        between = clock()
+        for _token in backend.decode(state, 0, 1):
+            pass
+        guesses.append(between - before)
+        tokens.append(clock() - between)
+        backend.restore(state, start)
+    draft.reset()
+    return min(guesses[1:]) / min(tokens[1:])
 
 
 def typical_tree(size: int, random: np.random.Generator, vocab: int) -> Tree:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from warpsmith.backend.base import Backend
+from warpsmith.backend.base import Backend, Want
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.draft.base import Draft, Proposer
 from warpsmith.errors import BadRequest, WarpsmithError
@@ -46,21 +45,36 @@ def make_proposer(
     most = backend.largest_tree - 1
     if budget != "auto" and budget > most:
         raise BadRequest(f"Trees on this device have room for {most} drafted nodes, not {budget}.", "Or use auto.")
-    chosen = [_best_of(backend, model)] if draft == "auto" else [_named(draft, backend)]
     if budget != "auto":
-        chosen[0].nodes = budget
-        return chosen[0]
+        chosen = next(_choices(backend, model)) if draft == "auto" else _named(draft, backend)
+        chosen.nodes = budget
+        return chosen
     from warpsmith.draft.budget import Budgeted
     from warpsmith.draft.costs import costs_of
+
+    def held(draft: Draft, wants: Want) -> Budgeted:
+        draft.nodes = min(draft.nodes, most)
+        return Budgeted(draft, costs_of(backend, wants))
+
+    if draft != "auto":
+        named = _named(draft, backend)
+        return held(named, named.wants)
+    own, text = _affordable(backend, model), _named("ngram", backend)
+    if own is None:
+        return held(text, text.wants)
     from warpsmith.draft.relay import Relay
 
-    if draft == "auto" and chosen[0].name != "ngram":
-        chosen.insert(0, _named("ngram", backend))
-    budgeted = []
-    for each in chosen:
-        each.nodes = min(each.nodes, most)
-        budgeted.append(Budgeted(each, costs_of(backend, chosen[-1].wants)))
-    return Relay(budgeted) if len(budgeted) > 1 else budgeted[0]
+    return Relay([held(text, own.wants), held(own, own.wants)])
+
+
+def _affordable(backend: Backend, model: Path | None) -> Draft | None:
+    """The first of the model's own drafts whose guesses take less time here than a token: others could hardly pay."""
+    from warpsmith.draft.costs import tokens_of_a_guess
+
+    for draft in _choices(backend, model):
+        if draft.name != "ngram" and tokens_of_a_guess(draft, backend) < 1:
+            return draft
+    return None
 
 
 def _named(draft: str | Path, backend: Backend) -> Draft:
@@ -78,15 +92,16 @@ def _named(draft: str | Path, backend: Backend) -> Draft:
     return DFlash(open_draft(draft), backend)
 
 
-def _best_of(backend: Backend, model: Path | None) -> Draft:
+def _choices(backend: Backend, model: Path | None) -> Iterator[Draft]:
     """The model's own draft if it has one that can be used here, then its MTP head, then the text itself."""
-    choices: list[Callable[[], Draft]] = [lambda: _named("mtp", backend)]
-    if own := _own_draft(model):
-        choices.insert(0, lambda: _named(own, backend))
-    for choice in choices:
-        with suppress(WarpsmithError):
-            return choice()
-    return _named("ngram", backend)
+    for name in (_own_draft(model), "mtp", "ngram"):
+        if name is None:
+            continue
+        try:
+            draft = _named(name, backend)
+        except WarpsmithError:
+            continue
+        yield draft
 
 
 def _own_draft(model: Path | None) -> Path | None:
