@@ -31,7 +31,7 @@ from warpsmith.draft.budget import (
     least_probabilities,
     path_probabilities,
 )
-from warpsmith.draft.costs import ROUNDS, SIZES, Costs, Measured, costs_of, measure, tokens_of_a_guess
+from warpsmith.draft.costs import ROUNDS, SIZES, Costs, Measured, costs_of, measure, plain_seconds, tokens_of_a_guess
 from warpsmith.errors import DoesNotFit
 
 FLAT = Costs.between({1: 1.0, 64: 1.0})  # every node for the price of one
@@ -337,6 +337,20 @@ def test_a_machine_that_gets_busy_and_quiet_again_is_followed() -> None:
     assert world.run(2000) < quiet * 1.1
 
 
+@pytest.mark.parametrize("tokens", [40, 150, 700])
+@pytest.mark.parametrize("rate", [0.0, 0.8])
+def test_a_machine_that_is_busy_now_and_then(tokens: int, rate: float) -> None:
+    """A good draft goes on through it, and a bad one gains nothing by it."""
+    world, plain, seconds = World(GENTLE, 0.1, rate), 0.0, 0.0
+    busy = Costs(tuple(s * 5 for s in GENTLE.seconds), GENTLE.plain * 5)
+    while len(world.ids) < 6000:
+        world.costs, world.draft_seconds = (busy, 0.5) if world.costs is GENTLE else (GENTLE, 0.1)
+        before = len(world.ids)
+        seconds += world.run(tokens) * (len(world.ids) - before) / tokens
+        plain += world.costs.plain * (len(world.ids) - before)
+    assert seconds <= plain / (2.0 if rate else 0.98)
+
+
 def test_a_size_that_was_measured_wrongly_is_corrected() -> None:
     """One size looked cheap, and is not: it is tried, found out, and left alone."""
     world = World(GENTLE, 0.1, 0.8)
@@ -511,6 +525,24 @@ def test_costs_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
     for _ in range(2):
         costs_of(BACKEND, Want(tokens="none", hidden=True), tmp_path)
     assert len(calls) == 5, "what was not settled is not kept"
+
+
+def test_costs_from_a_busy_time_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = [Measured({1: 5.0, 64: 9.0}, 5.0, True), Measured({1: 1.0, 64: 2.0}, 1.0, True)]
+    now = [4.0, 1.0, 0.9]  # seconds of a token when it is looked at again
+    monkeypatch.setattr(costs_module, "measure", lambda backend, wants: results.pop(0))
+    monkeypatch.setattr(costs_module, "plain_seconds", lambda backend: now.pop(0))
+    monkeypatch.setattr(costs_module, "SLOW", 100.0)
+    plain = [costs_of(BACKEND, Want("none"), tmp_path).plain for _ in range(4)]
+    assert plain == [5.0, 5.0, 1.0, 1.0]
+    monkeypatch.setattr(costs_module, "SLOW", 0.5)
+    assert costs_of(BACKEND, Want("none"), tmp_path).plain == 1.0, "a slow model is not made to wait for that"
+    assert (now, results) == ([], [])
+
+
+def test_a_quick_look_at_plain_decoding() -> None:
+    clock = Clock()
+    assert plain_seconds(clock.backend(), clock) == pytest.approx(0.0009)
 
 
 def test_a_guess_is_measured_in_tokens() -> None:

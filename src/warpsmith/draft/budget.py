@@ -17,6 +17,7 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -36,7 +37,6 @@ LISTENS = 12  # tokens before another try of which a draft that needs their rows
 RECENT = 9  # timings of which the median is taken: a step that was held up does not count
 CHECK = 8  # tokens decoded plainly now and then, to see how fast that is at present
 CHECK_FIRST, CHECK_LAST = 32, 512  # drafted tokens after which that is done: soon at first, then more and more rarely
-FRESH = 64  # drafted tokens for which that is known well enough to give a draft up
 FURTHER, BEYOND = 2, 2  # how deep it is asked: so many times as deep as it was right lately, and so many levels more
 SILENCE = 15  # tokens, at most, for which a draft is not asked that had nothing to say
 
@@ -102,17 +102,14 @@ class Account:
         self._failures = 0  # tries in a row that earned nothing
         self._earned = False  # since it last opened
 
-    def drafted(self, tokens: int, worth: float, next_worth: float, sure: bool = True) -> None:
+    def drafted(self, tokens: int, worth: float, next_worth: float) -> None:
         """A step decided `tokens` in a time that plain decoding would have made `worth` tokens in.
 
-        The account closes when it is empty, or stays at zero if that is not `sure`, until there is enough for two
-        steps that are all wrong and of a time worth `next_worth`.
+        An empty account closes, until there is enough for two steps that are all wrong and take `next_worth` each.
         """
         self.credit = min(self.credit + tokens - worth, MOST)
         self._earned = self._earned or self.credit > max(START, self._needed)
-        if self.credit < 0 and not sure:
-            self.credit = 0.0
-        elif self.credit < 0:
+        if self.credit < 0:
             self.open = False
             self._failures = 0 if self._earned else self._failures + 1
             self._earned = False
@@ -134,38 +131,44 @@ class Account:
 
 
 class Pace:
-    """Costs as they are at present: at this length of text, with this sampler, on a machine as busy as it is."""
+    """Costs as they are at present: at this length of text, with this sampler, on a machine as busy as it is.
+
+    What a plain token would take is told from what forwards take at the same moment, so that a machine that gets slower
+    is not held against a draft: each time tokens were decoded plainly, they are compared with the step after them.
+    """
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
-        self._plain: deque[float] = deque(maxlen=3)
-        self._forward: deque[float] = deque(maxlen=RECENT)  # how much longer than measured they take
-        self._extra: dict[int, deque[float]] = {}  # likewise, against that, by the bits of the number of nodes
-        self._other: deque[float] = deque(maxlen=RECENT)  # the draft and the host, of a step
+        self._forward: deque[float] = deque(maxlen=RECENT)  # how much longer than measured forwards take
+        self._extra: dict[int, deque[float]] = {}  # likewise against that, by the bits of the number of nodes
+        self._other: deque[float] = deque(maxlen=RECENT)  # seconds of a step besides its forward
+        self._decoded: float | None = None  # seconds of a plain token just before
+        self._plain: dict[int, deque[float]] = {}  # how much longer than forwards plain tokens take, by the same bits
         self._seconds: list[float] | None = None
 
     def decoded(self, tokens: int, seconds: float) -> None:
-        self._plain.append(seconds / tokens)
+        """Tokens were decoded plainly."""
+        self._decoded = seconds / tokens
 
-    def stepped(self, nodes: int, seconds: float, forward_seconds: float) -> None:
-        self._other.append(max(seconds - forward_seconds, 0.0))
-        ratio = forward_seconds / self.costs.seconds[nodes - 1]
-        self._extra.setdefault(_bits(nodes), deque(maxlen=RECENT)).append(ratio / self._speed())
-        self._forward.append(ratio)
+    def stepped(self, nodes: int, seconds: float, forward_seconds: float) -> float:
+        """A step was made. Returns how many tokens plain decoding would have made in the time."""
+        slower, bits = forward_seconds / self.costs.seconds[nodes - 1], _bits(nodes)
+        self._forward.append(slower)
+        self._extra.setdefault(bits, deque(maxlen=RECENT)).append(slower / self._speed())
         self._seconds = None
-
-    def forget_plain(self) -> None:
-        """What it took may belong to a time that is over."""
-        self._plain.clear()
-
-    def forget_trees(self) -> None:
-        """Likewise."""
-        self._extra.clear()
-        self._seconds = None
+        if self._decoded is not None:
+            ratio = self._decoded / (self.costs.plain * slower)
+            self._plain.setdefault(bits, deque(maxlen=RECENT)).append(ratio)
+            self._decoded = None
+        other = seconds - forward_seconds
+        if self._other:
+            other = min(other, 3 * self.other())  # a hiccup of the machine
+        self._other.append(other)
+        return (forward_seconds + other) / (self.costs.plain * slower * self._plainness(bits))
 
     def plain(self) -> float:
-        """Seconds of a token without a draft. Of a few the shortest: others were disturbed, and in doubt it is fast."""
-        return min(self._plain) if self._plain else self.costs.plain * self._speed()
+        """Seconds of a token without a draft."""
+        return self.costs.plain * self._speed() * self._plainness(None)
 
     def other(self) -> float:
         """Seconds of a step besides its forward and commit."""
@@ -182,6 +185,11 @@ class Pace:
 
     def _speed(self) -> float:
         return median(self._forward) if self._forward else 1.0
+
+    def _plainness(self, bits: int | None) -> float:
+        if bits in self._plain:
+            return median(self._plain[bits])
+        return median(chain.from_iterable(self._plain.values())) if self._plain else 1.0
 
 
 def _bits(nodes: int) -> int:
@@ -272,10 +280,7 @@ class Budgeted(Proposer):
         pace, account, step = self._pace, self.account, self._step
         self._step = None
         if forward_seconds is None:
-            believed = pace.plain()
             pace.decoded(tokens, seconds)
-            if pace.plain() < 0.9 * believed:
-                account.credit = min(account.credit, START)  # what it earned was earned against a slower one
             if self.doubts:
                 self._check_after = min(2 * self._check_after, CHECK_LAST)
             self._unchecked = 0
@@ -284,19 +289,11 @@ class Budgeted(Proposer):
             account.plain(tokens)
         elif forward_seconds is not None:
             nodes = 1 if step is None or step.tree is None else len(step.tree)
-            pace.stepped(nodes, seconds, forward_seconds)
-            # a hiccup of the machine says nothing about the draft
-            usual = pace.other() + pace.seconds()[nodes - 1]
-            fresh = self._unchecked <= FRESH
-            plain, small = pace.plain(), pace.other() + pace.seconds()[BEYOND]
-            account.drafted(tokens, min(seconds, 2 * usual) / plain, small / plain, sure=fresh)
+            worth = pace.stepped(nodes, seconds, forward_seconds)
+            small = pace.other() + pace.seconds()[BEYOND]
+            account.drafted(tokens, worth, small / pace.plain())
             self.rate += 0.1 * (tokens / seconds - self.rate)
             self._unchecked += tokens
-            if account.credit == 0 and not fresh:  # perhaps it is the machine that got slower
-                self._unchecked = self._check_after = CHECK_FIRST
-                pace.forget_plain()
-            elif not account.open:
-                pace.forget_trees()
 
     def withdraw(self) -> None:
         """Its guess is not taken."""

@@ -27,6 +27,7 @@ ROUNDS = 5
 PATIENCE = 3.0  # seconds after which nothing more is timed
 BURST = 8  # plain tokens timed together
 SLOW = 0.05  # seconds of a token of which one at a time can be timed well enough
+BUSY = 0.7  # of the seconds once measured: the machine had something else to do then
 PREPARING = 5.0  # times as long as the next: the first was not a forward alone
 
 
@@ -56,12 +57,15 @@ class Measured(NamedTuple):
 
 
 def costs_of(backend: Backend, wants: Want, directory: Path | None = None) -> Costs:
-    """From the cache, or measured now and kept there. Where there is no room for that, nodes are held to be dear."""
+    """From the cache, or measured now and kept there: anew where the machine turns out to have been busy at the time.
+    Where there is no room for that, nodes are held to be dear."""
     path = (directory or cache_directory()) / f"{_fingerprint(backend, wants)}.json"
     try:
         kept = json.loads(path.read_text())
-        return Costs.between({int(n): float(s) for n, s in kept["seconds"].items()}, float(kept["plain"]))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        costs = Costs.between({int(n): float(s) for n, s in kept["seconds"].items()}, float(kept["plain"]))
+        if costs.plain > SLOW or plain_seconds(backend) > BUSY * costs.plain:
+            return costs
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, BadRequest, DoesNotFit):
         pass
     try:
         measured = measure(backend, wants)
@@ -124,6 +128,17 @@ def measure(backend: Backend, wants: Want, clock: Callable[[], float] = perf_cou
             break
     known = {size: min(times) for size, times in samples.items() if times}
     return Measured(known, min(plain), settled=len(known) == len(trees) or not prepared)
+
+
+def plain_seconds(backend: Backend, clock: Callable[[], float] = perf_counter) -> float:
+    """A quick look at plain decoding: of a few tokens the least disturbed."""
+    state, times = backend.new_state(PAST), []
+    for _ in range(BURST):
+        before = clock()
+        for _token in backend.decode(state, 0, 1):
+            pass
+        times.append(clock() - before)
+    return min(times)
 
 
 def tokens_of_a_guess(draft: Draft, backend: Backend, clock: Callable[[], float] = perf_counter) -> float:
