@@ -74,9 +74,7 @@ def main() -> None:
             if shipped is None:
                 shipped = expected
                 lead = np.median(np.diff(np.partition(shipped, -2, axis=1)[:, -2:], axis=1))
-                print(
-                    f"wisp, {len(shipped)} positions of {len(texts)} texts; the best logit leads by {lead:.2f}, median\n"
-                )
+                print(f"wisp, {len(shipped)} positions of {len(texts)} texts; the best logit leads by {lead:.2f}\n")
                 print("| file | its own error | keys, values | relative error | worst | same token | margins lost |")
                 print("|---|---|---|---|---|---|---|")
             own = relative_error(expected, shipped).mean()
