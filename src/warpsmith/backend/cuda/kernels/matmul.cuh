@@ -156,10 +156,11 @@ __device__ __forceinline__ void take_units(Block& b, uint4 (&w)[UNITS_AT_ONCE][2
     }
 }
 
-// Stage: `finish(live, unit, token, quarter, sum)` for four rows of a token at a time, the sums not yet scaled by 1 / rms.
-// All lanes of a warp call it, `live` or not; quarters 0 and 2 of a unit are in neighbouring lanes, and 1 and 3.
+// Stage: `finish(live, unit, token, quarter, v, kept)` for four rows of a token at a time, all lanes of a warp, `live` or not;
+// quarters 0 and 2 of a unit are in neighbouring lanes, and 1 and 3. A `gather` in a tree first writes them to `kept`, where a
+// token's ancestors are then found ROW_STRIDE floats a token apart.
 template <class Finish>
-__device__ __forceinline__ void multiply_normed(Block& b, int units, const u32* x, const u32* squares, Finish finish) {
+__device__ __forceinline__ void multiply_normed(Block& b, int units, const u32* x, const u32* squares, bool gather, Finish finish) {
     constexpr int CHUNKS = chunks_of(HIDDEN), AT_ONCE = UNITS_AT_ONCE;
     static_assert(CHUNKS <= MAX_CHUNKS, "a unit must fit in the registers");
     b.norm ^= 1;
@@ -170,7 +171,10 @@ __device__ __forceinline__ void multiply_normed(Block& b, int units, const u32* 
     for (int base = 0; base < units; base += AT_ONCE) {
         uint4 w[AT_ONCE][2 * CHUNKS];
         take_units<CHUNKS>(b, w, base, units);
-        if (base == 0) b.sync();  // polling would hold up the loads of a warp that comes late
+        if (base == 0) {
+            copies_done();  // what the last step of the stage needs
+            b.sync();       // polling would hold up the loads of a warp that comes late
+        }
 #pragma unroll 1
         for (int first = 0; first < b.nodes; first += TOKENS_AT_ONCE) {
             if (base == 0 || NODES > TOKENS_AT_ONCE) {
@@ -225,19 +229,36 @@ __device__ __forceinline__ void multiply_normed(Block& b, int units, const u32* 
             if constexpr (NODES == 1) {  // every warp has half a unit, two lanes
                 if (b.warp < 2 * count) {
                     const int quarter = (b.warp & 1) + 2 * (b.lane & 1), unit = b.warp >> 1;
-                    finish(b.lane < 2, base + unit, 0, quarter, sum_parts<WARPS>(partial + unit * WIDE + quarter * 4, WARP_STRIDE));
+                    const float4 sum = sum_parts<WARPS>(partial + unit * WIDE + quarter * 4, WARP_STRIDE);
+                    finish(b.lane < 2, base + unit, 0, quarter, scaled(sum, inverse_rms(b, 0)), nullptr);
                 }
+                b.buffer ^= 1;
             } else {  // a few lanes a token
                 constexpr int LANES = 4 * AT_ONCE, TOKENS = 32 / LANES;
                 const int quarter = (b.lane >> 1 & 1) + 2 * (b.lane & 1), unit = b.lane / 4 % AT_ONCE, here = min(TOKENS_AT_ONCE, b.nodes - first);
+                static_assert(NODES * ROW_STRIDE <= PARTIAL_FLOATS, "the half of the partial sums that is not in use keeps a row a token");
+                float* kept = b.scratch + (b.buffer ^ 1) * PARTIAL_FLOATS + unit * WIDE + quarter * 4;
 #pragma unroll 1
-                for (int t0 = b.warp * TOKENS; t0 < here; t0 += WARPS * TOKENS) {
-                    const int token = min(t0 + b.lane / LANES, here - 1);
-                    const float4 sum = sum_parts<WARPS>(partial + token * ROW_STRIDE + unit * WIDE + quarter * 4, WARP_STRIDE);
-                    finish(unit < count && t0 + b.lane / LANES < here, base + unit, first + token, quarter, sum);
+                for (int round = gather ? 0 : 1; round < 2; round++) {
+#pragma unroll 1
+                    for (int t0 = b.warp * TOKENS; t0 < here; t0 += WARPS * TOKENS) {
+                        const int token = min(t0 + b.lane / LANES, here - 1);
+                        float4* mine = (float4*)(kept + (first + token) * ROW_STRIDE);
+                        if (round == 1 && gather) {
+                            finish(unit < count && t0 + b.lane / LANES < here, base + unit, first + token, quarter, *mine, kept);
+                            continue;
+                        }
+                        const float4 sum = sum_parts<WARPS>(partial + token * ROW_STRIDE + unit * WIDE + quarter * 4, WARP_STRIDE);
+                        const float4 v = scaled(sum, inverse_rms(b, first + token));
+                        if (round == 0)
+                            *mine = v;
+                        else
+                            finish(unit < count && t0 + b.lane / LANES < here, base + unit, first + token, quarter, v, kept);
+                    }
+                    if (round == 0) b.sync();
                 }
+                if (!gather) b.buffer ^= 1;  // else the barrier has freed this half already
             }
-            b.buffer ^= 1;
         }
     }
 }
