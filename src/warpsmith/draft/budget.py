@@ -100,6 +100,7 @@ class Account:
     def __init__(self) -> None:
         self.credit, self.open = START, True
         self._needed = 0.0  # to open again
+        self._grant = 0.0  # what another text is worth
         self._failures = 0  # times in a row that it ran empty without having earned anything
         self._earned = False  # since it last opened
 
@@ -114,6 +115,7 @@ class Account:
             self.open = False
             self._failures = 0 if self._earned else self._failures + 1
             self._earned = False
+            self._grant = START * 0.5**self._failures
             self._needed = min(2 * max(next_worth - 1, 0.0), MOST)
 
     def plain(self, tokens: int) -> None:
@@ -122,10 +124,10 @@ class Account:
         self.open = self.credit >= self._needed
 
     def new_text(self) -> None:
-        """What failed on the last one may do well on this: half as much credit for each failure in a row."""
-        grant = START / 2**self._failures
-        self.credit = max(self.credit, min(self.credit, 0.0) + grant)
-        self.open = self.open or self.credit >= self._needed
+        """What failed on the last one may do well on this."""
+        if not self.open:
+            self.credit, self._grant = min(self.credit + self._grant, MOST), 0.0
+            self.open = self.credit >= self._needed
 
     @property
     def waits(self) -> int:
