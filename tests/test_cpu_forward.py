@@ -23,6 +23,8 @@ from warpsmith.model.weights import expected_shapes
 KERNELS = [pytest.param(None, id="best"), pytest.param(["portable"], id="portable")]
 if "avx512vnni" in _cpu.features():
     KERNELS.append(pytest.param(["avx2", "fma", "f16c"], id="avx2"))
+if "i8mm" in _cpu.features():
+    KERNELS.append(pytest.param(["neon", "dotprod"], id="neon"))
 F32_CACHE = {"cache_type_k": "f32", "cache_type_v": "f32"}
 TINY = dataclasses.replace(SIZES["tiny"], vocab=300)
 
@@ -309,9 +311,8 @@ def test_the_best_kernels_are_chosen() -> None:
     config = small_config(2)
     tensors = random_tensors(config)
     here = _cpu.features()
-    best = (
-        "neon" if "dotprod" in here else "avx512" if "avx512vnni" in here else "avx2" if "avx2" in here else "portable"
-    )
+    kinds = {"i8mm": "neon-i8mm", "dotprod": "neon", "avx512vnni": "avx512", "avx2": "avx2"}
+    best = next((kernels for feature, kernels in kinds.items() if feature in here), "portable")
     assert CpuBackend(config, tensors, threads=1).kernels == best
     assert CpuBackend(config, tensors, threads=1, features=["portable"]).kernels == "portable"
 
