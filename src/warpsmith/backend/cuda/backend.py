@@ -51,7 +51,7 @@ from warpsmith.model.config import Config
 BURST = 64  # tokens a decoding launch makes before it comes back
 EVERY_STAGE = 1 << 30
 NOT_READY = 600  # what the driver answers while a kernel runs
-VARIANTS = (1, 8, 16, 32, 64)  # nodes a build of the kernel takes
+VARIANTS = (1, 8, 16, 24, 32, 64)  # nodes a build of the kernel takes
 
 
 class CudaState(State):

@@ -7,17 +7,17 @@
 // A block is 16 columns of S (16 of a head's 128 value channels). The sum over a column's 128 rows goes by sixteen parts (part p:
 // rows 4p .. 4p+3 and 64 + 4p .. 64 + 4p+3), neighbours first; who adds them up does not matter for the bits.
 // One node: a warp has two columns, a lane a part; q and k come straight into registers.
-// A tree: two warps are a worker and have all columns, a lane four parts of one; four workers walk chains of the tree at the
+// A tree: two warps are a worker and have all columns, a lane one part of four; four workers walk chains of the tree at the
 // same time. A node's state comes from its parent's: in registers along a chain, kept where a chain branches off.
 // The head's rms needs all 8 of its blocks: each publishes its sum of squares, the next stage divides.
 // Bytes: 8 KB of state a block read and written.
-// Scratch: one node: gated outputs and their squares [2][16]. A tree: a row a node (q, k, v or o, silu(z), write, gates).
+// Scratch: one node: gated outputs and their squares [2][16]. A tree: a row a node (q, k, v, silu(z), write, o, gates).
 #pragma once
 #include "block.cuh"
 
 constexpr float QUERY_SCALE = 0.08838834764831845f;  // 128 ** -0.5
 constexpr int K_ROW = STATE_DIM, V_ROW = 2 * STATE_DIM, Z_ROW = V_ROW + COLUMNS, WRITE_ROW = Z_ROW + COLUMNS,
-              GATES_ROW = WRITE_ROW + COLUMNS;  // fade, beta, rk, rq, rq rk q^T k
+              OUT_ROW = WRITE_ROW + COLUMNS, GATES_ROW = OUT_ROW + COLUMNS;  // fade, beta, rk, rq, rq rk q^T k
 
 // The state's update, written once: forward and commit must agree to the bit.
 __device__ __forceinline__ float4 update_state(float4 s, float fade, float4 k, float write) {
@@ -112,9 +112,6 @@ __device__ __forceinline__ void delta_one(Block& b, int index, int block, const 
 
 // --- a tree ---------------------------------------------------------------------------------------------------------
 
-// In a row the parts lie so that what four lanes read at a time is contiguous.
-__device__ __forceinline__ int part_place(int part) { return (part & 3) * 4 + (part >> 2); }
-
 // Rows of all nodes, a warp a node: q, k, and in lanes 0-3 v, 4-7 z, 8 the group with beta, 9 the one with fade.
 __device__ __forceinline__ void fetch_rows(Block& b, int index, int block, float* rows) {
     constexpr int AT_ONCE = larger(1, smaller(4, NODES / WARPS));
@@ -158,9 +155,8 @@ __device__ __forceinline__ void fetch_rows(Block& b, int index, int block, float
             }
             const float rk = inverse_norm(kk), rq = inverse_norm(qq) * QUERY_SCALE;
             float* row = rows + node * ROW_FLOATS;
-            const int place = (b.lane & 16) + part_place(b.lane & 15);
-            ((float4*)row)[place] = q;
-            ((float4*)(row + K_ROW))[place] = k;
+            ((float4*)row)[b.lane] = q;
+            ((float4*)(row + K_ROW))[b.lane] = k;
             if (b.lane < 8) ((float4*)(row + V_ROW))[b.lane] = rest;
             const int gate = (b.lane == 8 ? places.beta : places.fade) % 4;
             const float value = gate == 0 ? rest.x : gate == 1 ? rest.y : gate == 2 ? rest.z : rest.w;
@@ -171,33 +167,50 @@ __device__ __forceinline__ void fetch_rows(Block& b, int index, int block, float
     }
 }
 
+// A row as a lane needs it: its part of q and k, the gates, v of its column.
+struct Row {
+    float4 q0, q1, k0, k1, gates;
+    float qk, v;
+    __device__ Row(const float* row, int part, int column) {
+        const float4 *q = (const float4*)row + part, *k = (const float4*)(row + K_ROW) + part;
+        q0 = q[0], q1 = q[16], k0 = k[0], k1 = k[16], gates = *(const float4*)(row + GATES_ROW);
+        qk = row[GATES_ROW + 4], v = row[V_ROW + column];
+    }
+};
+
 __device__ __forceinline__ void delta_tree(Block& b, int index, int block, const float* vectors) {
     float* rows = b.scratch + MIX_AT;  // [nodes][ROW_FLOATS]
     const size_t at = (size_t)index * BLOCKS + block;
-    const int worker = b.warp >> 1, half = b.warp & 1, column = half * 8 + (b.lane >> 2), quarter = b.lane & 3;
-    const float4* committed = (const float4*)(b.p.delta + (at * COLUMNS + column) * STATE_DIM) + quarter * 4;
-    float4 s[8];  // four parts: their low rows, then their high ones
+    const int worker = b.warp >> 1, half = b.warp & 1, part = b.lane & 15, columns = (half * 2 + (b.lane >> 4)) * 4;
+    const float4* committed = (const float4*)(b.p.delta + (at * COLUMNS + columns) * STATE_DIM) + part;
+    float4 s[4][2];  // of four columns
 #pragma unroll
-    for (int i = 0; i < 8; i++) s[i] = worker == 0 ? committed[i / 4 * 16 + i % 4] : float4{};  // the root's
+    for (int c = 0; c < 4; c++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) s[c][i] = worker == 0 ? committed[c * (STATE_DIM / 4) + i * 16] : float4{};  // the root's
     const float weight = __ldg(vectors + GATED_NORM_AT + (block * COLUMNS + (threadIdx.x & 15)) % STATE_DIM);
     fetch_rows(b, index, block, rows);
     b.mark();
     b.sync();
     b.mark();
 
+    // Eight sums over sixteen lanes, k^T S and q^T S of four columns: at every step a lane passes on half of what it has, so
+    // that in the end it has one, of this kind and column.
+    const bool is_query = b.lane & 1, late_pair = b.lane & 2, late = b.lane & 4;
+    const int column = columns + (late_pair ? 2 : 0) + (late ? 1 : 0);
     const int lane_of_worker = half * 32 + b.lane;
     b.epoch++;
     int node = b.s.first[worker];
+    Step next = b.s.steps[max(node, 0)];
+    Row coming(rows + max(node, 0) * ROW_FLOATS, part, column);
 #pragma unroll 1
     while (node >= 0) {
-        const Step step = b.s.steps[node];
-        float* row = rows + node * ROW_FLOATS;
-        const float4 *q = (const float4*)row + quarter, *k = (const float4*)(row + K_ROW) + quarter;
-        float4 key[8], query[8];
-#pragma unroll
-        for (int i = 0; i < 8; i++) key[i] = k[i / 4 * 16 + i % 4 * 4], query[i] = q[i / 4 * 16 + i % 4 * 4];
-        const float4 gates = *(const float4*)(row + GATES_ROW);
-        const float qk = row[GATES_ROW + 4], v = row[V_ROW + column];
+        const Step step = next;
+        const Row row = coming;
+        float* mine = rows + node * ROW_FLOATS;
+        node = step.next;
+        next = b.s.steps[max(node, 0)];  // the next node's row is on its way while this one is worked on
+        coming = Row(rows + max(node, 0) * ROW_FLOATS, part, column);
         if (step.source >= 0) {  // a chain branches off, perhaps from another worker's
             const volatile int* kept = &b.s.kept[step.source][half];
             Watchdog dog;
@@ -205,34 +218,39 @@ __device__ __forceinline__ void delta_tree(Block& b, int index, int block, const
             __syncwarp();
             const float4* from = b.kept_state(step.source, block) + lane_of_worker;
 #pragma unroll
-            for (int i = 0; i < 8; i++) s[i] = from[i * 64];
+            for (int c = 0; c < 4; c++) s[c][0] = from[c * 64], s[c][1] = from[(c + 4) * 64];
         }
         float ks[4], qs[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            ks[i] = dot4(key[i], s[i]) + dot4(key[i + 4], s[i + 4]);
-            qs[i] = dot4(query[i], s[i]) + dot4(query[i + 4], s[i + 4]);
+        for (int c = 0; c < 4; c++) {
+            ks[c] = dot4(row.k0, s[c][0]) + dot4(row.k1, s[c][1]);
+            qs[c] = dot4(row.q0, s[c][0]) + dot4(row.q1, s[c][1]);
         }
-        float k_sum = (ks[0] + ks[1]) + (ks[2] + ks[3]), q_sum = (qs[0] + qs[1]) + (qs[2] + qs[3]);
+        float four[4], two[2];
 #pragma unroll
-        for (int step = 1; step < 4; step *= 2) {
-            k_sum += __shfl_xor_sync(~0u, k_sum, step);
-            q_sum += __shfl_xor_sync(~0u, q_sum, step);
+        for (int c = 0; c < 4; c++) four[c] = (is_query ? qs[c] : ks[c]) + __shfl_xor_sync(~0u, is_query ? ks[c] : qs[c], 1);
+#pragma unroll
+        for (int c = 0; c < 2; c++)
+            two[c] = (late_pair ? four[c + 2] : four[c]) + __shfl_xor_sync(~0u, late_pair ? four[c] : four[c + 2], 2);
+        float sum = (late ? two[1] : two[0]) + __shfl_xor_sync(~0u, late ? two[0] : two[1], 4);
+        sum += __shfl_xor_sync(~0u, sum, 8);
+        const float other = __shfl_xor_sync(~0u, sum, 1), fade = row.gates.x, rk = row.gates.z;
+        const Outcome made(is_query ? other : sum, is_query ? sum : other, row.v, fade, row.gates.y, rk, row.gates.w, row.qk);
+        const float write = made.write * rk;
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const float w = __shfl_sync(~0u, write, (b.lane & 16) + (c & 2) + (c & 1) * 4);
+            s[c][0] = update_state(s[c][0], fade, row.k0, w), s[c][1] = update_state(s[c][1], fade, row.k1, w);
         }
-        const Outcome made(k_sum, q_sum, v, gates.x, gates.y, gates.z, gates.w, qk);
-        const float write = made.write * gates.z;
-#pragma unroll
-        for (int i = 0; i < 8; i++) s[i] = update_state(s[i], gates.x, key[i], write);
         if (step.keep >= 0) {
             float4* to = b.kept_state(step.keep, block) + lane_of_worker;
 #pragma unroll
-            for (int i = 0; i < 8; i++) to[i * 64] = s[i];
+            for (int c = 0; c < 4; c++) to[c * 64] = s[c][0], to[(c + 4) * 64] = s[c][1];
             __threadfence_block();
             __syncwarp();
             if (b.lane == 0) *(volatile int*)&b.s.kept[step.keep][half] = b.epoch;
         }
-        if (quarter == 0) row[V_ROW + column] = made.out, row[WRITE_ROW + column] = write;
-        node = step.next;
+        if ((part & 9) == 0) mine[OUT_ROW + column] = made.out, mine[WRITE_ROW + column] = write;
     }
     b.mark();
     b.sync();
@@ -245,7 +263,7 @@ __device__ __forceinline__ void delta_tree(Block& b, int index, int block, const
         if (first + b.warp * 2 >= b.nodes) break;
         const bool live = node < b.nodes;
         const float* made = rows + min(node, b.nodes - 1) * ROW_FLOATS;
-        const float out = made[V_ROW + mine], gated = out * weight * made[Z_ROW + mine];
+        const float out = made[OUT_ROW + mine], gated = out * weight * made[Z_ROW + mine];
         if (live) b.p.pending_write[(at * MAX_NODES + node) * COLUMNS + mine] = made[WRITE_ROW + mine];
         if (live && mine == 2) b.p.pending_fade[at * MAX_NODES + node] = made[GATES_ROW];
         float square = __fmul_rn(out, out);  // not fused with the first sum: one node's is not

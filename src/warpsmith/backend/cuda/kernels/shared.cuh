@@ -29,20 +29,18 @@ struct __align__(16) Shared {
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 __host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
 
-// What a warp holds in registers at once (see matmul.cuh): units of 16 rows, octets of tokens for those, chunks of a unit of
-// 8 rows, and quads of tokens for that.
+// What a warp holds in registers at once (see matmul.cuh): units of 16 rows and octets of tokens for those, octets for the
+// chunks of a unit of 8 rows.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-constexpr int WEIGHT_QUADS = NODES <= 8 ? 32 : 16, TOKEN_QUADS = 16, QUAD_PAIRS = 48;
+constexpr int WEIGHT_QUADS = NODES <= 8 ? 32 : 16, TOKEN_QUADS = 16, INPUT_QUADS = 28;
 #else
-constexpr int WEIGHT_QUADS = 16, TOKEN_QUADS = 8, QUAD_PAIRS = 24;
+constexpr int WEIGHT_QUADS = 16, TOKEN_QUADS = 8, INPUT_QUADS = 12;
 #endif
 constexpr int UNITS_AT_ONCE = smaller(NODES <= 8 ? 4 : 2, larger(1, WEIGHT_QUADS / (2 * chunks_of(HIDDEN))));
 constexpr int OCTETS = NODES == 1 ? 1 : smaller(smaller(4, NODES / 8), larger(1, TOKEN_QUADS / chunks_of(HIDDEN)));
 constexpr int TOKENS_AT_ONCE = NODES == 1 ? 1 : OCTETS * 8;
 constexpr int MAX_CHUNKS = 16;
-__host__ __device__ constexpr int quads_at_once(int chunks) {
-    return NODES == 1 ? 1 : larger(1, smaller(smaller(4, NODES / 4), QUAD_PAIRS / chunks));
-}
+__host__ __device__ constexpr int octets_at_once(int chunks) { return larger(1, smaller(NODES / 8, INPUT_QUADS / chunks)); }
 
 // partial sums, twice: of UNITS_AT_ONCE units and TOKENS_AT_ONCE tokens, or of one unit of 8 rows and all tokens
 __host__ __device__ constexpr int parts_of(int k) { return WARPS * ((chunks_of(k) + MAX_CHUNKS - 1) / MAX_CHUNKS); }
@@ -50,7 +48,7 @@ constexpr int ROW_STRIDE = UNITS_AT_ONCE * WIDE + 4, UNIT_STRIDE = 12;  // float
 constexpr int PARTIAL_FLOATS =
     larger(WARPS * TOKENS_AT_ONCE * ROW_STRIDE, larger(parts_of(FFN), parts_of(Y_DIM)) * NODES * UNIT_STRIDE);
 // DeltaNet: see delta.cuh
-constexpr int ROW_FLOATS = 2 * STATE_DIM + 3 * COLUMNS + 8, DELTA_FLOATS = NODES == 1 ? 2 * COLUMNS : NODES * ROW_FLOATS;
+constexpr int ROW_FLOATS = 2 * STATE_DIM + 4 * COLUMNS + 8, DELTA_FLOATS = NODES == 1 ? 2 * COLUMNS : NODES * ROW_FLOATS;
 // attention: see attention.cuh
 // Nodes that share a walk over the keys, as many as there are scratch and registers for; a tile of 16 queries has whole nodes.
 constexpr int TOGETHER_TILES = NODES < 8 ? 1 : SHARED_MEMORY < (160 << 10) ? 2 : 4;
