@@ -1,6 +1,6 @@
 """Our CPU engine and llama.cpp on the same file and the same cores, one after the other in one run.
 
-    warpsmith synth 0.8B --type q4_k_m -o 0.8B-q4_k_m.gguf
+    warpsmith synth 0.8B 0.8B-q4_k_m.gguf --type q4_k_m
     pip install llama-cpp-python
     python bench/compare_llamacpp.py 0.8B-q4_k_m.gguf --threads 2
 
