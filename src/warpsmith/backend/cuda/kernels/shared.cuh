@@ -1,7 +1,7 @@
 // What lies where in an SM's shared memory: the ring, the scratch of the stages, states kept for branches, then `Shared`.
 // The ring is as deep as there is room.
 #pragma once
-#include "params.cuh"
+#include "types.cuh"
 
 struct Shared {
     float residual[OWN_UNITS][NODES][8];   // the rows of the residual stream this SM owns
