@@ -10,7 +10,7 @@
 constexpr int LAYER_PARTS = 6, MIX_OUT_PART = 3, MLP_IN_PART = 4, MLP_OUT_PART = 5;
 static_assert(sizeof(LAYER_TYPES) == LAYERS * LAYER_PARTS + 1, "six digits a layer");
 
-constexpr u32 types_in(int first, int count) {  // a bit each
+__host__ __device__ constexpr u32 types_in(int first, int count) {  // a bit each
     u32 types = 0;
     for (int layer = 0; layer < LAYERS; layer++)
         for (int part = first; part < first + count; part++) types |= 1u << (LAYER_TYPES[layer * LAYER_PARTS + part] - '0');

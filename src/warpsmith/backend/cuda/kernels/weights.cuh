@@ -35,7 +35,7 @@ __host__ __device__ constexpr int units_at_once(int type) {
 // Registers for any type that may come: of units of 16 rows, or of COUNT chunks of a unit of 8 rows.
 __host__ __device__ constexpr int wide_registers(int chunks) {
     int most = 0;
-    for (int type : {BF16, Q8_0})
+    for (int type = BF16; type <= Q8_0; type++)
         if (has(WIDE_TYPES, type)) most = larger(most, units_at_once(type) * chunks * registers_of(type, WIDE));
     return most;
 }
