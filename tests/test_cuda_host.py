@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from warpsmith.backend.cuda import driver, profiles
 from warpsmith.backend.cuda.backend import build_constants, check_shape
-from warpsmith.backend.cuda.layout import Layout
+from warpsmith.backend.cuda.layout import STREAM_TYPES, Layout, chunks_of, stream_type
 from warpsmith.backend.cuda.memory import check_fit, memory_parts
 from warpsmith.backend.cuda.profiles import choose, load_profiles, parse
 from warpsmith.backend.reference import ReferenceBackend
@@ -153,12 +154,70 @@ def test_the_plan_counts_what_is_known() -> None:
 def test_the_stream_holds_every_weight_once(profile: profiles.Profile) -> None:
     """Rows are padded to whole units and columns to whole chunks, which the 0.8B's are but for a few."""
     layout = Layout(MODEL, profile.sms)
-    names = [piece.tensor for stage in layout.stages for piece in stage.pieces]
+    names = [piece.tensor for _, part in layout.parts for piece in part.pieces]
     shapes = {name: shape for name, shape in expected_shapes(MODEL).items() if name not in layout.vector_names()}
     assert sorted(names) == sorted(shapes)
     stored = sum(2 * math.prod(shape) for shape in shapes.values())
     assert stored <= layout.stream_bytes < 1.01 * stored
     assert sum(p.nbytes for p in memory_parts(layout, MODEL.context)) < 24 << 30  # a 24 GB card takes the whole context
+
+
+def test_embeddings_of_their_own_are_counted() -> None:
+    tied, untied = (Layout(replace(MODEL, tied=tied), 132, {"token_embd.weight": "Q8_0"}) for tied in (True, False))
+    extra = memory_parts(untied, 1024)[0].nbytes - memory_parts(tied, 1024)[0].nbytes
+    table = MODEL.vocab * MODEL.hidden * 34 // 32
+    assert untied.embedding_bytes == table
+    assert tied.embedding_bytes == 0
+    assert extra == table + (untied.stream_bytes - tied.stream_bytes)  # the untied head is BF16 here, the tied one Q8_0
+
+
+# -- types in the stream -----------------------------------------------------------------------------------------------
+
+
+def test_rows_that_share_units_are_widened_unless_they_are_all_q8_0() -> None:
+    assert stream_type(["Q8_0", "Q8_0"]) == "Q8_0"
+    assert stream_type(["Q8_0", "F32"]) == "BF16"
+    assert stream_type(["Q4_K"]) == "BF16"
+
+
+def test_a_q8_0_file_streams_its_own_bytes() -> None:
+    """34 bytes for 32 weights, and no more than the padding of whole units."""
+    stored = dict.fromkeys(expected_shapes(MODEL), "Q8_0")
+    layout = Layout(MODEL, 132, stored)
+    weights = sum(math.prod(s) for n, s in expected_shapes(MODEL).items() if n not in layout.vector_names())
+    assert weights * 34 // 32 <= layout.stream_bytes < weights * 34 // 32 * 1.002
+    assert set(str(layout.constants()["LAYER_TYPES"])) == {'"', "1"}
+
+
+def test_gates_stored_apart_cost_no_other_weights_their_type() -> None:
+    """Files that keep beta and alpha in F32 stream everything else as Q8_0."""
+    stored = {n: "F32" if "ssm_beta" in n or "ssm_alpha" in n else "Q8_0" for n in expected_shapes(MODEL)}
+    layout = Layout(MODEL, 132, stored)
+    assert str(layout.constants()["LAYER_TYPES"]).startswith('"110111')
+    widened = {piece.tensor for _, part in layout.parts if part.type == "BF16" for piece in part.pieces}
+    assert widened == {n for n, kind in stored.items() if kind == "F32"}
+
+
+@settings(max_examples=30, deadline=None)
+@given(sms=st.integers(1, 200), kinds=st.lists(st.sampled_from(["BF16", "Q8_0", "Q6_K"]), min_size=9, max_size=9))
+def test_every_unit_has_a_place_of_its_own(sms: int, kinds: list[str]) -> None:
+    """An SM's units follow each other in its stream, whatever their types: what the producer copies without looking."""
+    names = [n for n, s in expected_shapes(SIZES["tiny"]).items() if len(s) == 2]
+    layout = Layout(SIZES["tiny"], sms, {name: kinds[i % len(kinds)] for i, name in enumerate(names)})
+    at = layout.stream_start.copy()
+    number = 0
+    for stage in layout.stages:
+        first = layout.units_before(stage.units)
+        for part in stage.parts:
+            assert part.type in STREAM_TYPES
+            each = stage.unit_bytes(part)
+            assert each == chunks_of(stage.k) * 8 * stage.unit_rows * (34 if part.type == "Q8_0" else 64)
+            for sm in range(sms):
+                assert layout.part_start[number][sm] == at[sm]
+                low, high = max(first[sm], part.first_unit), min(first[sm + 1], part.first_unit + part.units)
+                at[sm] += max(0, high - low) * each
+            number += 1
+    assert at.tolist() == [*layout.stream_start[1:].tolist(), layout.stream_bytes]
 
 
 @settings(max_examples=60, deadline=None)
@@ -237,5 +296,6 @@ def test_the_command_exits_4_where_no_gpu_can_be_used() -> None:
 def test_shapes_the_kernels_do_not_take() -> None:
     check_shape(MODEL)
     check_shape(read_config(open_checkpoint(WISP)))
+    check_shape(SIZES["9B"])
     with pytest.raises(NoDevice, match="shape"):
-        check_shape(SIZES["9B"])  # its embeddings are not tied
+        check_shape(SIZES["27B"])  # a unit of its rows is more than the registers hold

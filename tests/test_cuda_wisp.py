@@ -37,7 +37,7 @@ PROMPTS, GENERATED = 80, 64
 
 # Two tokens are tied when their logits, which reach 25, lie this close in the float64 reference. The CPU's logits are
 # off by 0.03 rms, because it rounds activations to 8 bits before Q8_0 weights. The second bound is for a CPU that has
-# the GPU's bf16 weights and multiplies them by float activations: what is left is the GPU's own rounding.
+# the same weights in F32 and multiplies them by float activations: what is left is the GPU's own rounding.
 TIE, TIE_WITH_FLOATS = 0.15, 0.1
 SOAK = 10_000
 
@@ -68,13 +68,13 @@ def prompts(wisp: Checkpoint) -> list[list[int]]:
     return [tokenizer.encode(text)[-200:] for text in texts[:PROMPTS]]
 
 
-def as_bf16(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights as the device holds them."""
+def as_f32(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights as the device multiplies them, in a type before which the CPU does not round activations."""
     held = dict(tensors)
     for name, tensor in tensors.items():
         if tensor.type.name == "Q8_0":
-            raw = quantize(TYPES["BF16"], dequantize(tensor.type, tensor.raw()))
-            held[name] = Tensor(name, TYPES["BF16"], tensor.shape, lambda raw=raw: raw)
+            raw = quantize(TYPES["F32"], dequantize(tensor.type, tensor.raw()))
+            held[name] = Tensor(name, TYPES["F32"], tensor.shape, lambda raw=raw: raw)
     return held
 
 
@@ -84,6 +84,13 @@ def greedy(backend: Backend, prompt: Sequence[int], count: int) -> list[int]:
     assert output.argmax is not None
     first = int(output.argmax[-1])
     return [first, *backend.decode(state, first, count - 1)]
+
+
+def test_the_weights_are_streamed_as_they_are_stored(wisp: Checkpoint, cuda: Backend) -> None:
+    assert isinstance(cuda, CudaBackend)
+    assert {part.type for _, part in cuda.layout.parts} == {"Q8_0"}
+    matrices = [piece.tensor for _, part in cuda.layout.parts for piece in part.pieces]
+    assert cuda.layout.stream_bytes < 1.02 * sum(wisp.tensors[name].nbytes for name in matrices)
 
 
 def test_the_text_is_the_cpu_s(wisp: Checkpoint, config: Config, cuda: Backend, prompts: list[list[int]]) -> None:
@@ -181,7 +188,7 @@ def bits(backend: Backend, state: object) -> list[bytes]:
 def test_ten_thousand_tokens_do_not_drift(
     wisp: Checkpoint, config: Config, cuda: Backend, prompts: list[list[int]]
 ) -> None:
-    cpu = CpuBackend(config, as_bf16(dict(wisp.tensors)))
+    cpu = CpuBackend(config, as_f32(dict(wisp.tensors)))
     prompt = prompts[1]
     states = [backend.new_state(config.context) for backend in (cuda, cpu)]
     token = int(cuda.prefill(states[0], prompt).argmax[-1])

@@ -1,6 +1,6 @@
 """How long the CUDA forward kernel takes on a random 0.8B: decoding at several depths, trees of several sizes.
 
-PYTHONPATH=src python bench/lab/forward_timing.py [--in-flight 2 3 4] [--depths 520 32768]
+PYTHONPATH=src python bench/lab/forward_timing.py [--type q8_0] [--in-flight 2 3 4] [--depths 520 32768]
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from warpsmith.backend.cuda.backend import CudaBackend, CudaState
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.checkpoint.quantize import quantize
 from warpsmith.model.config import SIZES, Config
 from warpsmith.model.weights import expected_shapes
 
@@ -36,6 +37,20 @@ def random_bf16(config: Config, seed: int = 0) -> dict[str, Tensor]:
             v = -np.exp(v) if name.endswith("ssm_a") else v + ("norm" in name)
             v = np.ascontiguousarray(v, dtype=np.float32).reshape(-1, shape[-1])
             tensors[name] = Tensor(name, TYPES["F32"], shape, lambda v=v: v.view(np.uint8))
+    return tensors
+
+
+def as_q8_0(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same model with other random weights in Q8_0: the same few million over and over."""
+    table = np.random.default_rng(1).standard_normal((1 << 16, 32), dtype=np.float32)
+    blocks: dict[int, np.ndarray] = {}
+    for name, tensor in tensors.items():
+        if tensor.type.name == "BF16":
+            rows, k = tensor.shape
+            if k not in blocks:
+                blocks[k] = quantize(TYPES["Q8_0"], table / np.sqrt(k)).reshape(-1)
+            raw = np.resize(blocks[k], (rows, TYPES["Q8_0"].row_bytes(k)))
+            tensors[name] = Tensor(name, TYPES["Q8_0"], tensor.shape, lambda raw=raw: raw)
     return tensors
 
 
@@ -126,6 +141,7 @@ def print_profile(config: Config, tensors: dict[str, Tensor], nodes: int) -> Non
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--type", choices=["bf16", "q8_0"], default="bf16")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[2])
     parser.add_argument("--depths", type=int, nargs="+", default=[520, 4096, 32768])
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 16, 22, 32, 64])
@@ -133,6 +149,8 @@ def main() -> None:
     arguments = parser.parse_args()
     config = dataclasses.replace(SIZES["0.8B"], context=65536)
     tensors = random_bf16(config)
+    if arguments.type == "q8_0":
+        tensors = as_q8_0(tensors)
     for nodes in arguments.profile:
         print_profile(config, tensors, nodes)
     for in_flight in arguments.in_flight:

@@ -26,6 +26,7 @@ from warpsmith.backend.cuda.driver import Buffer, Chip, Device, Event, Kernel, P
 from warpsmith.backend.cuda.layout import (
     COLUMNS,
     HEAD_DIM,
+    LARGEST_HIDDEN,
     MAX_FEATURES,
     MAX_STOPS,
     NOT_YET,
@@ -41,7 +42,7 @@ from warpsmith.backend.cuda.layout import (
     threads_of,
 )
 from warpsmith.backend.cuda.memory import check_fit, memory_parts
-from warpsmith.backend.cuda.packing import Progress, pack_stream
+from warpsmith.backend.cuda.packing import Progress, load_weights
 from warpsmith.backend.cuda.profiles import Profile, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.checkpoint.canonical import Tensor
@@ -87,7 +88,8 @@ class CudaBackend(Backend):
         self.chip_profile = choose(self.chip.name, self.chip.capability)[0]
         self.largest_tree = self.chip_profile.largest_tree
         self.architecture = architecture or target(self.chip.capability)
-        self.layout = layout = Layout(config, min(self.chip.sms, busy_sms(config)))
+        stored = {name: tensor.type.name for name, tensor in tensors.items()}
+        self.layout = layout = Layout(config, min(self.chip.sms, busy_sms(config)), stored)
         self.options = dict(options or {})
         self.context = context or config.context
         check_fit(layout, self.context, self.device.free_memory(), self.chip.name)
@@ -99,13 +101,13 @@ class CudaBackend(Backend):
         pack = self.device.load(self._image("pack.cu")).kernel("pack")
         self._commit = self.device.load(self._image("commit.cu")).kernel("commit")
 
-        self.stream = pack_stream(self.device, pack, layout, tensors, progress)
+        self.stream, self.embedding = load_weights(self.device, pack, layout, tensors, progress)
         self.vectors = self.device.upload(
             np.concatenate([tensors[n].float32().reshape(-1) for n in layout.vector_names()])
         )
         self.rope = self.device.upload(layout.rope_table(self.context))
         self.stream_start = self.device.upload(layout.stream_start.astype(np.uint64))
-        self.head_start = self.device.upload(layout.stage_start[-1].astype(np.uint64))
+        self.head_start = self.device.upload(layout.part_start[-1].astype(np.uint64))
         self.exchange = self.device.allocate(layout.exchange_bytes)
         self.parts = self.device.allocate(layout.parts_bytes)
         self._reset_parts()
@@ -356,7 +358,8 @@ class CudaBackend(Backend):
 
         pointers = {
             "stream": at(self.stream), "stream_start": at(self.stream_start), "head_start": at(self.head_start),
-            "vectors": at(self.vectors), "rope": at(self.rope), "delta": at(state.delta), "history": at(state.history),
+            "embedding": at(self.embedding), "vectors": at(self.vectors), "rope": at(self.rope),
+            "delta": at(state.delta), "history": at(state.history),
             "keys": at(state.keys), "values": at(state.values), "out_count": self.ring.pointer,
             "out_tokens": self.ring.pointer + 4, "out_logits": at(self.logits), "out_features": at(self.features),
             "out_hidden": at(self.hidden), "profile": at(self.profile),
@@ -406,8 +409,8 @@ def check_shape(config: Config) -> None:
     """The kernels are written for the family's own head shapes."""
     c = config
     fits = c.head_dim == HEAD_DIM and c.rotary_dim == 64 and c.key_head_dim == c.value_head_dim == STATE_DIM
-    fits = fits and c.conv_kernel == 4 and c.hidden % 8 == 0 and c.ffn % 4 == 0 and c.layers <= 64 and c.tied
-    fits = fits and 128 % c.kv_heads == 0 and 128 // c.kv_heads >= 32
+    fits = fits and c.conv_kernel == 4 and c.hidden % 8 == 0 and c.ffn % 4 == 0 and c.layers <= 64
+    fits = fits and c.hidden <= LARGEST_HIDDEN and 128 % c.kv_heads == 0 and 128 // c.kv_heads >= 32
     if not fits:
         raise NoDevice("The CUDA kernels do not take this model's shape.", "Use --device cpu.")
 

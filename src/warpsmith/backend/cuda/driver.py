@@ -163,9 +163,9 @@ class Buffer:
         copy.WidthInBytes, copy.Height = nbytes, pieces
         check(cu.cuMemcpy2D(copy))
 
-    def fill(self, source: Pinned, nbytes: int) -> None:
+    def fill(self, source: Pinned, nbytes: int, offset: int = 0) -> None:
         """Queue a copy; the source must stay as it is until an event after it has happened."""
-        check(self.device.cu.cuMemcpyHtoDAsync(self.pointer, source.address, nbytes, 0))
+        check(self.device.cu.cuMemcpyHtoDAsync(self.pointer + offset, source.address, nbytes, 0))
 
 
 class Pinned:

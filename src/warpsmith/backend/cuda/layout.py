@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from warpsmith.backend.tree import MAX_NODES
+from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.model.config import Config
 from warpsmith.model.weights import expected_shapes
 
-WARPS, CHUNK_K, GROUP_BYTES, SLOT_BYTES = 8, 256, 4096, 16384
+WARPS, CHUNK_K, SLOT_BYTES = 8, 256, 16384
+STREAM_TYPES = ("BF16", "Q8_0")  # WeightType of shape.cuh
 WIDE, NARROW = 16, 8  # rows of a unit
+LARGEST_HIDDEN = 16 * CHUNK_K  # MAX_CHUNKS of shared.cuh: a unit must fit in the registers
 COLUMNS, HISTORY, STATE_DIM, HEAD_DIM = 16, 4, 128, 256
 MAX_STOPS, MAX_FEATURES = 16, 8
 NOT_YET = 0xFFFFFFFF  # what an exchanged word is before it has come
@@ -53,6 +57,16 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Units of a stage that follow each other and have one type."""
+
+    type: str  # in the stream
+    first_unit: int
+    units: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
 class WeightStage:
     """A stage that reads weights: which tensors make its rows, in the order their bytes are streamed."""
 
@@ -60,22 +74,30 @@ class WeightStage:
     k: int
     rows: int
     unit_rows: int
-    pieces: tuple[Piece, ...]
+    parts: tuple[Part, ...]
 
     @property
     def units(self) -> int:
         return units_of(self.rows, self.unit_rows)
 
-    @property
-    def unit_bytes(self) -> int:
-        return chunks_of(self.k) * (self.unit_rows // 8) * GROUP_BYTES
+    def unit_bytes(self, part: Part) -> int:
+        """Every warp's tiles of 32 k, a row being a block where the type has blocks (see weights.cuh)."""
+        return chunks_of(self.k) * WARPS * self.unit_rows * TYPES[part.type].row_bytes(32)
+
+
+def stream_type(stored: Collection[str]) -> str:
+    """What rows that share units are in the stream: what they are in the file where the kernel multiplies that, else
+    BF16."""
+    (one, *others) = set(stored)
+    return one if not others and one in STREAM_TYPES else "BF16"
 
 
 class Layout:
-    """Sizes and offsets for one model on one number of SMs."""
+    """Sizes and offsets for one model on one number of SMs. `stored` has the types of its tensors in the file, BF16
+    where nothing is said."""
 
-    def __init__(self, config: Config, sms: int) -> None:
-        self.config, self.sms = config, sms
+    def __init__(self, config: Config, sms: int, stored: Mapping[str, str] | None = None) -> None:
+        self.config, self.sms, self.stored = config, sms, stored or {}
         c = config
         self.blocks = c.value_dim // COLUMNS
         self.splits = 128 // c.kv_heads
@@ -89,61 +111,93 @@ class Layout:
         c = self.config
         stages: list[WeightStage] = []
         for layer, recurrent in enumerate(c.recurrent):
-            block = f"blk.{layer}."
             if recurrent:
-                rows = {
-                    "attn_qkv": c.conv_channels,
-                    "attn_gate": c.value_dim,
-                    "ssm_beta": c.value_heads,
-                    "ssm_alpha": c.value_heads,
-                }
+                rows = [
+                    {"attn_qkv": c.conv_channels},
+                    {"attn_gate": c.value_dim},
+                    {"ssm_beta": c.value_heads, "ssm_alpha": c.value_heads},
+                ]
                 out, out_k = "ssm_out", c.value_dim
             else:
                 kv = c.kv_heads * c.head_dim
-                rows = {"attn_q": 2 * c.heads * c.head_dim, "attn_k": kv, "attn_v": kv}
+                rows = [{"attn_q": 2 * c.heads * c.head_dim}, {"attn_k": kv}, {"attn_v": kv}]
                 out, out_k = "attn_output", c.heads * c.head_dim
-            pieces, first = [], 0
-            for name, count in rows.items():
-                pieces.append(Piece(f"{block}{name}.weight", first))
-                first += count
+
+            def piece(name: str, first_row: int = 0, pattern: int = 0, block: str = f"blk.{layer}.") -> Piece:
+                return Piece(f"{block}{name}.weight", first_row, pattern)
+
+            groups, first = [], 0
+            for names in rows:
+                pieces = []
+                for name, count in names.items():
+                    pieces.append(piece(name, first))
+                    first += count
+                groups.append(pieces)
+            mlp = [piece("ffn_gate", pattern=1), piece("ffn_up", pattern=2)]
             stages += [
-                WeightStage(f"in.{layer}", c.hidden, first, WIDE, tuple(pieces)),
-                WeightStage(f"mix_out.{layer}", out_k, c.hidden, NARROW, (Piece(f"{block}{out}.weight"),)),
-                WeightStage(
-                    f"mlp_in.{layer}",
-                    c.hidden,
-                    2 * c.ffn,
-                    WIDE,
-                    (Piece(f"{block}ffn_gate.weight", pattern=1), Piece(f"{block}ffn_up.weight", pattern=2)),
-                ),
-                WeightStage(f"mlp_out.{layer}", c.ffn, c.hidden, NARROW, (Piece(f"{block}ffn_down.weight"),)),
+                self._stage(f"in.{layer}", c.hidden, first, WIDE, *groups),
+                self._stage(f"mix_out.{layer}", out_k, c.hidden, NARROW, [piece(out)]),
+                self._stage(f"mlp_in.{layer}", c.hidden, 2 * c.ffn, WIDE, mlp),
+                self._stage(f"mlp_out.{layer}", c.ffn, c.hidden, NARROW, [piece("ffn_down")]),
             ]
         head = "token_embd.weight" if c.tied else "output.weight"
-        return [*stages, WeightStage("head", c.hidden, c.vocab, WIDE, (Piece(head),))]
+        return [*stages, self._stage("head", c.hidden, c.vocab, WIDE, [Piece(head)])]
+
+    def _stage(self, name: str, k: int, rows: int, unit_rows: int, *groups: list[Piece]) -> WeightStage:
+        """A part for each group of tensors, whose first rows begin units."""
+        starts = [group[0].first_row // unit_rows for group in groups]
+        ends = [*starts[1:], units_of(rows, unit_rows)]
+        parts = (
+            Part(stream_type([self._stored(p.tensor) for p in group]), start, end - start, tuple(group))
+            for group, start, end in zip(groups, starts, ends, strict=True)
+        )
+        return WeightStage(name, k, rows, unit_rows, tuple(parts))
+
+    def _stored(self, tensor: str) -> str:
+        return self.stored.get(tensor, "BF16")
+
+    @property
+    def parts(self) -> list[tuple[WeightStage, Part]]:
+        """The parts of all stages in the order of the stream."""
+        return [(stage, part) for stage in self.stages for part in stage.parts]
 
     def units_before(self, units: int) -> np.ndarray:
         """First unit of every SM, and the total at the end: [sms + 1]."""
         return np.arange(self.sms + 1, dtype=np.int64) * units // self.sms
 
     @cached_property
-    def stage_bytes(self) -> np.ndarray:
-        """[stages, sms]: what each SM reads in each stage."""
-        return np.stack([np.diff(self.units_before(s.units)) * s.unit_bytes for s in self.stages])
+    def part_bytes(self) -> np.ndarray:
+        """[parts, sms]: what each SM reads of each part."""
+        rows = []
+        for stage, part in self.parts:
+            bounds = self.units_before(stage.units).clip(part.first_unit, part.first_unit + part.units)
+            rows.append(np.diff(bounds) * stage.unit_bytes(part))
+        return np.stack(rows)
 
     @cached_property
     def stream_start(self) -> np.ndarray:
         """[sms]: where each SM's stream begins."""
-        return np.concatenate([[0], np.cumsum(self.stage_bytes.sum(axis=0))[:-1]])
+        return np.concatenate([[0], np.cumsum(self.part_bytes.sum(axis=0))[:-1]])
 
     @cached_property
-    def stage_start(self) -> np.ndarray:
-        """[stages, sms]: where each SM's share of each stage begins."""
-        inside = np.cumsum(self.stage_bytes, axis=0) - self.stage_bytes
+    def part_start(self) -> np.ndarray:
+        """[parts, sms]: where each SM's share of each part begins."""
+        inside = np.cumsum(self.part_bytes, axis=0) - self.part_bytes
         return self.stream_start + inside
 
     @property
     def stream_bytes(self) -> int:
-        return int(self.stage_bytes.sum())
+        return int(self.part_bytes.sum())
+
+    @property
+    def embedding_type(self) -> str:
+        return stream_type([self._stored("token_embd.weight")])
+
+    @property
+    def embedding_bytes(self) -> int:
+        """The embedding's own table; none where the LM head's weights are it."""
+        c = self.config
+        return 0 if c.tied else c.vocab * TYPES[self.embedding_type].row_bytes(c.hidden)
 
     # -- small weights --------------------------------------------------------------------------------------------
 
@@ -257,10 +311,12 @@ class Layout:
     def constants(self) -> dict[str, object]:
         c = self.config
         mask = sum(1 << i for i, recurrent in enumerate(c.recurrent) if recurrent)
+        *layers, head = [str(STREAM_TYPES.index(part.type)) for _, part in self.parts]
         return {
             "HIDDEN": c.hidden, "FFN": c.ffn, "VOCAB": c.vocab, "LAYERS": c.layers, "RECURRENT_MASK": f"{mask:#x}ull",
             "HEADS": c.heads, "KV_HEADS": c.kv_heads, "KEY_HEADS": c.key_heads, "VALUE_HEADS": c.value_heads,
-            "EPS": f"{c.eps!r}f", "SMS": self.sms,
+            "EPS": f"{c.eps!r}f", "SMS": self.sms, "LAYER_TYPES": f'"{"".join(layers)}"', "HEAD_TYPE": head,
+            "TIED": int(c.tied), "EMBEDDING_TYPE": STREAM_TYPES.index(self.embedding_type),
         }  # fmt: skip
 
 
@@ -288,6 +344,7 @@ POINTERS_BEFORE_CONTEXT = (
     "stream",
     "stream_start",
     "head_start",
+    "embedding",
     "vectors",
     "rope",
     "delta",
@@ -330,7 +387,9 @@ class Pack(ctypes.Structure):
     _fields_ = [
         ("rows", ctypes.c_void_p),
         ("stream", ctypes.c_void_p),
-        ("stage_start", ctypes.c_void_p),
+        ("part_start", ctypes.c_void_p),
+        ("type", ctypes.c_int),
+        ("part_unit", ctypes.c_int),
         ("first_row", ctypes.c_int),
         ("offset", ctypes.c_int),
         ("count", ctypes.c_int),

@@ -21,7 +21,7 @@ def memory_parts(layout: Layout, context: int) -> list[MemoryPart]:
     outputs = MAX_NODES * 4 * (c.vocab + c.hidden * (1 + MAX_FEATURES))
     tables = layout.rope_bytes(context) + STAGING_BYTES
     return [
-        MemoryPart("weights", layout.stream_bytes + layout.vector_bytes),
+        MemoryPart("weights", layout.stream_bytes + layout.embedding_bytes + layout.vector_bytes),
         MemoryPart("keys and values", 2 * layout.cache_bytes(context)),
         MemoryPart("DeltaNet states", states),
         MemoryPart("scratch", exchanges + outputs + tables + sum(layout.pending_bytes().values()) + states),

@@ -8,6 +8,7 @@
 #include "attention.cuh"
 #include "convolve.cuh"
 #include "delta.cuh"
+#include "embedding.cuh"
 #include "head.cuh"
 
 // Which worker takes which node of a DeltaNet layer, and when: a node goes on behind its parent if it is the first to, else
@@ -92,11 +93,12 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
         const bool head = half == 2 * LAYERS, mlp = half & 1, recurrent = !head && is_recurrent(layer);
         const int all = head ? HEAD_UNITS : mlp ? MLP_IN_UNITS : recurrent ? DELTA_IN_UNITS : ATTENTION_IN_UNITS;
         const int first = first_unit(all, b.sm), units = first_unit(all, b.sm + 1) - first;
+        const StageTypes types = head ? head_types() : mlp ? mlp_in_types(layer) : in_types(layer);
         const u32* x = mlp ? b.words(LAYER_TURN, 0, MID_AT) : b.words(X_TURN, 0, X_AT);
         if (head) begin_head(b);
         const bool gather = recurrent && !mlp;
         if (gather) ask_for_taps(b, delta_index, vectors);
-        multiply_normed(b, units, x, x + (X_SQUARES_AT - X_AT), gather, [&](bool live, int unit, int token, int quarter, float4 v, const float* kept) {
+        multiply_normed(b, types, first, units, x, x + (X_SQUARES_AT - X_AT), gather, [&](bool live, int unit, int token, int quarter, float4 v, const float* kept) {
             if (head) {
                 rank_logits(b, live, (first + unit) * WIDE + quarter * 4, token, v);
             } else if (mlp) {  // gate rows, then up rows
@@ -129,7 +131,7 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
                 if (b.r.feature_layers[i] == layer) feature = b.p.out_features + (size_t)i * b.nodes * HIDDEN;
             vectors += recurrent ? DELTA_VECTORS : ATTENTION_VECTORS;
             b.turns ^= X_TURN;
-            project_to_residual<FFN, false>(b, b.words(LAYER_TURN, 0, H_AT), nullptr, b.words(X_TURN, 0, X_AT),
+            project_to_residual<FFN, false>(b, mlp_out_types(layer), b.words(LAYER_TURN, 0, H_AT), nullptr, b.words(X_TURN, 0, X_AT),
                                             b.words(X_TURN, 0, X_SQUARES_AT), b.other(X_TURN), vectors + MIX_NORM, feature);
             b.turns ^= LAYER_TURN;
         } else {
@@ -146,9 +148,9 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
             const u32* y = recurrent ? b.words(DELTA_TURN, 0, DELTA_Y_AT) : b.words(ATTENTION_TURN, 0, ATTENTION_Y_AT);
             u32 *mid = b.words(LAYER_TURN, 0, MID_AT), *mid_squares = b.words(LAYER_TURN, 0, MID_SQUARES_AT);
             if (VALUE_DIM == ATTENTION_DIM || recurrent)
-                project_to_residual<VALUE_DIM, true>(b, y, squares, mid, mid_squares, b.other(LAYER_TURN), vectors + MLP_NORM, nullptr);
+                project_to_residual<VALUE_DIM, true>(b, mix_out_types(layer), y, squares, mid, mid_squares, b.other(LAYER_TURN), vectors + MLP_NORM, nullptr);
             else
-                project_to_residual<ATTENTION_DIM, false>(b, y, nullptr, mid, mid_squares, b.other(LAYER_TURN), vectors + MLP_NORM,
+                project_to_residual<ATTENTION_DIM, false>(b, mix_out_types(layer), y, nullptr, mid, mid_squares, b.other(LAYER_TURN), vectors + MLP_NORM,
                                                           nullptr);
             b.turns ^= recurrent ? DELTA_TURN : ATTENTION_TURN;
         }

@@ -1,38 +1,6 @@
-// Embedding at one end of a forward pass, the LM head and the choice of the next token at the other.
+// The end of a forward pass: the LM head and the choice of the next token.
 #pragma once
 #include "matmul.cuh"
-
-// The residual stream starts as the token's embedding. The table is the LM head's own stream (tied embeddings): row `id`
-// is a row of unit id / 16. Eight values from k on are four words of it (see pack.cu).
-__device__ __forceinline__ uint4 embedding_piece(const Block& b, int id, int k) {
-    constexpr int CHUNKS = chunks_of(HIDDEN);
-    const int unit = id / WIDE, sm = owner_of(HEAD_UNITS, unit), lane = id % 8 * 4 + k % 32 / 8, upper = id % WIDE / 8;
-    const int warp = k / (CHUNKS * 32), chunk = k % (CHUNKS * 32) / 32;
-    const u8* at = b.p.stream + b.p.head_start[sm] +
-                   (size_t)((unit - first_unit(HEAD_UNITS, sm)) * CHUNKS + chunk) * 2 * GROUP_BYTES + warp * 2 * TILE_BYTES;
-    const uint4 early = __ldg((const uint4*)at + lane), late = __ldg((const uint4*)(at + TILE_BYTES) + lane);
-    return upper ? uint4{early.y, early.w, late.y, late.w} : uint4{early.x, early.z, late.x, late.z};
-}
-
-__device__ __forceinline__ void embed(Block& b, const float* norm) {
-    const int first = first_unit(HIDDEN_UNITS, b.sm), units = first_unit(HIDDEN_UNITS, b.sm + 1) - first;
-#pragma unroll 1
-    for (int item = threadIdx.x; item < units * b.nodes; item += CONSUMERS) {
-        const int unit = item / b.nodes, token = item % b.nodes, k = (first + unit) * 8;
-        const float4 n0 = __ldg((const float4*)(norm + k)), n1 = __ldg((const float4*)(norm + k) + 1);
-        const uint4 row = embedding_piece(b, b.s.token[token], k);
-        const float4 x0 = {bf16_low(row.x), bf16_high(row.x), bf16_low(row.y), bf16_high(row.y)};
-        const float4 x1 = {bf16_low(row.z), bf16_high(row.z), bf16_low(row.w), bf16_high(row.w)};
-        ((float4*)b.s.residual[unit][token])[0] = x0;
-        ((float4*)b.s.residual[unit][token])[1] = x1;
-        u32* to = b.words(X_TURN, token, X_AT) + k / 2;
-        publish8(to, b.other(X_TURN), pack_bf16(x0.x * n0.x, x0.y * n0.y), pack_bf16(x0.z * n0.z, x0.w * n0.w));
-        publish8(to + 2, b.other(X_TURN), pack_bf16(x1.x * n1.x, x1.y * n1.y), pack_bf16(x1.z * n1.z, x1.w * n1.w));
-        const float low = fmaf(x0.x, x0.x, fmaf(x0.y, x0.y, fmaf(x0.z, x0.z, x0.w * x0.w)));
-        const float high = fmaf(x1.x, x1.x, fmaf(x1.y, x1.y, fmaf(x1.z, x1.z, x1.w * x1.w)));
-        publish4(b.words(X_TURN, token, X_SQUARES_AT) + first + unit, b.other(X_TURN), __float_as_uint(low + high));
-    }
-}
 
 // A logit and its id as one number that orders by value, then by lowest id. Never 0.
 __device__ __forceinline__ u64 ranked(float logit, int id) {

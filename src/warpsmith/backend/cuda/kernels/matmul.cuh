@@ -1,53 +1,16 @@
 // Matrix products: y = W x for 1..NODES tokens, one path for any number of them.
 //
 // Every warp owns a fixed slice of K (see shape.cuh), 32 k a chunk. A lane's part of the activations is 8 bf16 values of a
-// token at k = 8 (l mod 4) .. + 7 of a chunk, as they come from the exchange. The products of the first four of these k and
-// of the last four are summed apart, each inside an mma (16 x 8 x 16) over four chunks, then added up in a fixed order.
-// Units of 16 rows: one mma for the first four k, one for the last four, 8 tokens (l / 4) in the columns.
-// Units of 8 rows: a mma's upper 8 rows are the same rows at the last four k. For one token one mma does both: its columns
-// 0 and 4 are the token at the first four k and at the last. For a tree it takes two, for 8 tokens. Half of the result is
-// not wanted.
-// So a token's bits depend neither on the other tokens nor on how many there are.
+// token at k = 8 (l mod 4) .. + 7 of a chunk, as they come from the exchange. What is multiplied how, and summed in which
+// order, depends on the weights' type only (weights.cuh): a token's bits depend neither on the other tokens nor on how many
+// there are.
 //
 // Weights wait for nothing: they are in registers before the activations have come, and serve all tokens in turn.
 // After the mma each warp's partial sums go to shared memory; after one barrier a thread adds up four rows of a token.
 // Partial sums alternate between two buffers, so that one barrier is enough.
 // Bytes: each weight is read from the ring once, 128 bytes a clock of shared-memory bandwidth at most.
 #pragma once
-#include "block.cuh"
-
-constexpr int CHAIN = 4;  // chunks summed inside the mma
-
-__device__ __forceinline__ float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
-__device__ __forceinline__ float4 scaled(float4 a, float s) { return {a.x * s, a.y * s, a.z * s, a.w * s}; }
-
-// This warp's tiles: COUNT groups of 16 bytes a lane, in the order of the stream (PER_TILE of them a tile). They begin
-// with a slot.
-template <int PER_TILE, int COUNT>
-__device__ __forceinline__ void take_tiles(Block& b, uint4 (&w)[COUNT]) {
-    constexpr int SLOTS = (COUNT + SLOT_GROUPS - 1) / SLOT_GROUPS, HALF_RING = RING_SLOTS / 2;
-    constexpr int SPAN = SLOTS < HALF_RING ? SLOTS : HALF_RING;  // slots given back together
-    const u32 mine = b.warp * (TILE_BYTES * PER_TILE) + b.lane * 16;
-#pragma unroll
-    for (int s0 = 0; s0 < SLOTS; s0 += SPAN) {
-        u32 last = 0;
-#pragma unroll
-        for (int s = 0; s < SPAN && s0 + s < SLOTS; s++) {
-            b.ring.wait(s);
-            const u32 data = b.ring.data(s) + mine;
-#pragma unroll
-            for (int i = 0; i < SLOT_GROUPS; i++) {
-                const int g = (s0 + s) * SLOT_GROUPS + i;
-                if (g >= COUNT) break;
-                w[g] = load_shared16(data + i / PER_TILE * (GROUP_BYTES * PER_TILE) + i % PER_TILE * TILE_BYTES);
-                last |= i == SLOT_GROUPS - 1 || g == COUNT - 1 ? w[g].w : 0;
-            }
-        }
-        b.ring.release(SLOTS - s0 < SPAN ? SLOTS - s0 : SPAN, last & b.r.zero);
-    }
-}
-
-__device__ __forceinline__ void multiply(float (&sum)[4], uint4 w, u32 a0, u32 a1) { mma(sum, w.x, w.y, w.z, w.w, a0, a1); }
+#include "weights.cuh"
 
 // With many tokens, polling for all of them would fill the way they come on. So poll for one, the last to be published;
 // the others are probably there then. COUNT chunks from k0 on, `BYTES` a lane.
@@ -142,26 +105,12 @@ __device__ __forceinline__ float4 sum_parts(const float* at, int stride) {
     return part[0];
 }
 
-// UNITS_AT_ONCE units from `base` on; past the last they are zero, since leaving them as they are would keep their
-// registers taken all through the kernel.
-template <int CHUNKS>
-__device__ __forceinline__ void take_units(Block& b, uint4 (&w)[UNITS_AT_ONCE][2 * CHUNKS], int base, int units) {
-#pragma unroll
-    for (int u = 0; u < UNITS_AT_ONCE; u++) {
-        if (base + u < units) {
-            take_tiles<2>(b, w[u]);
-        } else {
-#pragma unroll
-            for (int g = 0; g < 2 * CHUNKS; g++) w[u][g] = uint4{};
-        }
-    }
-}
-
-// Stage: `finish(live, unit, token, quarter, v, kept)` for four rows of a token at a time, all lanes of a warp, `live` or not;
-// quarters 0 and 2 of a unit are in neighbouring lanes, and 1 and 3. A `gather` in a tree first writes them to `kept`, where a
-// token's ancestors are then found ROW_STRIDE floats a token apart.
+// Stage: units of `types` from `first_unit` on. `finish(live, unit, token, quarter, v, kept)` for four rows of a token at a time,
+// all lanes of a warp, `live` or not; `unit` counts from 0; quarters 0 and 2 of a unit are in neighbouring lanes, and 1 and 3.
+// A `gather` in a tree first writes them to `kept`, where a token's ancestors are then found ROW_STRIDE floats a token apart.
 template <class Finish>
-__device__ __forceinline__ void multiply_normed(Block& b, int units, const u32* x, const u32* squares, bool gather, Finish finish) {
+__device__ __forceinline__ void multiply_normed(Block& b, StageTypes types, int first_unit, int units, const u32* x,
+                                                const u32* squares, bool gather, Finish finish) {
     constexpr int CHUNKS = chunks_of(HIDDEN), AT_ONCE = UNITS_AT_ONCE;
     static_assert(CHUNKS <= MAX_CHUNKS, "a unit must fit in the registers");
     b.norm ^= 1;
@@ -169,9 +118,11 @@ __device__ __forceinline__ void multiply_normed(Block& b, int units, const u32* 
 #pragma unroll
     for (int o = 0; o < OCTETS; o++) octet[o].forget();
 #pragma unroll 1
-    for (int base = 0; base < units; base += AT_ONCE) {
-        uint4 w[AT_ONCE][2 * CHUNKS];
-        take_units<CHUNKS>(b, w, base, units);
+    for (int base = 0, count; base < units; base += count) {
+        const Run run = types.run<WIDE>(first_unit + base, first_unit + units);
+        count = min(units_at_once(run.type), run.units);
+        u32 w[wide_registers(CHUNKS)];
+        take_wide<CHUNKS>(b, run, w);
         if (base == 0) {
             copies_done();  // what the last step of the stage needs
             b.sync();       // polling would hold up the loads of a warp that comes late
@@ -205,27 +156,14 @@ __device__ __forceinline__ void multiply_normed(Block& b, int units, const u32* 
                 if (o > 0 && first + o * 8 >= b.nodes) break;
                 float* mine = partial + (b.warp * TOKENS_AT_ONCE + o * 8 + (b.lane & 3) * 2) * ROW_STRIDE + (b.lane >> 2);
                 const int tokens = b.nodes - first - o * 8 - (b.lane & 3) * 2;  // of this lane's two
-#pragma unroll
-                for (int u = 0; u < AT_ONCE; u++) {
-                    float4 sum = {};
-#pragma unroll
-                    for (int c0 = 0; c0 < CHUNKS; c0 += CHAIN) {
-                        float low[4] = {}, high[4] = {};
-#pragma unroll
-                        for (int c = c0; c < c0 + CHAIN && c < CHUNKS; c++) {
-                            multiply(low, w[u][2 * c], octet[o].a[c].x, octet[o].a[c].y);
-                            multiply(high, w[u][2 * c + 1], octet[o].a[c].z, octet[o].a[c].w);
-                        }
-                        sum = add(sum, {low[0] + high[0], low[1] + high[1], low[2] + high[2], low[3] + high[3]});
-                    }
+                multiply_wide<CHUNKS>(run.type, w, octet[o].a, [&](int u, float4 sum) {
                     if (tokens > 0) mine[u * WIDE] = sum.x, mine[u * WIDE + 8] = sum.z;
                     if (NODES > 1 && tokens > 1) mine[ROW_STRIDE + u * WIDE] = sum.y, mine[ROW_STRIDE + u * WIDE + 8] = sum.w;
-                }
+                });
             }
             if (first == 0 && base == 0) b.mark();
             b.sync();
             if (first == 0 && base == 0) b.mark();
-            const int count = min(AT_ONCE, units - base);
             constexpr int WARP_STRIDE = TOKENS_AT_ONCE * ROW_STRIDE;
             if constexpr (NODES == 1) {  // every warp has half a unit, two lanes
                 if (b.warp < 2 * count) {
@@ -319,11 +257,10 @@ struct ScalesOf<false, HEADS_HERE> {
     typedef NoScales type;
 };
 
-// What a warp needs of some tokens for COUNT chunks from k0 on. One token is one of a mma's columns at the first four k and
-// another at the last four. A tree's tokens are taken eight at a time, the first four k and the last in a mma each.
+// What a warp needs of one token, or of eight, for COUNT chunks from k0 on (see weights.cuh).
 template <int COUNT, int K, bool SCALED>
 struct Inputs {
-    static constexpr int EACH = NODES == 1 ? 2 : 4;  // words a chunk
+    static constexpr int EACH = NARROW_WORDS;
     u32 a[COUNT][EACH];
     typename ScalesOf<SCALED, (COUNT + CHAIN - 1) / CHAIN>::type scales;
 
@@ -349,37 +286,14 @@ struct Inputs {
         for (int c = 0; c < COUNT; c++) all &= a[c][0] != NOT_YET & a[c][EACH - 2] != NOT_YET;
         return all;
     }
-    // Sums of this lane's two tokens for row lane / 4, at the first four k and at the last apart.
-    __device__ __forceinline__ float2 multiply_by(const Block& b, const uint4 (&w)[COUNT]) const {
-        const int q = b.lane & 3;
-        float2 early = {}, late = {};
-#pragma unroll
-        for (int chain = 0; chain * CHAIN < COUNT; chain++) {
-            const float2 scale = scales.at(NODES == 1 ? q & 1 : q, chain);
-            float low[4] = {}, high[4] = {};
-#pragma unroll
-            for (int c = chain * CHAIN; c < chain * CHAIN + CHAIN && c < COUNT; c++) {
-                multiply(low, w[c], a[c][0], a[c][1]);
-                if (NODES > 1) multiply(high, w[c], a[c][EACH - 2], a[c][EACH - 1]);
-            }
-            if (NODES == 1) {  // lanes 0 and 1 of four have the first four k, 2 and 3 the last
-                early.x = fmaf(scale.x, q < 2 ? low[0] : low[2], early.x);
-            } else {
-                early.x = fmaf(scale.x, low[0], early.x), early.y = fmaf(scale.y, low[1], early.y);
-                late.x = fmaf(scale.x, high[2], late.x), late.y = fmaf(scale.y, high[3], late.y);
-            }
-        }
-        if (NODES == 1) late.x = __shfl_xor_sync(~0u, early.x, 2);
-        return {early.x + late.x, early.y + late.y};
-    }
 };
 
 // COUNT chunks of one unit for all tokens, some octets at a time; the sums are part `part` of the unit's.
 template <int COUNT, int K, bool SCALED>
-__device__ __forceinline__ void multiply_unit(Block& b, const u32* from, const u32* squares, int k0, int part) {
+__device__ __forceinline__ void multiply_unit(Block& b, int type, const u32* from, const u32* squares, int k0, int part) {
     constexpr int AT_ONCE = octets_at_once(COUNT);
-    uint4 w[COUNT];
-    take_tiles<1>(b, w);
+    u32 w[narrow_registers(COUNT)];
+    take_narrow<COUNT>(b, type, w);
     b.sync();  // polling would hold up the loads of a warp that comes late
     float* partial = b.scratch + b.buffer * PARTIAL_FLOATS + part * NODES * UNIT_STRIDE;
 #pragma unroll 1
@@ -402,8 +316,9 @@ __device__ __forceinline__ void multiply_unit(Block& b, const u32* from, const u
         for (int i = 0; i < AT_ONCE; i++) {
             if (i > 0 && first + i * 8 >= b.nodes) break;
             inputs[i].scales.finish(squares);
-            const float2 total = inputs[i].multiply_by(b, w);
-            const int token = first + i * 8 + (b.lane & 3) * 2;
+            const int q = b.lane & 3, token = first + i * 8 + q * 2;
+            const float2 total = multiply_narrow<COUNT>(
+                type, w, inputs[i].a, q, [&](int chain) { return inputs[i].scales.at(NODES == 1 ? q & 1 : q, chain); });
             float* mine = partial + token * UNIT_STRIDE + (b.lane >> 2);
             if (token < b.nodes) mine[0] = total.x;
             if (NODES > 1 && token + 1 < b.nodes) mine[UNIT_STRIDE] = total.y;
@@ -415,24 +330,25 @@ __device__ __forceinline__ void multiply_unit(Block& b, const u32* from, const u
 // norm, whose 1 / rms multiplies the sums over a head. The new residual is kept; times the next norm's weight, in bf16, it is published with
 // the sum of its squares; and it is stored as a feature if asked.
 template <int K, bool SCALED>
-__device__ __forceinline__ void project_to_residual(Block& b, const u32* from, const u32* squares, u32* out, u32* out_squares,
+__device__ __forceinline__ void project_to_residual(Block& b, StageTypes types, const u32* from, const u32* squares, u32* out, u32* out_squares,
                                                     int other, const float* next_norm, float* feature) {
     constexpr int CHUNKS = chunks_of(K), PARTS = parts_of(K);
-    constexpr int BLOCK = (CHUNKS + PARTS / WARPS - 1) / (PARTS / WARPS) + 3 & ~3;  // whole slots
+    constexpr int WHOLE = slot_chunks(has(NARROW_TYPES, Q8_0) ? Q8_0 : BF16, NARROW);  // slots
+    constexpr int BLOCK = (CHUNKS + PARTS / WARPS - 1) / (PARTS / WARPS) + WHOLE - 1 & ~(WHOLE - 1);
     const int first = first_unit(HIDDEN_UNITS, b.sm), units = first_unit(HIDDEN_UNITS, b.sm + 1) - first;
     static_assert((CHUNKS + BLOCK - 1) / BLOCK == PARTS / WARPS, "every part must be written");
     static_assert(!SCALED || CHUNKS % CHAIN == 0 || CHAIN % CHUNKS == 0, "a chain of chunks must lie in one head");
-    const int k0 = b.warp * (CHUNKS * 32);
+    const int k0 = b.warp * (CHUNKS * 32), type = types.run<NARROW>(0, 1).type;
 #pragma unroll 1
     for (int unit = 0; unit < units; unit++) {
         const int half = b.lane & 1, row = (first + unit) * 8 + half * 4;
         const float4 norm = __ldg((const float4*)(next_norm + row));
 #pragma unroll 1
         for (int block = 0; block < CHUNKS / BLOCK; block++)
-            multiply_unit<BLOCK < CHUNKS ? BLOCK : CHUNKS, K, SCALED>(b, from, squares, k0 + block * BLOCK * 32,
+            multiply_unit<BLOCK < CHUNKS ? BLOCK : CHUNKS, K, SCALED>(b, type, from, squares, k0 + block * BLOCK * 32,
                                                                       block * WARPS + b.warp);
         if constexpr (CHUNKS % BLOCK != 0)
-            multiply_unit<CHUNKS % BLOCK, K, SCALED>(b, from, squares, k0 + CHUNKS / BLOCK * BLOCK * 32,
+            multiply_unit<CHUNKS % BLOCK, K, SCALED>(b, type, from, squares, k0 + CHUNKS / BLOCK * BLOCK * 32,
                                                      CHUNKS / BLOCK * WARPS + b.warp);
         b.mark();
         b.sync();

@@ -26,6 +26,7 @@ struct Params {
     const u8* stream;           // every SM's stream, one after the other
     const u64* stream_start;    // [SMS] offset of each
     const u64* head_start;      // [SMS] offset of each SM's share of the LM head in `stream`
+    const u8* embedding;        // the file's rows, where the LM head has weights of its own
     const float* vectors;
     const float2* rope;         // cos, sin: [64][32] of a position's low six bits, then [context / 64 + 1][32] of the rest
     // one sequence

@@ -146,12 +146,35 @@ __device__ __forceinline__ float2 unpack_half(u32 pair) {
     return out;
 }
 
+// Two bf16 products.
+__device__ __forceinline__ u32 multiply_bf16(u32 a, u32 b) {
+    u32 out;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(0x80008000u));  // -0 changes no sign
+    return out;
+}
+
 __device__ __forceinline__ float bf16_low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float bf16_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
 __device__ __forceinline__ uint4 load_shared16(u32 address) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+    return v;
+}
+
+__device__ __forceinline__ uint2 load_shared8(u32 address) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+    return v;
+}
+__device__ __forceinline__ u32 load_shared4(u32 address) {
+    u32 v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+    return v;
+}
+__device__ __forceinline__ u32 load_shared2(u32 address) {
+    u32 v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=r"(v) : "r"(address));
     return v;
 }
 

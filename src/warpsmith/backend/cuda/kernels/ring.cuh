@@ -71,13 +71,21 @@ struct Producer {
         landed++;
     }
     // Copy this SM's units of a stage, each in slots of its own. False when the consumers have stopped.
-    __device__ bool stage(int all_units, int groups) {
-        const int units = first_unit(all_units, blockIdx.x + 1) - first_unit(all_units, blockIdx.x);
-        const int unit_bytes = groups * GROUP_BYTES;
+    template <int ROWS>
+    __device__ bool stage(int all_units, int k, StageTypes types) {
+        const int end = first_unit(all_units, blockIdx.x + 1);
+        for (int unit = first_unit(all_units, blockIdx.x); unit < end;) {
+            const Run run = types.run<ROWS>(unit, end);
+            if (!copy(run.units, chunks_of(k) * chunk_bytes(run.type, ROWS), slot_bytes(run.type))) return false;
+            unit += run.units;
+        }
+        return true;
+    }
+    __device__ bool copy(int units, int unit_bytes, int most) {
 #pragma unroll 1
         for (int unit = 0; unit < units; unit++) {
 #pragma unroll 1
-            for (int left = unit_bytes; left > 0; left -= SLOT_BYTES) {
+            for (int left = unit_bytes; left > 0; left -= most) {
                 if (issued - landed == IN_FLIGHT) land_one();
                 if (issued >= RING_SLOTS) {
                     Watchdog dog;
@@ -86,7 +94,7 @@ struct Producer {
                         dog.check();
                     }
                 }
-                const u32 bytes = min(left, SLOT_BYTES);
+                const u32 bytes = min(left, most);
                 copy_slot(ring.data(0), source, bytes, ring.full + 8 * ring.slot, policy);
                 source += bytes;
                 ring.advance();
@@ -100,11 +108,13 @@ struct Producer {
 #pragma unroll 1
         for (int layer = 0; layer < LAYERS; layer++) {
             const bool recurrent = is_recurrent(layer);
-            if (!stage(recurrent ? DELTA_IN_UNITS : ATTENTION_IN_UNITS, groups_of(HIDDEN, WIDE))) return false;
-            if (!stage(HIDDEN_UNITS, groups_of(recurrent ? VALUE_DIM : ATTENTION_DIM, NARROW))) return false;
-            if (!stage(MLP_IN_UNITS, groups_of(HIDDEN, WIDE)) || !stage(HIDDEN_UNITS, groups_of(FFN, NARROW))) return false;
+            const int in_units = recurrent ? DELTA_IN_UNITS : ATTENTION_IN_UNITS;
+            if (!stage<WIDE>(in_units, HIDDEN, in_types(layer))) return false;
+            if (!stage<NARROW>(HIDDEN_UNITS, recurrent ? VALUE_DIM : ATTENTION_DIM, mix_out_types(layer))) return false;
+            if (!stage<WIDE>(MLP_IN_UNITS, HIDDEN, mlp_in_types(layer))) return false;
+            if (!stage<NARROW>(HIDDEN_UNITS, FFN, mlp_out_types(layer))) return false;
         }
-        return stage(HEAD_UNITS, groups_of(HIDDEN, WIDE));
+        return stage<WIDE>(HEAD_UNITS, HIDDEN, head_types());
     }
     // No copy may be on its way when the block exits.
     __device__ void drain() {

@@ -1,6 +1,7 @@
 // What the host fixes at compile time, and what follows from it.
 //
 // Given with -D: HIDDEN FFN VOCAB LAYERS RECURRENT_MASK HEADS KV_HEADS KEY_HEADS VALUE_HEADS EPS (the model);
+// LAYER_TYPES HEAD_TYPE TIED EMBEDDING_TYPE (how its weights are stored, see weights.cuh);
 // SMS SHARED_MEMORY IN_FLIGHT (the chip); NODES (tree nodes this build takes).
 #pragma once
 #include "ptx.cuh"
@@ -33,13 +34,16 @@ constexpr int DELTA_LAYERS = count_recurrent(LAYERS), ATTENTION_LAYERS = LAYERS 
 // --- the weight stream ----------------------------------------------------------------------------------------------
 // A unit is some output rows of a matrix, all of K: 16 rows where there are many (projections into the mixer and the MLP,
 // LM head), 8 where every SM must have its share of few (projections back to the residual stream). It is cut into chunks of
-// 256 k, a tile of 32 k for each warp: warp w owns k in [w * K/8, (w+1) * K/8). The 16 bytes a lane reads are the A operand
-// of an mma, in the order matmul.cuh wants: 16 rows take two such groups of 512 bytes a tile, 8 rows one.
-// A slot of the ring holds 16 KB of one unit, the last slot of a unit what is left.
-constexpr int CHUNK_K = 32 * WARPS, TILE_BYTES = 512, GROUP_BYTES = WARPS * TILE_BYTES, SLOT_BYTES = 16384;
-constexpr int SLOT_GROUPS = SLOT_BYTES / GROUP_BYTES, WIDE = 16, NARROW = 8;
+// 256 k, a tile of 32 k for each warp: warp w owns k in [w * K/8, (w+1) * K/8). How a tile's weights lie is up to the
+// unit's type (weights.cuh): a lane has rows l / 4 (and l / 4 + 8) at k = 8 (l mod 4) .. + 7, as the mma wants them.
+// A slot of the ring holds whole chunks of one unit: 16 KB of weights, and their scales; a unit's last slot what is left.
+constexpr int CHUNK_K = 32 * WARPS, WIDE = 16, NARROW = 8;
+enum WeightType { BF16, Q8_0 };
+// BF16: 64 bytes a row of a tile. Q8_0: a row of a tile is a block of the file, 32 values with their fp16 scale.
+__host__ __device__ constexpr int chunk_bytes(int type, int rows) { return WARPS * rows * (type == Q8_0 ? 34 : 64); }
+__host__ __device__ constexpr int slot_chunks(int type, int rows) { return (type == Q8_0 ? 64 : 32) / rows; }
+__host__ __device__ constexpr int slot_bytes(int type) { return slot_chunks(type, WIDE) * chunk_bytes(type, WIDE); }
 __host__ __device__ constexpr int chunks_of(int k) { return (k + CHUNK_K - 1) / CHUNK_K; }
-__host__ __device__ constexpr int groups_of(int k, int rows) { return chunks_of(k) * (rows / 8); }
 __host__ __device__ constexpr int units_of(int rows, int unit) { return (rows + unit - 1) / unit; }
 
 constexpr int DELTA_IN_ROWS = CONV_CHANNELS + VALUE_DIM + 2 * VALUE_HEADS;      // qkv | z | beta | alpha

@@ -1,7 +1,7 @@
 // What lies where in an SM's shared memory: the ring, the scratch of the stages, states kept for branches, then `Shared`.
 // The ring is as deep as there is room.
 #pragma once
-#include "params.cuh"
+#include "types.cuh"
 
 // A node of the tree in a DeltaNet layer: where its parent's state is kept (-1: in registers, or committed), where its own
 // will be (-1: nowhere), and which node its worker takes next (-1: none).

@@ -1,0 +1,254 @@
+"""Q8_0 weights on a GPU: the stream as packed, products against exact ones, whole models against the reference; files
+of several types, and embeddings of their own."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from random_models import random_tensors, random_tree
+from test_cuda import SHAPE, STAGES, ids, plain_run, relative, same_state
+from warpsmith.backend.base import LOGITS, Want
+from warpsmith.backend.cuda.backend import CudaBackend
+from warpsmith.backend.cuda.layout import Layout, chunks_of
+from warpsmith.backend.reference import ReferenceBackend
+from warpsmith.backend.tree import Tree
+from warpsmith.checkpoint.blocks import LAYOUTS, TYPES, dequantize
+from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.checkpoint.quantize import quantize
+from warpsmith.errors import NoDevice
+from warpsmith.model.config import Config
+
+pytestmark = pytest.mark.gpu
+
+WATCHDOG = {"WATCHDOG_CYCLES": "4000000000ll"}
+# Activations are rounded to bf16 between stages, as with bf16 weights; the weights are the file's to the bit.
+BOUND = 0.02
+# One stage alone, from the very activations it read: only the order of float32 sums is left.
+EXACT = 2e-5
+
+
+def stored_as(config: Config, kind: Callable[[str], str], seed: int = 1) -> dict[str, Tensor]:
+    """A random model whose matrices have the types that `kind` gives their names."""
+    tensors = random_tensors(config, seed)
+    for name, tensor in tensors.items():
+        if len(tensor.shape) == 2 and "conv1d" not in name:
+            block_type = TYPES[kind(name)]
+            raw = quantize(block_type, tensor.float32())
+            tensors[name] = Tensor(name, block_type, tensor.shape, lambda raw=raw: raw)
+    return tensors
+
+
+def with_raw(tensor: Tensor, raw: np.ndarray) -> Tensor:
+    return Tensor(tensor.name, tensor.type, tensor.shape, lambda: raw)
+
+
+def backend_of(config: Config, tensors: dict[str, Tensor]) -> CudaBackend:
+    try:
+        return CudaBackend(config, tensors, options=WATCHDOG)
+    except NoDevice as error:
+        pytest.skip(str(error))
+
+
+def mixed_kind(name: str) -> str:
+    """Gates in F32, as some files have them, and here and there a type of which the kernel has no products."""
+    if "ssm_beta" in name or "ssm_alpha" in name:
+        return "F32"
+    return ("Q8_0", "BF16", "Q8_0", "Q6_K")[zlib.crc32(name.encode()) % 4]
+
+
+@pytest.fixture(scope="module")
+def q8() -> tuple[CudaBackend, ReferenceBackend]:
+    tensors = stored_as(SHAPE, lambda name: "Q8_0")
+    return backend_of(SHAPE, tensors), ReferenceBackend(SHAPE, tensors)
+
+
+@pytest.fixture(scope="module")
+def mixed() -> tuple[CudaBackend, ReferenceBackend]:
+    tensors = stored_as(SHAPE, mixed_kind)
+    return backend_of(SHAPE, tensors), ReferenceBackend(SHAPE, tensors)
+
+
+# -- the stream --------------------------------------------------------------------------------------------------------
+
+
+def streamed(layout: Layout, stream: np.ndarray) -> dict[str, np.ndarray]:
+    """Every tensor's values, read the way lanes and warps take them (see weights.cuh)."""
+    values: dict[str, np.ndarray] = {}
+    for number, (stage, part) in enumerate(layout.parts):
+        chunks, halves = chunks_of(stage.k), stage.unit_rows // 8
+        mine = [
+            stream[start : start + size]
+            for start, size in zip(layout.part_start[number], layout.part_bytes[number], strict=True)
+        ]
+        tiles = np.concatenate(mine).reshape(part.units * chunks, -1)
+        if part.type == "Q8_0":
+            # chunk, warp, row of eight, eight k, half of the rows, k; then the scales
+            low = tiles[:, : 2048 * halves].reshape(-1, chunks, 8, 8, 4, halves, 8).astype(np.float32) - 128
+            scales = np.ascontiguousarray(tiles[:, 2048 * halves :]).view(np.float16).astype(np.float32)
+            low *= scales.reshape(-1, chunks, 8, 8, 1, halves, 1)
+            rows = low.transpose(0, 5, 3, 2, 1, 4, 6)
+        else:
+            words = (np.ascontiguousarray(tiles).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+            if halves == 2:  # chunk, warp, later four k, row of eight, eight k, later pair, half of the rows, k
+                rows = words.reshape(-1, chunks, 8, 2, 8, 4, 2, 2, 2).transpose(0, 7, 4, 2, 1, 5, 3, 6, 8)
+            else:  # chunk, warp, row, eight k, later pair, later four k, k
+                rows = words.reshape(-1, chunks, 8, 8, 4, 2, 2, 2).transpose(0, 3, 2, 1, 4, 6, 5, 7)
+        matrix = rows.reshape(part.units * stage.unit_rows, chunks * 256)
+        assert not matrix[:, stage.k :].any()
+        for piece in part.pieces:
+            first = piece.first_row - part.first_unit * stage.unit_rows
+            if piece.pattern:
+                values[piece.tensor] = matrix.reshape(-1, 2, 8, chunks * 256)[:, piece.pattern - 1].reshape(
+                    -1, chunks * 256
+                )
+            else:
+                values[piece.tensor] = matrix[first:]
+            values[piece.tensor] = values[piece.tensor][:, : stage.k]
+    return values
+
+
+@pytest.mark.parametrize("file", ["q8", "mixed"])
+def test_the_stream_holds_what_the_file_holds(file: str, request: pytest.FixtureRequest) -> None:
+    backend, reference = request.getfixturevalue(file)
+    stream = backend.stream.read(np.uint8, (backend.layout.stream_bytes,))
+    values = streamed(backend.layout, stream)
+    kinds = {part.type for _, part in backend.layout.parts}
+    assert kinds == ({"Q8_0"} if file == "q8" else {"Q8_0", "BF16"})
+    for _, part in backend.layout.parts:
+        for piece in part.pieces:
+            expected = reference.tensors[piece.tensor].float32()
+            if part.type == "BF16":
+                expected = dequantize(TYPES["BF16"], quantize(TYPES["BF16"], expected))
+            np.testing.assert_array_equal(values[piece.tensor][: len(expected)], expected, err_msg=piece.tensor)
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+def test_products_are_those_of_the_file_s_weights() -> None:
+    """One stage at a time, in float64 from what the stage read: every byte, scales from the smallest to large ones."""
+    tensors = stored_as(SHAPE, lambda name: "Q8_0", seed=3)
+    random = np.random.default_rng(0)
+    for name in ("blk.1.attn_q.weight", "blk.1.attn_k.weight", "blk.0.ffn_down.weight"):
+        raw = tensors[name].raw().copy()
+        blocks = raw.reshape(-1).view(LAYOUTS["Q8_0"])
+        blocks["qs"] = random.integers(-128, 128, blocks["qs"].shape)
+        blocks["d"] = 2.0 ** random.integers(-24, -3, len(blocks))
+        tensors[name] = with_raw(tensors[name], raw)
+    nothing = tensors["blk.0.ssm_out.weight"]
+    tensors[nothing.name] = with_raw(nothing, np.zeros_like(nothing.raw()))  # the MLP reads the embedding itself
+    cuda = backend_of(SHAPE, tensors)
+    state = cuda.new_state(64)
+    cuda.prefill(state, ids(0, 5))
+    for nodes in (1, 7, 20):
+        tree = random_tree(np.random.default_rng(nodes), nodes, SHAPE.vocab)
+
+        features = cuda.forward(state, tree, Want("argmax", features=(0,))).features
+        cuda.trace(state, tree, "mlp_in.0")
+        h = cuda._exchanged("h", nodes, 0).astype(np.float64)
+        embedded = tensors["token_embd.weight"].float32()[tree.tokens].astype(np.float64)
+        expected = embedded + h @ tensors["blk.0.ffn_down.weight"].float32().astype(np.float64).T
+        assert relative(features, expected) < EXACT
+
+        cuda.trace(state, tree, "mlp_out.0")
+        x, squares = (cuda._exchanged(name, nodes, 1).astype(np.float64) for name in ("x", "x_squares"))
+        rms = np.sqrt(squares.sum(axis=1, keepdims=True) / SHAPE.hidden + SHAPE.eps)
+        got = cuda.trace(state, tree, "attention_in.1")
+        for name in ("q", "k", "v"):
+            weights = tensors[f"blk.1.attn_{name}.weight"].float32().astype(np.float64)
+            assert relative(got[name], x @ weights.T / rms) < EXACT, name
+
+
+# -- whole models ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes", [1, 6, 22])
+@pytest.mark.parametrize("file", ["q8", "mixed"])
+def test_every_stage_matches_the_reference(file: str, nodes: int, request: pytest.FixtureRequest) -> None:
+    pair = request.getfixturevalue(file)
+    cuda, reference = pair
+    states = [b.new_state(128) for b in pair]
+    for backend, state in zip(pair, states, strict=True):
+        plain_run(backend, state, ids(0, 9))
+    tree = random_tree(np.random.default_rng(nodes), nodes, SHAPE.vocab)
+    worst = {}
+    for stage in STAGES:
+        expected = reference.trace(states[1], tree, stage)
+        for name, got in cuda.trace(states[0], tree, stage).items():
+            worst[f"{stage}:{name}"] = relative(got, expected[name])
+    print(f"{file}, {nodes} nodes: largest error {max(worst.values()):.5f}")
+    bad = {k: v for k, v in worst.items() if not v < BOUND}
+    assert not bad, bad
+
+
+@pytest.mark.parametrize("length", [1, 100])
+@pytest.mark.parametrize("file", ["q8", "mixed"])
+def test_logits_match_the_reference(file: str, length: int, request: pytest.FixtureRequest) -> None:
+    want = Want("logits", every_row=True)
+    got, expected = (b.prefill(b.new_state(512), ids(2, length), want).logits for b in request.getfixturevalue(file))
+    agreement = float((got.argmax(axis=1) == expected.argmax(axis=1)).mean())
+    print(f"{file}, {length}: relative error {relative(got, expected):.5f}, top-1 agreement {agreement:.4f}")
+    assert relative(got, expected) < BOUND
+    assert agreement > 0.9
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 8, 13, 16, 22, 32, 50, 64])
+@pytest.mark.parametrize("file", ["q8", "mixed"])
+def test_a_node_depends_only_on_its_ancestors(file: str, nodes: int, request: pytest.FixtureRequest) -> None:
+    cuda, _ = request.getfixturevalue(file)
+    tree = random_tree(np.random.default_rng(nodes), nodes, SHAPE.vocab)
+    state, plain = cuda.new_state(256), cuda.new_state(256)
+    for each in (state, plain):
+        cuda.prefill(each, ids(3, 45))
+    logits = cuda.forward(state, tree, LOGITS).logits
+    path = tree.path(nodes - 1)
+    np.testing.assert_array_equal(logits[path], plain_run(cuda, plain, tree.tokens[path]))
+    cuda.forward(state, tree)
+    cuda.commit(state, path)
+    assert same_state(state, plain)
+
+
+@pytest.mark.parametrize("file", ["q8", "mixed"])
+def test_decoding_on_the_device_equals_stepping(file: str, request: pytest.FixtureRequest) -> None:
+    cuda, _ = request.getfixturevalue(file)
+    states = [cuda.new_state(256) for _ in range(2)]
+    token, step = (int(cuda.prefill(state, ids(4, 30)).argmax[-1]) for state in states)
+    decoded = list(cuda.decode(states[0], token, 100))
+    for following in decoded:
+        step = int(cuda.forward(states[1], Tree.chain([step])).argmax[0])
+        cuda.commit(states[1], [0])
+        assert step == following
+    assert same_state(*states)
+
+
+# -- embeddings of their own -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("embedding", "head"), [("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q8_0", "BF16"), ("Q6_K", "Q8_0")]
+)
+def test_untied_embeddings(embedding: str, head: str) -> None:
+    config = replace(SHAPE, tied=False)
+    kinds = {"token_embd.weight": embedding, "output.weight": head}
+    tensors = stored_as(config, lambda name: kinds.get(name, "Q8_0"))
+    cuda, reference = backend_of(config, tensors), ReferenceBackend(config, tensors)
+    want = Want("logits", every_row=True)
+    got, expected = (b.prefill(b.new_state(64), ids(5, 40), want).logits for b in (cuda, reference))
+    assert relative(got, expected) < BOUND
+    tree = Tree(ids(6, 6), np.array([-1, 0, 0, 1, 1, 2]))
+    x = cuda.trace(cuda.new_state(64), tree, "embed")["x"]
+    assert relative(x, tensors["token_embd.weight"].float32()[tree.tokens]) < 2**-8
+    state, twin = cuda.new_state(64), cuda.new_state(64)
+    decoded = list(cuda.decode(state, 3, 20))
+    assert decoded == [int(cuda_step(cuda, twin, t)) for t in [3, *decoded[:-1]]]
+
+
+def cuda_step(cuda: CudaBackend, state: object, token: int) -> int:
+    output = cuda.forward(state, Tree.chain([token]))  # type: ignore[arg-type]
+    cuda.commit(state, [0])  # type: ignore[arg-type]
+    return int(output.argmax[0])
