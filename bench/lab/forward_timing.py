@@ -48,7 +48,7 @@ def as_q8_0(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if tensor.type.name == "BF16":
             rows, k = tensor.shape
             if k not in blocks:
-                blocks[k] = quantize(TYPES["Q8_0"], table / np.sqrt(k)).reshape(-1)
+                blocks[k] = quantize(TYPES["Q8_0"], table * np.float32(k**-0.5)).reshape(-1)
             raw = np.resize(blocks[k], (rows, TYPES["Q8_0"].row_bytes(k)))
             tensors[name] = Tensor(name, TYPES["Q8_0"], tensor.shape, lambda raw=raw: raw)
     return tensors
