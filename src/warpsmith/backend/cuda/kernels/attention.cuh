@@ -2,35 +2,38 @@
 //
 // Keys come in chunks of 16 positions; chunk c belongs to split c mod SPLITS, whatever the chip and however many nodes.
 // An item is one key head and one split: it walks its chunks in order with an online softmax for the GROUP query heads
-// of some nodes, and publishes unnormalised sums with their maximum and weight. A second step merges the splits in their
-// order, divides, and applies the output gate.
-// A tile is 16 queries: those of whole nodes. One or more warps have a tile, each all scores of a chunk and a share of the 256
-// dimensions of the sums: scores by mma (16 queries x 8 keys x 16 dimensions, fp16 in, f32 sums), softmax in registers, whose
-// weights are the next mma's operand (16 queries x 8 dimensions x 16 keys). An element of the scores depends on its query and
-// its key alone. A drafted key is held against all queries apart from the chunks; each node then picks its ancestors' scores,
-// at their positions, and its own row of values for every place of the chunk. So a key is worked on in chunk p / 16 at place
-// p mod 16, whether it is committed or drafted, and plain and tree runs agree to the bit.
-// Bytes: 1 KB of fp16 keys and values a position and key head, read once for the nodes of up to TILES tiles.
-// Scratch: q [tiles][16], scores of drafted keys [tiles][16][nodes], drafted keys and values [nodes][2], chunks of keys and
-// values on their way [KV_STAGES][2][16]; rows of 256 fp16 and some room that keeps the banks apart.
+// of up to 8 nodes, and publishes unnormalised sums with their maximum and weight. A second step merges the splits in a
+// fixed order, divides, and applies the output gate.
+// Scores come from mma (16 queries x 8 keys x 16 dimensions, fp16 in, f32 sums): an element depends on its query and its key
+// alone. A drafted key is held against all queries apart from the chunks; each node then picks its ancestors' scores, at
+// their positions. From there on a key is worked on in chunk p / 16 at place p mod 16, whether it is committed or drafted,
+// so plain and tree runs agree to the bit.
+// Bytes: 1 KB of fp16 keys and values a position and key head, read once for 8 nodes.
+// Their weighted sums come from mma as well (16 queries x 8 dimensions x 16 keys), a warp 32 dimensions; where a chunk has
+// drafted keys, once a node, with that node's own values.
+// Scratch: q [tiles][8 chunks][2][32 lanes] uint4 in the order of the mma's A operand, scores [queries][16], their softmax
+// weights in fp16, factors that keep older sums in step [queries], scores of drafted keys [queries][nodes], drafted keys and
+// values [nodes][2], the chunk's values [2][16].
 #pragma once
 #include "block.cuh"
 
 static_assert(HEAD_DIM == 256 && ROTARY == 64, "a lane has eight dimensions; the rotated ones are in lanes 0 to 7");
+static_assert(HEAD_DIM == 32 * WARPS, "a warp has 32 dimensions of the sums");
 constexpr float ATTENTION_SCALE = 0.0625f;  // 256 ** -0.5
 
 struct AttentionScratch {
-    u32* q;
-    float* fresh_scores;
-    u32 *fresh, *chunks;
+    uint4* q;
+    float* scores;
+    u16* shares;
+    float *factors, *fresh_scores;
+    u32 *fresh, *values;
 
     __device__ explicit AttentionScratch(float* at)
-        : q((u32*)at), fresh_scores(at + Q_FLOATS), fresh((u32*)fresh_scores + TILES * 16 * FRESH_SCORES),
-          chunks(fresh + 2 * NODES * KV_ROW) {}
-    __device__ u32* fresh_key(int node) const { return fresh + node * KV_ROW; }
-    __device__ u32* fresh_value(int node) const { return fresh + (NODES + node) * KV_ROW; }
-    __device__ u32* keys(int stage) const { return chunks + stage * 2 * KEYS * KV_ROW; }
-    __device__ u32* values(int stage) const { return keys(stage) + KEYS * KV_ROW; }
+        : q((uint4*)at), scores(at + Q_FLOATS), shares((u16*)(scores + SCORE_FLOATS)), factors(scores + SCORE_FLOATS + SHARE_FLOATS),
+          fresh_scores(factors + aligned(QUERIES)), fresh((u32*)(fresh_scores + QUERY_TILES * 16 * FRESH_SCORES)),
+          values(fresh + 2 * FRESH_SCORES * KV_ROW) {}
+    __device__ u32* fresh_key(int node) const { return fresh + node * 2 * KV_ROW; }
+    __device__ u32* fresh_value(int node) const { return fresh + (node * 2 + 1) * KV_ROW; }
 };
 
 // One warp makes ROWS rows of a node, from `first` on: GROUP query heads, then the key, then the value. Eight dimensions a
@@ -96,8 +99,11 @@ __device__ __forceinline__ void make_rows(const Block& b, const AttentionScratch
         }
         const uint4 packed = {pack_half(v[0], v[1]), pack_half(v[2], v[3]), pack_half(v[4], v[5]), pack_half(v[6], v[7])};
         if (over < 0) {
-            const int here = node - base, query = here / TILE_NODES * 16 + here % TILE_NODES * GROUP + row;
-            *(uint4*)(at.q + query * KV_ROW + b.lane * 4) = packed;
+            // lane 4 c + q has chunk c's dimensions 8 q ..: the first four for one mma, the last for a second
+            const int query = (node - base) * GROUP + row, upper = query % 16 / 8;
+            u32* to = (u32*)(at.q + (query / 16 * 8 + b.lane / 4) * 64 + query % 8 * 4 + b.lane % 4) + upper;
+            to[0] = packed.x, to[2] = packed.y;
+            to[128] = packed.z, to[130] = packed.w;
         } else {
             u32* to = b.decoding() ? (over ? values : keys) + (size_t)position * (HEAD_DIM / 2)
                                    : (over ? b.p.pending_values : b.p.pending_keys) + (head_at * MAX_NODES + node) * (HEAD_DIM / 2);
@@ -107,27 +113,18 @@ __device__ __forceinline__ void make_rows(const Block& b, const AttentionScratch
     }
 }
 
-// A tile's queries as the mma's A operand: 16 of their dimensions.
-__device__ __forceinline__ uint4 query_piece(const u32* tile, int step, int lane) {
-    const int row = NODES == 1 ? min(lane & 15, GROUP - 1) : lane & 15;  // there are no more queries than that
-    return load_matrices(tile + row * KV_ROW + step * 8 + (lane >> 4) * 4);
-}
-
-// Scores of 16 queries against 16 keys, `limit` of which there are: octets of keys; in each, rows l / 4 and + 8, keys
-// 2 (l mod 4) and the next.
-template <class Query>
-__device__ __forceinline__ void score(float (&out)[2][4], Query query, const u32* keys, int limit, int lane) {
-    const u32* row = keys + min((lane & 7) + (lane >> 4) * 8, limit - 1) * KV_ROW + (lane >> 3 & 1) * 4;
-    float sum[2][2][4] = {};
+// 16 queries against 8 keys: lane l has key l / 4 at dimensions 8 (l mod 4) .. of every chunk of 32. Four sums, then one.
+__device__ __forceinline__ float4 score_tile(const uint4* q, const uint4 (&key)[8], int lane) {
+    float sum[4][4] = {};
 #pragma unroll
-    for (int step = 0; step < HEAD_DIM / 16; step++) {
-        const uint4 a = query(step), k = load_matrices(row + step * 8);
-        mma_half(sum[step & 1][0], a, k.x, k.y), mma_half(sum[step & 1][1], a, k.z, k.w);
+    for (int c = 0; c < 8; c++) {
+        mma_half(sum[c % 4], q[c * 64 + lane], key[c].x, key[c].y);
+        mma_half(sum[c % 4], q[c * 64 + 32 + lane], key[c].z, key[c].w);
     }
+    float total[4];
 #pragma unroll
-    for (int octet = 0; octet < 2; octet++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) out[octet][i] = sum[0][octet][i] + sum[1][octet][i];
+    for (int i = 0; i < 4; i++) total[i] = (sum[0][i] + sum[1][i]) + (sum[2][i] + sum[3][i]);
+    return {total[0], total[1], total[2], total[3]};
 }
 
 __device__ __forceinline__ void attention_item(Block& b, int index, int item, const float* vectors) {
@@ -148,28 +145,28 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int item, co
 #pragma unroll 1
     for (int n = first_new; n <= last_new; n++) holds_new |= n % SPLITS == split;
 
-    // A warp copies two rows of keys and of values; what is not committed yet is zeros.
-    const auto ask_for = [&](int chunk, int stage) {
+    // Scores: warp w has tile w / 2 and half of the keys. Values on their way to shared memory: two pieces a thread.
+    constexpr int SCORERS = 2 * QUERY_TILES;
+    static_assert(SCORERS <= WARPS, "a warp half a tile");
+    const int tile = b.warp >> 1, half = b.warp & 1;
+    uint4 key[8], value[2];
+    const auto fetch = [&](int chunk) {
+        const int position = chunk * KEYS + half * 8 + (b.lane >> 2);
+        const uint4* row = (const uint4*)(keys + (size_t)position * (HEAD_DIM / 2)) + (b.lane & 3);
 #pragma unroll
-        for (int i = 0; i < 2 && chunk < chunks; i++) {
-            const int row = b.warp * 2 + i, position = chunk * KEYS + row;
-            const bool live = position < b.length;
-            const size_t from = live ? (size_t)position * (HEAD_DIM / 2) + b.lane * 4 : 0;
-            copy16_or_zero(at.keys(stage) + row * KV_ROW + b.lane * 4, keys + from, live);
-            copy16_or_zero(at.values(stage) + row * KV_ROW + b.lane * 4, values + from, live);
+        for (int c = 0; c < 8; c++) key[c] = b.warp < SCORERS && position < b.length ? __ldcg(row + c * 4) : uint4{};
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int from = chunk * KEYS + b.warp * 2 + i;
+            value[i] = from < b.length ? __ldcg((const uint4*)(values + (size_t)from * (HEAD_DIM / 2)) + b.lane) : uint4{};
         }
-        copies_follow();
     };
 
-    const int tile = b.warp / TILE_WARPS, share = b.warp % TILE_WARPS, row = b.lane >> 2, column = (b.lane & 3) * 2;
-    constexpr int OCTETS_EACH = HEAD_DIM / TILE_WARPS / 8;  // octets of dimensions a warp sums
-    const u32* q = at.q + tile * 16 * KV_ROW;
 #pragma unroll 1
     for (int base = 0; base < b.nodes; base += TOGETHER_NODES) {
-        const int count = min(TOGETHER_NODES, b.nodes - base);
+        const int count = min(TOGETHER_NODES, b.nodes - base), queries = count * GROUP;
         if (base > 0) b.sync();  // q of the nodes before
-#pragma unroll
-        for (int i = 0; i < KV_STAGES - 1; i++) ask_for(split + i * SPLITS, i);  // committed keys do not wait for anything
+        fetch(split);            // committed keys do not wait for anything
         if constexpr (NODES == 1) {
             static_assert(NODES > 1 || GROUP + 2 <= WARPS, "a warp a row");
             if (b.warp < GROUP + (holds_new ? 2 : 0))
@@ -179,130 +176,127 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int item, co
             for (int i = b.warp; i < count; i += WARPS)
                 make_rows<GROUP + 2>(b, at, kv_head, head_at, base + i, base, 0, holds_new, vectors, keys, values);
         }
-
-        // The nodes of this lane's two rows, and the last position each sees (before any: there is no such query).
-        const int first_node = base + tile * TILE_NODES, nodes_here = min(TILE_NODES, base + count - first_node);
-        int mine[2], last[2];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int which = (row + i * 8) / GROUP;
-            const bool live = tile < TILES && which < nodes_here;
-            mine[i] = live ? first_node + which : 0;
-            last[i] = live ? b.length + (NODES == 1 ? 0 : b.s.depth[mine[i]]) : -1;
-        }
-        float peak[2] = {MINUS_INFINITY, MINUS_INFINITY}, weight[2] = {}, sum[OCTETS_EACH][4] = {};
-        int stage = 0;
         b.sync();
-        uint4 held[NODES == 1 ? HEAD_DIM / 16 : 1] = {};  // one node's queries fit in the registers
-        if (NODES == 1) {
+
+        float peak[QUERY_TILES], weight[QUERY_TILES];  // of query threadIdx / 16, and of every sixteenth on
+        float sum[QUERY_TILES][4][4] = {};             // rows l / 4 and + 8, dimensions 2 (l mod 4) and the next of 4 octets
 #pragma unroll
-            for (int step = 0; step < HEAD_DIM / 16; step++) held[NODES == 1 ? step : 0] = query_piece(q, step, b.lane);
-        }
+        for (int t = 0; t < QUERY_TILES; t++) peak[t] = MINUS_INFINITY, weight[t] = 0.0f;
+        int turn = 0;
 #pragma unroll 1
-        for (int chunk = split; chunk < chunks; chunk += SPLITS) {
-            if (KV_STAGES == 1) {
-                if (chunk > split) b.sync();  // the chunk before
-                ask_for(chunk, 0);
-                copies_done();
-            } else {
-                copies_done_but<larger(0, KV_STAGES - 2)>();
+        for (int chunk = split; chunk < chunks; chunk += SPLITS, turn ^= 1) {
+            const bool committed = (chunk + 1) * KEYS <= b.length;  // every key of the chunk is every node's
+            u32* chunk_values = at.values + turn * KEYS * KV_ROW;
+            const auto keep = [&](float* to, int stride, float4 s) {  // rows l / 4 and + 8, columns 2 (l mod 4) and the next
+                float* mine = to + (b.lane >> 2) * stride + (b.lane & 3) * 2;
+                *(float2*)mine = {s.x, s.y};
+                *(float2*)(mine + 8 * stride) = {s.z, s.w};
+            };
+#pragma unroll
+            for (int i = 0; i < 2; i++) *(uint4*)(chunk_values + (b.warp * 2 + i) * KV_ROW + b.lane * 4) = value[i];
+            if (b.warp < SCORERS)
+                keep(at.scores + tile * 16 * KEYS + half * 8, KEYS, score_tile(at.q + tile * 512, key, b.lane));
+            if (!committed) {
+                const int octets = (base + count + 7) / 8;
+#pragma unroll 1
+                for (int task = (b.warp + WARPS - SCORERS) % WARPS; task < octets * QUERY_TILES; task += WARPS) {
+                    const int octet = task / QUERY_TILES, t = task % QUERY_TILES;
+                    const uint4* row = (const uint4*)at.fresh_key(octet * 8 + (b.lane >> 2)) + (b.lane & 3);
+#pragma unroll
+                    for (int c = 0; c < 8; c++) key[c] = row[c * 4];
+                    keep(at.fresh_scores + t * 16 * FRESH_SCORES + octet * 8, FRESH_SCORES, score_tile(at.q + t * 512, key, b.lane));
+                }
+            }
+            if (chunk + SPLITS < chunks) fetch(chunk + SPLITS);
+            b.sync();
+#pragma unroll
+            for (int t = 0; t < QUERY_TILES; t++) {
+                if (t * 16 + b.warp * 2 >= queries) break;
+                const int query = t * 16 + threadIdx.x / KEYS, place = threadIdx.x % KEYS, position = chunk * KEYS + place;
+                const int node = base + min(query, queries - 1) / GROUP;
+                const int last = b.length + (NODES == 1 ? 0 : b.s.depth[node]);
+                const bool live = query < queries && last >= chunk * KEYS;  // the node sees keys of this chunk
+                float mine = MINUS_INFINITY;
+                if (live && position <= last)
+                    mine = position < b.length ? at.scores[query * KEYS + place]
+                                               : at.fresh_scores[query * FRESH_SCORES +
+                                                                 (NODES == 1 ? 0 : b.s.ancestor[node][position - b.length])];
+                float top = mine;
+#pragma unroll
+                for (int step = 1; step < KEYS; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+                top = fmaxf(top, peak[t]);
+                const float p = live ? __expf(mine - top) : 0.0f;
+                float total = p;
+#pragma unroll
+                for (int step = 1; step < KEYS; step *= 2) total += __shfl_xor_sync(~0u, total, step);
+                if (live) {
+                    const float kept = __expf(peak[t] - top);
+                    weight[t] = fmaf(weight[t], kept, total);
+                    peak[t] = top;
+                    at.shares[query * KEYS + place] = (u16)pack_half(p, 0.0f);
+                    if (place == 0) at.factors[query] = kept;
+                }
             }
             b.sync();
-            if (KV_STAGES > 1) ask_for(chunk + (KV_STAGES - 1) * SPLITS, stage == 0 ? KV_STAGES - 1 : stage - 1);
-            const u32 *chunk_keys = at.keys(stage), *chunk_values = at.values(stage);
-            stage = stage == KV_STAGES - 1 ? 0 : stage + 1;
-            if (tile >= TILES || nodes_here <= 0) continue;
-
-            const auto query = [&](int step) { return NODES == 1 ? held[NODES == 1 ? step : 0] : query_piece(q, step, b.lane); };
-            float p[2][4];
-            score(p, query, chunk_keys, KEYS, b.lane);
-            const bool committed = (chunk + 1) * KEYS <= b.length;  // every key of the chunk is every node's
-            if (!committed) {
-                float* scores = at.fresh_scores + tile * 16 * FRESH_SCORES;  // a tile's warps write the same
+            // Value rows as the B operand: lane l gives row l mod 16 of an octet of dimensions, or of the next one.
+            const int place = b.lane & 15, octet = b.warp * 16 + (b.lane >> 4) * 4;
+#pragma unroll
+            for (int t = 0; t < QUERY_TILES; t++) {
+                const int row = t * 16 + (b.lane >> 2);
+                const float low = at.factors[min(row, queries - 1)], high = at.factors[min(row + 8, queries - 1)];
+                const uint4 share = load_matrices(at.shares + (t * 16 + place) * KEYS + (b.lane >> 4) * 8);
+                const auto add_values = [&](const u32* mine, float (&acc)[4][4]) {
+                    const uint4 a = load_transposed(mine + octet), c = load_transposed(mine + octet + 8);
+#pragma unroll
+                    for (int n = 0; n < 4; n++)
+                        acc[n][0] *= low, acc[n][1] *= low, acc[n][2] *= high, acc[n][3] *= high;
+                    mma_half(acc[0], share, a.x, a.y), mma_half(acc[1], share, a.z, a.w);
+                    mma_half(acc[2], share, c.x, c.y), mma_half(acc[3], share, c.z, c.w);
+                };
+                if (committed) {
+                    add_values(chunk_values + place * KV_ROW, sum[t]);
+                } else {
+                    constexpr int TILE_NODES = 16 / GROUP < TOGETHER_NODES ? 16 / GROUP : TOGETHER_NODES;
+                    static_assert(16 % GROUP == 0 || QUERY_TILES == 1, "a node's queries lie in one tile");
 #pragma unroll 1
-                for (int first = 0; first < b.nodes; first += 16) {
-                    float fresh[2][4];
-                    score(fresh, query, at.fresh_key(first), min(16, NODES - first), b.lane);
+                    for (int i = t * (16 / GROUP); i < min(count, t * (16 / GROUP) + TILE_NODES); i++) {
+                        const int last = b.length + (NODES == 1 ? 0 : b.s.depth[base + i]), position = chunk * KEYS + place;
+                        if (last < chunk * KEYS) continue;
+                        const u32* mine = chunk_values + place * KV_ROW;  // past the last key: zeros
+                        if (position >= b.length && position <= last)
+                            mine = at.fresh_value(NODES == 1 ? 0 : b.s.ancestor[base + i][position - b.length]);
+                        float own[4][4];
 #pragma unroll
-                    for (int octet = 0; octet < 2; octet++)
+                        for (int n = 0; n < 4; n++)
 #pragma unroll
-                        for (int i = 0; i < 2; i++)
-                            *(float2*)(scores + (row + i * 8) * FRESH_SCORES + first + octet * 8 + column) = {
-                                fresh[octet][i * 2], fresh[octet][i * 2 + 1]};
-                }
-                __syncwarp();
+                            for (int j = 0; j < 4; j++) own[n][j] = sum[t][n][j];
+                        add_values(mine, own);
 #pragma unroll
-                for (int octet = 0; octet < 2; octet++)
+                        for (int n = 0; n < 4; n++)
 #pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        const int position = chunk * KEYS + octet * 8 + column + (i & 1), r = i >> 1;
-                        if (position > last[r])
-                            p[octet][i] = MINUS_INFINITY;
-                        else if (position >= b.length)
-                            p[octet][i] = scores[(row + r * 8) * FRESH_SCORES +
-                                                 (NODES == 1 ? 0 : b.s.ancestor[mine[r]][position - b.length])];
+                            for (int j = 0; j < 4; j++)
+                                if ((row + (j < 2 ? 0 : 8)) / GROUP == i) sum[t][n][j] = own[n][j];
                     }
-                __syncwarp();
-            }
-            float kept[2];
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                float top = fmaxf(fmaxf(p[0][2 * r], p[0][2 * r + 1]), fmaxf(p[1][2 * r], p[1][2 * r + 1]));
-                top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-                top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-                top = fmaxf(top, peak[r]);
-                const bool live = last[r] >= chunk * KEYS;  // the node sees keys of this chunk
-#pragma unroll
-                for (int octet = 0; octet < 2; octet++)
-#pragma unroll
-                    for (int i = 2 * r; i < 2 * r + 2; i++) p[octet][i] = live ? __expf(p[octet][i] - top) : 0.0f;
-                float total = (p[0][2 * r] + p[0][2 * r + 1]) + (p[1][2 * r] + p[1][2 * r + 1]);
-                total += __shfl_xor_sync(~0u, total, 1);
-                total += __shfl_xor_sync(~0u, total, 2);
-                kept[r] = live ? __expf(peak[r] - top) : 1.0f;
-                weight[r] = live ? fmaf(weight[r], kept[r], total) : weight[r];
-                peak[r] = live ? top : peak[r];
-            }
-#pragma unroll
-            for (int n = 0; n < OCTETS_EACH; n++)
-                sum[n][0] *= kept[0], sum[n][1] *= kept[0], sum[n][2] *= kept[1], sum[n][3] *= kept[1];
-            // rows l / 4 and + 8 at keys 2 (l mod 4) and the next, then the same at the later eight keys
-            const uint4 shares = {pack_half(p[0][0], p[0][1]), pack_half(p[0][2], p[0][3]), pack_half(p[1][0], p[1][1]),
-                                  pack_half(p[1][2], p[1][3])};
-            // Value rows as the B operand: lane l gives row l mod 16 of an octet of dimensions, or of the next one. Where there
-            // are drafted ones every node has its own, and the other nodes' weights are zeros.
-            const int place = b.lane & 15;
-#pragma unroll 1
-            for (int which = 0; which < (committed ? 1 : nodes_here); which++) {
-                const u32* own = chunk_values + place * KV_ROW;
-                uint4 a = shares;
-                if (!committed) {
-                    const int node = first_node + which, position = chunk * KEYS + place;
-                    if (position >= b.length && position <= b.length + (NODES == 1 ? 0 : b.s.depth[node]))
-                        own = at.fresh_value(NODES == 1 ? 0 : b.s.ancestor[node][position - b.length]);
-                    if (row / GROUP != which) a.x = a.z = 0;
-                    if ((row + 8) / GROUP != which) a.y = a.w = 0;
-                }
-                own += share * (OCTETS_EACH * 4) + (b.lane >> 4) * 4;
-#pragma unroll
-                for (int n = 0; n < OCTETS_EACH; n += 2) {
-                    const uint4 v = load_transposed(own + n * 4);
-                    mma_half(sum[n], a, v.x, v.y), mma_half(sum[n + 1], a, v.z, v.w);
                 }
             }
         }
 
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            if (last[r] < split * KEYS) continue;
-            const int head = kv_head * GROUP + (row + r * 8) % GROUP;
-            if (column == 0 && share == 0)
-                publish8(b.words(ATTENTION_TURN, mine[r], STATS_AT) + (head * SPLITS + split) * 2, b.other(ATTENTION_TURN),
-                         __float_as_uint(peak[r]), __float_as_uint(weight[r]));
-            u32* to = b.p.parts + (((size_t)mine[r] * HEADS + head) * SPLITS + split) * HEAD_DIM + share * (OCTETS_EACH * 8) + column;
+        for (int t = 0; t < QUERY_TILES; t++) {
+            const int query = t * 16 + threadIdx.x / KEYS, node = base + min(query, queries - 1) / GROUP;
+            if (threadIdx.x % KEYS == 0 && query < queries && split * KEYS <= b.length + b.s.depth[node])
+                publish8(b.words(ATTENTION_TURN, node, STATS_AT) + ((kv_head * GROUP + query % GROUP) * SPLITS + split) * 2,
+                         b.other(ATTENTION_TURN), __float_as_uint(peak[t]), __float_as_uint(weight[t]));
 #pragma unroll
-            for (int n = 0; n < OCTETS_EACH; n++)
-                store8(to + n * 8, __float_as_uint(sum[n][r * 2]), __float_as_uint(sum[n][r * 2 + 1]));
+            for (int upper = 0; upper < 2; upper++) {
+                const int row = t * 16 + upper * 8 + (b.lane >> 2), owner = base + min(row, queries - 1) / GROUP;
+                if (row >= queries || split * KEYS > b.length + b.s.depth[owner]) continue;
+                u32* to = b.p.parts + (((size_t)owner * HEADS + kv_head * GROUP + row % GROUP) * SPLITS + split) * HEAD_DIM +
+                          b.warp * 32 + (b.lane & 3) * 2;
+#pragma unroll
+                for (int n = 0; n < 4; n++)
+                    store8(to + n * 8, __float_as_uint(sum[t][n][upper * 2]), __float_as_uint(sum[t][n][upper * 2 + 1]));
+            }
         }
     }
 }

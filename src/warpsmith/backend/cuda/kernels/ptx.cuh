@@ -82,16 +82,7 @@ constexpr u32 COPY_LANES = 32;
 __device__ __forceinline__ void copy16(void* dst, const void* src) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(dst)), "l"(src) : "memory");
 }
-__device__ __forceinline__ void copy16_or_zero(void* dst, const void* src, bool copy) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(dst)), "l"(src), "r"(copy ? 16 : 0) : "memory");
-}
 __device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-// Copies between two calls of `copies_follow` are a group; wait for all but the last groups.
-__device__ __forceinline__ void copies_follow() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int LAST>
-__device__ __forceinline__ void copies_done_but() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LAST) : "memory");
-}
 
 // A group of four warps takes more registers, or leaves them to others.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)

@@ -50,16 +50,16 @@ constexpr int PARTIAL_FLOATS =
 // DeltaNet: see delta.cuh
 constexpr int ROW_FLOATS = 2 * STATE_DIM + 4 * COLUMNS + 8, DELTA_FLOATS = NODES == 1 ? 2 * COLUMNS : NODES * ROW_FLOATS;
 // attention: see attention.cuh
-// Nodes that share a walk over the keys, as many as there is scratch and registers for; a tile of 16 queries has whole nodes.
-constexpr int TILE_NODES = 16 / GROUP;
-constexpr int TILES = smaller((NODES + TILE_NODES - 1) / TILE_NODES, SHARED_MEMORY < (160 << 10) ? 2 : NODES == 24 ? 6 : 4);
-constexpr int TILE_WARPS = WARPS / TILES, TOGETHER_NODES = TILES * TILE_NODES;
-static_assert(HEAD_DIM % (TILE_WARPS * 16) == 0, "a warp has pairs of octets of the dimensions");
-constexpr int KV_ROW = HEAD_DIM / 2 + 4;                                // words of a query, key or value; keeps the banks apart
-constexpr int KV_STAGES = SHARED_MEMORY < (160 << 10) ? (NODES == 1 ? 2 : 1) : 2;  // chunks of keys and values on their way
-constexpr int FRESH_SCORES = (NODES + 15) / 16 * 16;                    // a query, against every node's key
-constexpr int Q_FLOATS = (NODES == 1 ? GROUP : TILES * 16) * KV_ROW;
-constexpr int ATTENTION_FLOATS = Q_FLOATS + TILES * 16 * FRESH_SCORES + 2 * NODES * KV_ROW + KV_STAGES * 2 * KEYS * KV_ROW;
+// Nodes that share a walk over the keys, as many as there are scratch and registers for; a tile of 16 queries has whole nodes.
+constexpr int TOGETHER_TILES = NODES < 8 ? 1 : SHARED_MEMORY < (160 << 10) ? 2 : 4;
+constexpr int TOGETHER_NODES = smaller(NODES, 16 % GROUP ? 16 / GROUP : TOGETHER_TILES * (16 / GROUP));
+constexpr int QUERIES = TOGETHER_NODES * GROUP, QUERY_TILES = (QUERIES + 15) / 16;
+constexpr int Q_FLOATS = QUERY_TILES * 16 * HEAD_DIM / 2, SCORE_FLOATS = QUERY_TILES * 16 * KEYS;
+constexpr int SHARE_FLOATS = SCORE_FLOATS / 2;                          // softmax weights, in fp16
+constexpr int FRESH_SCORES = (NODES + 7) / 8 * 8;                       // a query, against every node's key
+constexpr int KV_ROW = HEAD_DIM / 2 + 4;                                // words of a key or value; keeps the banks apart
+constexpr int ATTENTION_FLOATS = Q_FLOATS + SCORE_FLOATS + SHARE_FLOATS + aligned(QUERIES) + QUERY_TILES * 16 * FRESH_SCORES +
+                                 2 * FRESH_SCORES * KV_ROW + 2 * KEYS * KV_ROW;
 // A build for one node has room for every stage's scratch side by side, and needs no barrier between them.
 constexpr int MIX_AT = NODES == 1 ? 2 * PARTIAL_FLOATS : 0;
 constexpr int MIX_FLOATS = larger(DELTA_FLOATS, ATTENTION_FLOATS);
