@@ -74,9 +74,9 @@ def test_every_repetition_does_the_whole_test_from_the_same_depth() -> None:
             calls.append(("prefill", state.length, len(ids)))
             return super().prefill(state, ids) if want is None else super().prefill(state, ids, want)
 
-        def decode(self, state, token, count, stop=frozenset()):  # type: ignore[no-untyped-def]
+        def decode(self, state, token, count, *rest):  # type: ignore[no-untyped-def]
             calls.append(("decode", state.length, count))
-            return super().decode(state, token, count, stop)
+            return super().decode(state, token, count, *rest)
 
     calls: list[tuple[str, int, int]] = []
     backend = Counting(SIZES["tiny"], tiny_model().tensors)
