@@ -65,14 +65,15 @@ def choose(logits: np.ndarray, sampling: Sampling, history: Sequence[int], posit
 
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) with 53 random bits: two rounds of splitmix64's finaliser over seed and position."""
-    bits = _mix((_mix(seed) + (position + 1) * 0x9E3779B97F4A7C15) & _MASK)
+    bits = mix((mix(seed) + (position + 1) * 0x9E3779B97F4A7C15) & _MASK)
     return (bits >> 11) * 2.0**-53
 
 
 _MASK = (1 << 64) - 1
 
 
-def _mix(z: int) -> int:
+def mix(z: int) -> int:
+    """splitmix64's finaliser."""
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)

@@ -1,7 +1,7 @@
 // What lies where in an SM's shared memory: the ring, the scratch of the stages, states kept for branches, then `Shared`.
 // The ring is as deep as there is room.
 #pragma once
-#include "params.cuh"
+#include "candidates.cuh"
 
 struct Shared {
     float residual[OWN_UNITS][NODES][8];   // the rows of the residual stream this SM owns
@@ -11,6 +11,8 @@ struct Shared {
     int2 family[NODES];                    // parent; where the state is kept for children other than the next node, or -1
     u8 ancestor[NODES][NODES];             // [node][depth]
     u64 best[NODES < WARPS ? WARPS : NODES];  // running argmax: value, then lowest id
+    int drawn[SAMPLES ? MAX_STEPS : 1];    // tokens of this launch
+    int reach;                             // how many of the SMs' best ones make the floor of candidates
     int stopped;                           // decoding has ended: the producer should leave
 };
 
@@ -53,7 +55,7 @@ constexpr int ATTENTION_FLOATS = Q_FLOATS + SCORE_FLOATS + SHARE_FLOATS + aligne
                                  2 * FRESH_SCORES * KV_ROW + 2 * KEYS * KV_ROW;
 // A build for one node has room for every stage's scratch side by side, and needs no barrier between them.
 constexpr int MIX_AT = NODES == 1 ? 2 * PARTIAL_FLOATS : 0;
-constexpr int MIX_FLOATS = larger(DELTA_FLOATS, ATTENTION_FLOATS);
+constexpr int MIX_FLOATS = larger(larger(DELTA_FLOATS, ATTENTION_FLOATS), SAMPLE_FLOATS);
 constexpr int SCRATCH_FLOATS = larger(2 * PARTIAL_FLOATS, MIX_AT + MIX_FLOATS);
 constexpr int STATE_FLOATS = COLUMNS * STATE_DIM;
 
