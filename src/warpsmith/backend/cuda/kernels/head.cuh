@@ -43,6 +43,7 @@ __device__ __forceinline__ int own_logits(const Block& b) {
 
 // Bias, then penalties, as the sampler's `penalise`; and the best of each warp after them. All logits are there.
 __device__ __forceinline__ void penalise_own(Block& b) {
+    b.begin_stage();
     Candidates& c = candidates(b);
     const Draw& d = *b.draw;
     const int first = first_unit(HEAD_UNITS, b.sm) * WIDE, count = own_logits(b), drawn = b.length - b.r.length;

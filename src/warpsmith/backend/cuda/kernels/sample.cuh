@@ -178,6 +178,7 @@ __device__ __forceinline__ void sort_and_weigh(Block& b) {
 __device__ __forceinline__ void draw_token(Block& b, int step) {
     Candidates& c = candidates(b);
     const Draw& d = *b.draw;
+    b.begin_stage();
     hear_best(b);
     u32 tag = d.serial + step * ROUNDS;
 #pragma unroll 1
