@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from random_models import SMALL, random_tensors
@@ -153,21 +153,52 @@ def test_an_empty_account_fills_up_slowly_and_tries_again() -> None:
     assert account.credit == MOST, "old gains do not pay for long losses"
 
 
-def test_a_draft_that_fails_again_and_again_is_tried_less_and_less() -> None:
-    account, waits = Account(), []
-    for _ in range(8):
+def test_another_text_is_another_chance_but_not_for_ever() -> None:
+    """A text in which the draft is always wrong, again and again, and then one in which it earned something."""
+    account, lost = Account(), []
+    for _ in range(12):
+        lost.append(0.0)
         while account.open:
-            account.drafted(1, 3.0, 3.0)
-        waits.append(account.waits)
-        account.plain(account.waits + 1)
-    assert waits[1] > 1.5 * waits[0]
-    assert waits[-1] == pytest.approx(waits[-2]), "but it is tried"
-    assert waits[-1] < 20 * waits[0]
+            account.drafted(1, 1.5, 1.5)
+            lost[-1] += 0.5
+        account.new_text()
+    assert lost[0] > START
+    assert 0 < lost[1] <= lost[0] / 2
+    assert lost[-8:] == [0.0] * 8
+    assert sum(lost) <= 2 * START + 0.5
+    account.plain(1000)
     for _ in range(10):
         account.drafted(5, 2.0, 2.0)
     while account.open:
-        account.drafted(1, 3.0, 3.0)
-    assert account.waits < 2 * waits[0], "one that earned is trusted again"
+        account.drafted(1, 1.5, 1.5)
+    account.new_text()
+    assert account.open, "one that earned is trusted again"
+    assert account.credit >= START - 0.5
+    while account.open:
+        account.drafted(1, 1.5, 1.5)
+    account.plain(account.waits + 1)
+    credit = account.credit
+    account.new_text()
+    assert account.credit == credit, "one that is asked anyway needs none"
+
+
+@settings(max_examples=60)
+@given(st.floats(1, 1.5), st.lists(st.tuples(st.floats(1, 12), st.integers(0, 30)), min_size=1, max_size=300))
+@example(1.5, [(1.5, 6)] * 50)  # none that empties the account
+@example(1.2, [(8.0, 30)] * 50)  # each with a large tree
+def test_texts_in_vain_cost_little_however_many_they_are(least: float, texts: list[tuple[float, int]]) -> None:
+    account, lost, plain, worst = Account(), 0.0, 0, 0.0
+    for worth, tokens in texts:
+        account.new_text()
+        for _ in range(tokens):
+            if account.open:
+                account.drafted(1, worth, min(least, worth))
+                lost += worth - 1
+                worst = max(worst, worth - 1)
+            else:
+                account.plain(1)
+                plain += 1
+    assert lost <= 2 * START + REFILL * plain + worst + 1e-6
 
 
 def test_what_costs_little_is_tried_often() -> None:
@@ -390,6 +421,48 @@ def test_how_deep_a_draft_is_asked_follows_how_deep_it_was_right() -> None:
     for _ in range(4):
         world.ids += world.step()[1:]
     assert asked[-1] == 2
+
+
+def test_no_step_loses_more_than_the_account_holds() -> None:
+    """A long text that is easy to guess ends: the tree that is all wrong is not one that cost thirty tokens."""
+
+    class Long(Oracle):
+        confidence = 0.99
+
+        def propose(self, context: Context) -> ScoredTree:
+            chain = np.arange(min(context.depth, 63) + 1)
+            tokens = [context.root, *(len(context.ids) + chain[:-1]).tolist()]
+            return ScoredTree(np.array(tokens), chain - 1, chain * np.log(self.confidence))
+
+    world = World(Costs.between({1: 1.0, 64: 1.0 + 63 * 0.5}), 0.0, 1.0)
+    world.budget.draft = Long(world)
+    world.run(1000)
+    assert world.budget.account.credit == MOST
+    assert 20 < max(world.sizes) <= 2 * MOST
+    world.rate = 0.0
+    world.step()
+    assert world.budget.account.open
+    assert world.budget.account.credit >= 0
+    world.budget.account.credit = 0.1
+    sizes = len(world.sizes)
+    world.step()
+    assert 0 < world.sizes[sizes] <= 4, "and there is always enough for a small one"
+
+
+@pytest.mark.parametrize("how", ["reset", "restore"])
+def test_a_draft_that_rests_is_tried_on_another_text(how: str) -> None:
+    world = World(GENTLE, draft_seconds=0.1, rate=0.9)
+    world.run(500)
+    world.rate = 0.0
+    while world.budget.account.open:
+        world.ids += world.step()[1:]
+    assert world.budget.rest > 20
+    if how == "reset":
+        world.budget.reset()
+    else:
+        world.budget.restore(world.budget.snapshot())
+    assert world.budget.rest == 0
+    assert world.budget.off is None
 
 
 def test_a_draft_that_needs_rows_listens_before_it_is_tried_again() -> None:

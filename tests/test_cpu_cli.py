@@ -8,10 +8,15 @@ import pty
 import select
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from warpsmith.backend.cpu import _cpu
+from warpsmith.checkpoint.blocks import TYPES
+from warpsmith.checkpoint.convert import write_pieces
+from warpsmith.checkpoint.quantize import quantize
+from warpsmith.model.synthetic import tiny_model
 
 COMMAND = [sys.executable, "-m", "warpsmith.cli"]
 
@@ -39,6 +44,21 @@ def test_bench_says_what_was_chosen() -> None:
 @pytest.mark.skipif(not _cpu.features(), reason="this processor has portable kernels only")
 def test_features_choose_the_kernels() -> None:
     assert bench("--cpu-features", ",".join(_cpu.features()))["cpu_kernels"] not in ("portable", None)
+
+
+def test_a_type_without_kernels_is_run_and_the_user_told(tmp_path: Path) -> None:
+    model, path = tiny_model(), tmp_path / "q5_1.gguf"
+    pieces = []
+    for name, tensor in model.tensors.items():
+        kind, raw = tensor.type, tensor.raw()
+        if name.endswith(("ffn_up.weight", "ffn_down.weight")):
+            kind = TYPES["Q5_1"]
+            raw = quantize(kind, tensor.float32())
+        pieces.append((name, kind, tensor.shape, [raw]))
+    write_pieces(path, model.metadata, pieces)
+    result = warpsmith("run", "-m", str(path), "-p", "x", "-n", "2", "--device", "cpu")
+    assert result.returncode == 0, result.stderr
+    assert "8 tensors of type Q5_1 are held as Q8_0" in result.stderr
 
 
 @pytest.mark.parametrize("verb", ["run", "chat"])

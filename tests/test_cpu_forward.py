@@ -13,11 +13,18 @@ from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.checkpoint.convert import tensor_type
 from warpsmith.errors import BadRequest, DoesNotFit
 from warpsmith.model.config import SIZES, Config
-from warpsmith.model.synthetic import random_blocks, random_checkpoint
+from warpsmith.model.synthetic import random_blocks, random_checkpoint, weight_bytes
+from warpsmith.model.weights import expected_shapes
 
+# Every kind of kernels this processor can run.
 KERNELS = [pytest.param(None, id="best"), pytest.param(["portable"], id="portable")]
+if "avx512vnni" in _cpu.features():
+    KERNELS.append(pytest.param(["avx2", "fma", "f16c"], id="avx2"))
+if "i8mm" in _cpu.features():
+    KERNELS.append(pytest.param(["neon", "dotprod"], id="neon"))
 F32_CACHE = {"cache_type_k": "f32", "cache_type_v": "f32"}
 TINY = dataclasses.replace(SIZES["tiny"], vocab=300)
 
@@ -60,6 +67,69 @@ def compare(config: Config, tensors: dict[str, Tensor], bound: float, **options:
 def test_agrees_with_the_reference(ratio: int, kernels: list[str] | None) -> None:
     config = small_config(ratio)
     compare(config, random_tensors(config, seed=ratio), 3e-5, features=kernels, **F32_CACHE)
+
+
+# What a layer adds to the residual stream, and by which projection of its own.
+PARTS = {"delta": "ssm_out", "attention": "attn_output", "mlp": "ffn_down"}
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("ratio", [1, 2, 3])
+def test_every_stage_agrees_with_the_reference(ratio: int, part: str, kernels: list[str] | None) -> None:
+    """One part of every layer speaks, the others add nothing: an error shows at its own size, in the layer it is in."""
+    config = small_config(ratio)
+    tensors = random_tensors(config, seed=ratio)
+    for name, tensor in tensors.items():
+        if any(other in name for other in set(PARTS.values()) - {PARTS[part]}):
+            silent = np.zeros_like(tensor.raw())
+            tensors[name] = dataclasses.replace(tensor, read=lambda silent=silent: silent)
+    rng = np.random.default_rng(4)
+    ids, tree = rng.integers(0, config.vocab, 67), random_tree(rng, 20, config.vocab)
+    want = Want(features=tuple(range(config.layers)), hidden=True)
+    results = []
+    for backend in pair(config, tensors, features=kernels, **F32_CACHE):
+        state = backend.new_state(128)
+        for tokens, output in (
+            (ids, backend.prefill(state, ids, want)),
+            (tree.tokens, backend.forward(state, tree, want)),
+        ):
+            stream = output.features.reshape(len(tokens), config.layers, config.hidden)
+            before = np.concatenate([backend.embed(tokens)[:, None], stream[:, :-1]], axis=1)
+            results.append([*np.moveaxis(stream - before, 1, 0), output.hidden])
+    speaking = {"delta": config.recurrent_layers, "attention": config.attention_layers, "mlp": range(config.layers)}
+    for expected, found in ((results[0], results[2]), (results[1], results[3])):
+        assert relative(found[-1], expected[-1]) < 1e-5
+        for layer in range(config.layers):
+            if layer in speaking[part]:
+                assert relative(found[layer], expected[layer]) < 1e-5
+            else:
+                assert not found[layer].any()
+
+
+# Layers as wide as the 0.8B model's, its heads, and value heads as in the larger ones.
+@pytest.mark.parametrize(
+    ("recipe", "ratio", "bound"),
+    [("f32", 1, 5e-4), ("f16", 2, 5e-4), ("bf16", 3, 5e-4), ("q8_0", 1, 0.05), ("q4_0", 2, 0.05), ("q4_k_m", 3, 0.05),
+     ("q5_k_m", 1, 0.05), ("q6_k", 2, 0.05)],
+)  # fmt: skip
+def test_true_shapes_agree_with_the_reference(recipe: str, ratio: int, bound: float) -> None:
+    config = dataclasses.replace(
+        SIZES["0.8B"], layers=2, recurrent=(True, False), vocab=320, value_heads=16 * ratio, context=128
+    )
+    tensors = {}
+    for name, shape in expected_shapes(config).items():
+        kind = tensor_type(recipe, name, shape, config.layers, config.tied)
+        raw = np.concatenate(list(weight_bytes(7, name, kind, shape))).reshape(-1, kind.row_bytes(shape[-1]))
+        tensors[name] = Tensor(name, kind, shape, lambda raw=raw: raw)
+    rng = np.random.default_rng(8)
+    ids, tree = rng.integers(0, config.vocab, 18), random_tree(rng, 5, config.vocab)
+    logits = []
+    for backend in (ReferenceBackend(config, tensors), CpuBackend(config, tensors, threads=2)):
+        state = backend.new_state(32)
+        prompt = backend.prefill(state, ids, Want("logits", every_row=True)).logits
+        logits.append(np.concatenate([prompt, backend.forward(state, tree, LOGITS).logits]))
+    assert relative(logits[1], logits[0]) < bound
 
 
 def test_an_untied_head_is_used() -> None:
@@ -241,9 +311,8 @@ def test_the_best_kernels_are_chosen() -> None:
     config = small_config(2)
     tensors = random_tensors(config)
     here = _cpu.features()
-    best = (
-        "neon" if "dotprod" in here else "avx512" if "avx512vnni" in here else "avx2" if "avx2" in here else "portable"
-    )
+    kinds = {"i8mm": "neon-i8mm", "dotprod": "neon", "avx512vnni": "avx512", "avx2": "avx2"}
+    best = next((kernels for feature, kernels in kinds.items() if feature in here), "portable")
     assert CpuBackend(config, tensors, threads=1).kernels == best
     assert CpuBackend(config, tensors, threads=1, features=["portable"]).kernels == "portable"
 

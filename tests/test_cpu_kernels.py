@@ -20,6 +20,8 @@ HERE = _cpu.features()
 SETS = [HERE, []]
 if "avx512vnni" in HERE:
     SETS.insert(1, ["avx2", "fma", "f16c"])
+if "i8mm" in HERE:
+    SETS.insert(1, ["neon", "dotprod"])
 ALL_KERNELS = pytest.mark.parametrize("kernels", [tuple(names) for names in SETS], ids=lambda names: "+".join(names))
 
 ROWS, COLS = 161, 768  # the last panel of 16 rows holds one

@@ -187,6 +187,27 @@ def test_a_draft_of_another_model_is_refused_in_one_sentence(changes: dict[str, 
 
 
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden": 128}, "hidden size of 128, and the model of 64"),
+        ({"vocab": 999}, "vocabulary of 999 tokens, and the model of"),
+        ({"target_layers": (0, 2, 7), "target_depth": None}, "reads layer 7, and the model's last is 3"),
+    ],
+)
+def test_so_are_files_of_every_format(format: str, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    config = draft_config(SMALL, **changes)
+    architecture = {"lucebox": "qwen35-dflash-draft", "llama.cpp": "dflash"}.get(format)
+    said = {f"{architecture}.vocab_size": config.vocab} if architecture else None
+    path = write_draft(tmp_path / "draft", format, config, random_weights(config), metadata=said)
+    with pytest.raises(BadRequest, match=words) as caught:
+        DFlash(open_draft(path), BACKEND)
+    sentence = caught.value.problem.replace(str(path), "file")
+    assert sentence.count(". ") == 0, "one sentence"
+    assert sentence.endswith(".")
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_drafts_of_the_27b_shape_open_in_every_format(format: str, tmp_path: Path) -> None:
     """The released drafts' shape, every layer of it, in a file of holes: opening reads no weights."""
     target, layers = SIZES["27B"], 5

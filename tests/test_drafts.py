@@ -24,8 +24,8 @@ from warpsmith.backend.cpu.draft import CpuDraft
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import MAX_NODES, Tree
-from warpsmith.draft.base import Context, Draft, ScoredTree
-from warpsmith.draft.budget import Budgeted
+from warpsmith.draft.base import Context, Draft, Proposer, ScoredTree
+from warpsmith.draft.budget import LISTENS, REFILL, Budgeted
 from warpsmith.draft.costs import Costs
 from warpsmith.draft.dflash import DFlash
 from warpsmith.draft.mtp import MTP
@@ -57,6 +57,20 @@ def drafts(on: Backend, nodes: int, seed: int = 0) -> dict[str, Draft]:
     if type(on).embed is not Backend.embed:
         made["dflash"] = DFlash(draft_in_memory(sliding, seed), on, nodes, context_rows=40)
     return made
+
+
+CHEAP = Costs.between({1: 0.001, 64: 0.002})  # trees of every size pay
+
+
+class Steady(Relay):
+    """On a machine where a step and a plain token take a millisecond, always."""
+
+    def __init__(self, *drafts: Draft) -> None:
+        super().__init__([Budgeted(draft, CHEAP) for draft in drafts], clock=lambda: 0.0)
+
+    def spent(self, tokens: int, seconds: float, forward_seconds: float | None) -> None:
+        resting = forward_seconds is None
+        super().spent(tokens, 0.001 * (tokens if resting else 1.1), None if resting else 0.001)
 
 
 def run(conversation: Conversation, prompt: Sequence[int], sampling: Sampling, **options: Any) -> list[int]:
@@ -95,31 +109,34 @@ def check_texts(name: str, seed: int, length: int, nodes: int, greedy: bool) -> 
         turns.append((prompt, limit, answer))
         following = prompt_of(int(rng.integers(1, 20)), seed + turn + 1)
         prompt = [prompt + answer + following, prompt + following, following][rng.integers(3)]
-    costs = Costs.between({1: 0.001, 64: 0.002})
-    for draft in drafts(on, nodes, seed).values():
-        for proposer in (draft, Budgeted(draft, costs)):
-            proposer.reset()
-            conversation = Conversation(on, 400, proposer)
-            for prompt, limit, answer in turns:
-                assert run(conversation, prompt, sampling, max_tokens=limit) == answer, proposer
+    made = drafts(on, nodes, seed)
+    for proposer in (*made.values(), *map(Steady, made.values()), Steady(*made.values())):
+        proposer.reset()
+        conversation = Conversation(on, 400, proposer)
+        for prompt, limit, answer in turns:
+            assert run(conversation, prompt, sampling, max_tokens=limit) == answer, proposer
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("draft", ["ngram", "mtp", "dflash", "relay"])
 @pytest.mark.parametrize("name", ["reference", "cpu"])
-@pytest.mark.parametrize("draft", ["ngram", "mtp", "dflash"])
-def test_every_stop_condition_ends_the_text_where_plain_decoding_does(name: str, draft: str) -> None:
+def test_every_stop_condition_ends_the_text_where_plain_decoding_does(
+    name: str, draft: str, sampling: Sampling
+) -> None:
     on = backend(name)
     made = drafts(on, 30)
-    prompt = prompt_of(20, 1)
-    truth = run(Conversation(on, 100), prompt, SAMPLED, max_tokens=40)
+    proposer: Proposer = Steady(*made.values()) if draft == "relay" else made[draft]
+    prompt = prompt_of(20, 9)
+    truth = run(Conversation(on, 100), prompt, sampling, max_tokens=40)
     accepted = 0
-    for place in (1, 6, 17) if name == "reference" else range(1, 40, 3):
+    for place in (1, 9, 33) if name == "reference" else range(1, 40, 3):
         seen: list[int] = []
-        conversation = Conversation(on, 100, made[draft])
-        made[draft].reset()
+        conversation = Conversation(on, 100, proposer)
+        proposer.reset()
         generation = Generation(
             conversation,
             prompt,
-            SAMPLED,
+            sampling,
             until=lambda token: seen.append(token) or len(seen) == place + 1,  # noqa: B023
         )
         tokens = [token for tokens in generation for token in tokens]
@@ -127,9 +144,14 @@ def test_every_stop_condition_ends_the_text_where_plain_decoding_does(name: str,
         assert conversation.committed == prompt + truth[:place]
         accepted += generation.stats.accepted_tokens
         stop = truth[place]
-        stopped = run(conversation, prompt, SAMPLED, stop_ids=frozenset([stop]), max_tokens=40)
+        stopped = run(conversation, prompt, sampling, stop_ids=frozenset([stop]), max_tokens=40)
         assert stopped == truth[: truth.index(stop) + 1]
-        assert run(conversation, prompt, SAMPLED, max_tokens=place) == truth[:place]
+        assert conversation.committed == prompt + stopped[:-1]
+        assert run(conversation, prompt, sampling, max_tokens=place) == truth[:place]
+        assert conversation.committed == (prompt + truth[:place])[:-1]
+    full = Conversation(on, len(prompt) + 15, proposer)
+    proposer.reset()
+    assert run(full, prompt, sampling) == truth[:15], "where the context is full"
     assert accepted > 0, "nothing was accepted, so nothing was tested"
 
 
@@ -237,18 +259,55 @@ def test_the_test_above_notices_a_walk_that_leans_to_the_draft() -> None:
     assert chi_square_p(pairs_drawn(Leaning, sampling, runs), expected) < 1e-6
 
 
-def test_text_is_the_same_with_several_drafts() -> None:
+@pytest.mark.parametrize("name", ["ngram", "mtp", "dflash", "relay"])
+def test_long_texts_in_which_drafts_rest_and_are_asked_again(name: str) -> None:
+    """Dear enough to be put to rest, cheap enough to be tried again, and heard by turns."""
     on = backend("cpu")
-    costs = Costs.between({1: 0.001, 64: 0.002})
-    for seed in range(6):
+    nodes: list[int] = []
+    for seed in range(4):
         made = drafts(on, 30, seed)
-        relay = Relay([Budgeted(made[name], costs) for name in ("ngram", "mtp", "dflash")])
-        conversation, plainly = Conversation(on, 400, relay), Conversation(on, 400)
+        proposer = Steady(*made.values()) if name == "relay" else Steady(made[name])
+        conversation, plainly = Conversation(on, 500, proposer), Conversation(on, 500)
         prompt = prompt_of(30, seed)
         for sampling in (Sampling(), SAMPLED):
-            answer = run(plainly, prompt, sampling, max_tokens=60)
-            assert run(conversation, prompt, sampling, max_tokens=60) == answer
+            answer = run(plainly, prompt, sampling, max_tokens=100)
+            for _ in range(2):  # once they are open, once they have to wait first
+                on_step = lambda step: nodes.append(len(step.tree))  # noqa: E731
+                assert run(conversation, prompt, sampling, max_tokens=100, on_step=on_step) == answer
+                for budgeted in proposer.drafts:
+                    budgeted.account.credit, budgeted.account.open, budgeted.account._needed = -0.1, False, 9.9
+                    budgeted.account._failures = 5
             prompt = prompt[:10] + answer
+    assert sum(n > 1 for n in nodes) > 20
+    assert nodes.count(1) > 100
+
+
+@pytest.mark.parametrize("kind", ["ngram", "dflash"])
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_a_draft_that_rested_guesses_as_one_that_never_did(name: str, kind: str) -> None:
+    """If it needs tokens only, or no rows from further back than it listens before it is asked again."""
+    on, text, heard = backend(name), prompt_of(90, 12), 90 - LISTENS
+    windows = draft_config(CONFIG, windows=(9, LISTENS), causal=(True, True), head_dim=32)
+    state = on.new_state(200)
+    trees = []
+    for rests in (False, True):
+        draft: Draft = NGram() if kind == "ngram" else DFlash(draft_in_memory(windows), on)
+        held = Budgeted(draft, CHEAP)
+        state = on.new_state(200)
+        rows = on.prefill(state, text, draft.wants).features
+        for start, end in ((0, 40), (40, heard), (heard, 90)):
+            if rests and start == 40:
+                held.account.open, held.account.credit, held.account._needed = False, 0.0, 49.9 * REFILL
+                assert held.rest == (heard - 40 if rows is not None else 50)
+            held.observe(text[start:end], start, None if rows is None else rows[start:end], None)
+            held.spent(end - start, 0.001 * (end - start), None)
+        assert held.account.open
+        trees.append(draft.propose(Context([*text, text[30]], state, 10)))
+    never, rested = trees
+    assert never is not None
+    assert rested is not None
+    assert never.tokens.tolist() == rested.tokens.tolist()
+    assert never.scores == pytest.approx(rested.scores, abs=1e-5)
 
 
 # -- n-grams ----------------------------------------------------------------------------------------------------------

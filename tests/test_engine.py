@@ -162,12 +162,30 @@ def star(context: Context) -> Tree:
     return Tree(np.array(others), np.array([-1] + [0] * (len(others) - 1)))
 
 
+def twins(truth: Sequence[int]) -> Callable[[Context], Tree]:
+    """Every level twice: the same right token under the same parent, and what follows it under both."""
+
+    def rule(context: Context) -> Tree:
+        tokens, parents, level = [context.root], [-1], [0]
+        for token in truth[len(context.ids) :][:4]:
+            parents += [parent for parent in level for _ in range(2)]
+            level = list(range(len(tokens), len(tokens) + 2 * len(level)))
+            tokens += [token] * len(level)
+        return Tree(np.array(tokens), np.array(parents))
+
+    return rule
+
+
 PROPOSERS: dict[str, Callable[[list[int]], Callable[[Context], Tree | None]]] = {
     "nothing": lambda truth: lambda context: None,
     "root only": lambda truth: lambda context: Tree.chain([context.root]),
     "all right": lambda truth: chain(truth, 7),
     "all right, longest": lambda truth: chain(truth, MAX_NODES - 1),
+    "budget of one, right": lambda truth: chain(truth, 1),
+    "budget of one, wrong": lambda truth: chain(truth, 1, offset=1),
     "all wrong": lambda truth: chain(truth, 7, offset=1),
+    "all wrong, longest": lambda truth: chain(truth, MAX_NODES - 1, offset=1),
+    "twins": twins,
     "star": lambda truth: star,
     "random": lambda truth: guessing(truth, 0.0, 20),
     "half right": lambda truth: guessing(truth, 0.5, 20),

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import warpsmith
+from random_drafts import draft_config, random_weights, write_draft
+from random_models import SMALL
 from warpsmith.backend.tree import Tree
 from warpsmith.cli.tree import tree_lines
 from warpsmith.draft.base import Context, Draft, ScoredTree
@@ -160,7 +162,7 @@ def test_numbers_are_medians_over_prompts_and_steps_are_pooled() -> None:
         return Stats(generated_tokens=tokens + 1, decode_seconds=seconds, steps=steps)
 
     result = Comparison(
-        "x", "d", 8,
+        "/some/where/x.jsonl", "d", 8,
         plain=[stats(100, 10, 100), stats(100, 10, 100), stats(100, 20, 100)],
         drafted=[stats(100, 5, 40), stats(100, 2, 20), stats(100, 20, 100)],
         same=3,
@@ -168,7 +170,7 @@ def test_numbers_are_medians_over_prompts_and_steps_are_pooled() -> None:
     assert (result.plain_rate, result.drafted_rate, result.speedup) == (10, 20, 2)
     assert result.acceptance_length == 300 / 160
     row = [cell.strip() for cell in comparison_table([result]).splitlines()[2].strip("|").split("|")]
-    assert row == ["x", "3", "d", "8", "10.00", "20.00", "1.88", "2.00x", "3 of 3"]
+    assert row == ["x.jsonl", "3", "d", "8", "10.00", "20.00", "1.88", "2.00x", "3 of 3"]
 
 
 def test_the_command_prints_a_row_for_each_budget(prompts: Path, tmp_path: Path) -> None:
@@ -201,6 +203,16 @@ def test_what_cannot_be_compared_is_a_usage_error(flags: list[str], prompts: Pat
     assert result.returncode == 2, result.stderr
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
+
+
+def test_a_draft_of_another_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    config = draft_config(SMALL)
+    path = write_draft(tmp_path / "draft", "lucebox", config, random_weights(config))
+    result = command("run", "-p", "x", "-n", "1", "--draft", path, cache=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert "hidden size of 64, and the model of" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) <= 3
 
 
 # -- stats ------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 python -m train.data fetch --wheels DIR                  download the wheels pinned in packages.txt
 python -m train.data build --wheels DIR --corpus DIR     text of both splits, and DATA.md
-python -m train.data pack  --corpus DIR --tokenizer DIR --out DIR     tokens_*.xz (one folder a pack), heldout.npz
+python -m train.data pack  --corpus DIR --tokenizer DIR --out DIR     tokens.npy, heldout.npz
 python -m train.data prompts --corpus DIR                heldout_prompts.jsonl: excerpts to measure with
 """
 
@@ -13,9 +13,9 @@ import collections
 import concurrent.futures
 import email
 import email.message
+import hashlib
 import itertools
 import json
-import lzma
 import random
 import subprocess
 import sys
@@ -41,15 +41,16 @@ from train.filters import (
 
 HERE = Path(__file__).parent
 SEED = 35
+FETCH_BATCH = 20  # packages a call of pip, whose start takes longer than most downloads
 HELD_OUT_SHARE = 0.04  # of packages
 HELD_OUT_BYTES = 2_500_000
 TEST_SHARE = 0.06  # of test files: they are repetitive, yet asserts and fixtures should not be unknown
 PACKAGE_BYTES = 6_000_000  # no single package may dominate
 CHAT_SHARE = 0.10
+TRAINING_TOKENS = 150_000_000  # the rest of the corpus is left out
 KINDS = ("code", "prose", "chat")
 PROMPTS, PROMPT_BYTES, CONTINUATION_BYTES = 60, 800, 600
 PROMPT_FILE = HERE / "heldout_prompts.jsonl"
-MINIMAL_LZMA = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 1 << 27, "lc": 0, "lp": 1, "pb": 1}]
 
 
 @dataclass
@@ -66,6 +67,14 @@ class Package:
         return keep_fraction("held-out:" + self.name, HELD_OUT_SHARE)
 
 
+def digest(*parts: bytes) -> str:
+    """What tells one run's data from another's in the log."""
+    sha = hashlib.sha256()
+    for part in parts:
+        sha.update(part)
+    return sha.hexdigest()[:16]
+
+
 def fetch(wheels: Path) -> None:
     """Download every pinned wheel; one that is gone is reported and skipped."""
     wheels.mkdir(parents=True, exist_ok=True)
@@ -74,25 +83,20 @@ def fetch(wheels: Path) -> None:
     target = ["--only-binary", ":all:", "--python-version", "3.12", "--implementation", "cp"]
     target += [argument for p in platforms for argument in ("--platform", p)]
 
-    def one(pin: str) -> tuple[str, int]:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "-q",
-            "--no-deps",
-            "-d",
-            str(wheels),
-            *target,
-            pin,
-        ]
-        return pin, subprocess.run(command, capture_output=True).returncode
+    def download(some: list[str]) -> bool:
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(wheels), *target, *some]
+        return not subprocess.run(command, capture_output=True).returncode
 
+    def missing(some: list[str]) -> list[str]:
+        return [] if download(some) else [pin for pin in some if not download([pin])]
+
+    batches = [pins[i : i + FETCH_BATCH] for i in range(0, len(pins), FETCH_BATCH)]
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        for pin, status in pool.map(one, pins):
-            if status:
-                print(f"not available: {pin}")
+        for pin in itertools.chain.from_iterable(pool.map(missing, batches)):
+            print(f"not available: {pin}")
+    found = sorted(wheels.glob("*.whl"))
+    together = digest(*(part for wheel in found for part in (wheel.name.encode(), wheel.read_bytes())))
+    print(f"{len(pins)} packages pinned, {len(found)} wheels, sha256 {together}")
 
 
 def open_wheel(path: Path) -> tuple[Package | None, collections.Counter[str]]:
@@ -211,10 +215,12 @@ def build(wheels: Path, corpus: Path, benchmark: Benchmark, report: Path, heldou
         with open(corpus / f"{name}.jsonl", "w") as f:
             for kind, owner, text in documents:
                 f.write(json.dumps({"kind": kind, "package": owner, "text": text}) + "\n")
+        sha = digest((corpus / f"{name}.jsonl").read_bytes())
         sizes: collections.Counter[str] = collections.Counter()
         for kind, _, text in documents:
             sizes[kind] += len(text.encode())
-        print(name, {k: f"{v / 1e6:.1f} MB" for k, v in sizes.items()}, len(documents), "documents")
+        shares = ", ".join(f"{kind} {size / 1e6:.1f} MB" for kind, size in sizes.items())
+        print(f"{name}.jsonl: {shares}, {len(documents)} documents, sha256 {sha}")
     print(dict(reasons.most_common()))
     write_report(packages, kept, reasons, report)
 
@@ -254,34 +260,31 @@ def write_report(packages: list[Package], kept: dict[str, int], reasons: collect
     path.write_text("\n".join(lines) + "\n")
 
 
-def pack(corpus: Path, tokenizer_dir: Path, out: Path, pack_tokens: int, packs: int) -> None:
-    """Tokenise both splits; the training split (shuffled already) is cut into packs that travel one at a time."""
+def pack(corpus: Path, tokenizer_dir: Path, out: Path, most: int) -> None:
+    """Tokenise the held-out split and, up to about `most` tokens, the training split, which is shuffled already."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
     end = tokenizer.token_to_id("<|endoftext|>")
+
+    def batches(split: str) -> Iterator[tuple[list[dict[str, str]], list[np.ndarray]]]:
+        with open(corpus / f"{split}.jsonl") as lines:
+            while documents := [json.loads(line) for line in itertools.islice(lines, 512)]:
+                encoded = tokenizer.encode_batch_fast([d["text"] for d in documents])
+                yield documents, [np.array([*e.ids, end], np.uint16) for e in encoded]
+
     out.mkdir(parents=True, exist_ok=True)
-    for split in ("heldout", "train"):
-        documents: list[dict[str, str]] = []
-        ids: list[np.ndarray] = []
-        written, size = 0, 0
-        with open(corpus / f"{split}.jsonl") as f:
-            lines = iter(f)
-            while batch := [json.loads(line) for line in itertools.islice(lines, 512)]:
-                if split == "heldout":
-                    documents += batch
-                texts = [d["text"] for d in batch]
-                ids += [np.array([*e.ids, end], np.uint16) for e in tokenizer.encode_batch_fast(texts)]
-                size = sum(map(len, ids))
-                if split == "train" and size >= pack_tokens:
-                    write_pack(out, written, ids)
-                    ids, size, written = [], 0, written + 1
-                    if written == packs:
-                        break
-        if split == "heldout":
-            write_heldout(out / "heldout.npz", documents, ids)
-        elif ids:
-            write_pack(out, written, ids)
+    documents, ids = (list(itertools.chain(*parts)) for parts in zip(*batches("heldout"), strict=True))
+    write_heldout(out / "heldout.npz", documents, ids)
+    ids, size = [], 0
+    for _, some in batches("train"):
+        ids += some
+        size += sum(map(len, some))
+        if size >= most:
+            break
+    tokens = np.concatenate(ids)
+    np.save(out / "tokens.npy", tokens)
+    print(f"tokens.npy: {len(tokens)} tokens, sha256 of them {digest(tokens.tobytes())}")
 
 
 def cut_excerpt(text: str, rng: random.Random) -> tuple[str, str] | None:
@@ -316,31 +319,15 @@ def write_prompts(corpus: Path, path: Path) -> None:
     print(f"{path.name}: {len(rows)} excerpts of {len({r['package'] for r in rows})} packages")
 
 
-def write_pack(out: Path, i: int, ids: list[np.ndarray]) -> None:
-    tokens = np.concatenate(ids)
-    packed = lzma.compress(tokens.tobytes(), format=lzma.FORMAT_XZ, filters=MINIMAL_LZMA)
-    (out / f"pack_{i}").mkdir(exist_ok=True)
-    (out / f"pack_{i}" / f"tokens_{i}.xz").write_bytes(packed)
-    print(f"tokens_{i}.xz: {len(tokens) / 1e6:.1f}M tokens, {len(packed) / 2**20:.1f} MiB")
-
-
 def write_heldout(path: Path, documents: list[dict[str, str]], ids: list[np.ndarray]) -> None:
-    np.savez_compressed(
-        path,
-        tokens=np.concatenate(ids),
-        lengths=np.array([len(x) for x in ids], np.int32),
-        bytes=np.array([len(d["text"].encode()) for d in documents], np.int32),
-        kind=np.array([KINDS.index(d["kind"]) for d in documents], np.uint8),
-    )
-    print(f"{path.name}: {sum(map(len, ids)) / 1e6:.2f}M tokens, {path.stat().st_size / 2**20:.1f} MiB")
-
-
-def load_tokens(directory: Path, packs: int | None = None) -> np.ndarray:
-    """The first packs found in `directory`, or all, joined, as uint16 ids."""
-    found = sorted(directory.rglob("tokens_*.xz"))[:packs]
-    if not found:
-        raise FileNotFoundError(f"no tokens_*.xz in {directory}; run `python -m train.data pack` first")
-    return np.concatenate([np.frombuffer(lzma.decompress(p.read_bytes()), np.uint16) for p in found])
+    arrays = {
+        "tokens": np.concatenate(ids),
+        "lengths": np.array([len(x) for x in ids], np.int32),
+        "bytes": np.array([len(d["text"].encode()) for d in documents], np.int32),
+        "kind": np.array([KINDS.index(d["kind"]) for d in documents], np.uint8),
+    }
+    np.savez_compressed(path, **arrays)
+    print(f"{path.name}: {len(arrays['tokens'])} tokens, sha256 of them {digest(arrays['tokens'].tobytes())}")
 
 
 def main() -> None:
@@ -349,11 +336,8 @@ def main() -> None:
     parser.add_argument("--wheels", type=Path, default=Path("wheels"))
     parser.add_argument("--corpus", type=Path, default=Path("corpus"))
     parser.add_argument("--tokenizer", type=Path, default=Path("tokenizer"))
-    parser.add_argument("--out", type=Path, default=Path("carry"))
-    parser.add_argument("--pack-tokens", type=int, default=75_000_000, help="most tokens a pack, roughly")
-    parser.add_argument(
-        "--packs", type=int, default=2, help="how many packs to write; the rest of the corpus is left out"
-    )
+    parser.add_argument("--out", type=Path, default=Path("packs"))
+    parser.add_argument("--tokens", type=int, default=TRAINING_TOKENS, help="how many to train on, roughly")
     parser.add_argument("--heldout-bytes", type=int, default=HELD_OUT_BYTES, help="most text of the held-out split")
     parser.add_argument("--report", type=Path, default=HERE / "DATA.md", help="where build tells what was used")
     parser.add_argument("--benchmark", type=Path, help="jsonl with `prompt` fields that must not be trained on")
@@ -365,7 +349,7 @@ def main() -> None:
     elif args.step == "prompts":
         write_prompts(args.corpus, PROMPT_FILE)
     else:
-        pack(args.corpus, args.tokenizer, args.out, args.pack_tokens, args.packs)
+        pack(args.corpus, args.tokenizer, args.out, args.tokens)
 
 
 if __name__ == "__main__":

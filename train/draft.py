@@ -17,12 +17,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from train import shards
-from train.data import load_tokens
 from train.export import write_draft
 from train.generate import cut_prompts, write_samples
 from train.model import MLP, Qwen35, half_precision, rope_angles, rotate
@@ -320,7 +320,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer, template = load_tokenizer(args.target)
     if args.data.is_dir():
-        tokens = torch.from_numpy(load_tokens(args.data).astype("int32"))
+        tokens = torch.from_numpy(np.load(args.data / "tokens.npy").astype("int32"))
     else:
         tokens = read_tokens(args.data, tokenizer, template)
     if len(tokens) <= args.prompt + args.new:

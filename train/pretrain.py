@@ -1,6 +1,9 @@
-"""Train wisp on packed tokens, within a given time.
+"""Train wisp on packed tokens.
 
-python -m train.pretrain --data DIR --out DIR --minutes 9
+python -m train.pretrain --data DIR --out DIR --state DIR
+
+Full-precision state is kept under --state every so many steps: the same command goes on from there after an
+interruption, over the windows that an uninterrupted run would have read.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from train import shards
-from train.data import load_tokens
 from train.evaluate import bits_per_byte
 from train.model import Config, Qwen35, half_precision, initialise
 from train.optim import Optimizer, multiplier
@@ -27,23 +29,20 @@ from train.optim import Optimizer, multiplier
 class Settings:
     data: Path
     out: Path
-    state: Path | None = None  # full-precision state kept on this machine between runs
-    resume: Path | None = None  # prefix of travelling shards, used when there is no state
-    packs: int = 0  # how many of the data's packs to read; 0 is all
-    minutes: float = 9.0
-    steps: int = 0  # when given, the schedule counts steps instead of minutes
+    state: Path
+    steps: int = 1440
     length: int = 1024
     batch_tokens: int = 262_144
     micro_tokens: int = 131_072
     matrix_rate: float = 0.02
     other_rate: float = 0.003
     decay: float = 0.1
-    warmup: float = 0.02
-    decay_from: float = 1.0
+    warmup: float = 0.015
+    decay_from: float = 0.55
     mtp_weight: float = 0.2
     compile: bool = True
     seed: int = 35
-    save_every: float = 120.0
+    save_every: int = 240
     log_every: int = 20
 
 
@@ -56,7 +55,7 @@ class Windows:
         self.epoch = 0
         self._starts = torch.empty(0, dtype=torch.long)
 
-    def take(self, count: int) -> Tensor:
+    def starts(self, count: int) -> Tensor:
         while len(self._starts) < count:
             offset = int(torch.randint(self.stride, (1,), generator=self.random))
             windows = (len(self.tokens) - offset - self.size) // self.stride
@@ -64,7 +63,10 @@ class Windows:
             self._starts = torch.cat([self._starts, order])
             self.epoch += 1
         starts, self._starts = self._starts[:count], self._starts[count:]
-        index = starts.to(self.tokens.device)[:, None] + torch.arange(self.size, device=self.tokens.device)
+        return starts
+
+    def take(self, count: int) -> Tensor:
+        index = self.starts(count).to(self.tokens.device)[:, None] + torch.arange(self.size, device=self.tokens.device)
         return self.tokens[index].long()
 
 
@@ -90,34 +92,30 @@ class Trainer:
             self.loss = torch.compile(next_token_loss, dynamic=False)
 
     def _restore(self) -> None:
-        s = self.s
-        if s.state and (s.state / "state.pt").exists():
-            saved = torch.load(s.state / "state.pt", map_location=self.device, weights_only=True)
+        if (self.s.state / "state.pt").exists():
+            saved = torch.load(self.s.state / "state.pt", map_location=self.device, weights_only=True)
             self.model.load_state_dict(saved["model"])
             self.optimizer.restore(saved["optimizer"])
             self.step, self.seen, self.history = saved["step"], saved["seen"], saved["history"]
-            print(f"continuing from local state at step {self.step}", flush=True)
-        elif s.resume:
-            tensors, _ = shards.load(s.resume)
-            self.model.load_state_dict(tensors)
-            print(f"continuing from {s.resume} with a fresh optimizer", flush=True)
+            print(f"continuing at step {self.step}", flush=True)
 
-    def save(self, final: bool) -> None:
+    def save(self) -> None:
         s = self.s
-        config = self.model.config.to_json()
-        shards.save(s.out / "wisp", self.model.state_dict(), config)
+        s.out.mkdir(parents=True, exist_ok=True)
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(s).items()}
         (s.out / "pretrain.json").write_text(json.dumps({"settings": settings, "history": self.history}))
-        if final and s.state:
-            s.state.mkdir(parents=True, exist_ok=True)
-            state = {
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state(),
-                "step": self.step,
-                "seen": self.seen,
-                "history": self.history,
-            }
-            torch.save(state, s.state / "state.pt")
+        if self.step == s.steps:
+            shards.save(s.out / "wisp", self.model.state_dict(), self.model.config.to_json())
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state(),
+            "step": self.step,
+            "seen": self.seen,
+            "history": self.history,
+        }
+        s.state.mkdir(parents=True, exist_ok=True)
+        torch.save(state, s.state / "state.new")
+        (s.state / "state.new").replace(s.state / "state.pt")  # an interruption leaves the old or the new one, whole
 
     def evaluate(self, heldout: dict[str, np.ndarray]) -> None:
         with torch.compiler.set_stance("force_eager"):  # compiling once more for a few batches would not pay
@@ -147,60 +145,44 @@ class Trainer:
     def run(self, tokens: np.ndarray, heldout: dict[str, np.ndarray]) -> None:
         s = self.s
         stream = torch.from_numpy(tokens.astype(np.int32)).to(self.device)
-        windows = Windows(stream, s.length + 2, s.length, s.seed + self.step)
+        windows = Windows(stream, s.length + 2, s.length, s.seed)
         rows = max(1, s.micro_tokens // s.length)
         micro_steps = max(1, s.batch_tokens // (rows * s.length))
+        windows.starts(self.step * micro_steps * rows)  # those were read before the interruption
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        first, first_time, saved = self.step, 0.0, time.monotonic()
-        limit = s.minutes * 60
         sums = torch.zeros(2, device=self.device)
-        marked, marked_step = time.monotonic(), self.step
-        reserve = min(20.0, 0.1 * limit)  # the last evaluation and save
-        while True:
-            now = time.monotonic() - self.started
-            done = self.step - first
-            progress = done / s.steps if s.steps else self._progress(done, now, first_time, limit - reserve)
-            if progress >= 1:
-                break
+        first = marked_step = self.step
+        marked = time.monotonic()
+        while self.step < s.steps:
             losses = [self.micro_step(windows.take(rows), 1 / micro_steps) for _ in range(micro_steps)]
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            rate = multiplier(progress, s.warmup, s.decay_from)
+            rate = multiplier(self.step / s.steps, s.warmup, s.decay_from)
             self.optimizer.step(rate)
             self.step += 1
             self.seen += micro_steps * rows * s.length
             sums += torch.stack([torch.stack(pair) for pair in losses]).mean(0)
-            if done == 4:  # compilation is over: time counts from here
-                float(sums[0])
-                first_time = time.monotonic() - self.started
-            if self.step % s.log_every == 0 or done in (0, 1, 4):
+            saves = self.step % s.save_every == 0 or self.step == s.steps
+            if self.step % s.log_every == 0 or self.step - first in (1, 5) or saves:
                 loss, mtp = (sums / (self.step - marked_step)).tolist()
                 now = time.monotonic()
                 speed = (self.step - marked_step) * micro_steps * rows * s.length / (now - marked)
                 row = {"step": self.step, "tokens": self.seen, "loss": loss, "mtp": mtp, "rate": rate}
                 row |= {"tokens_per_second": speed, "seconds": now - self.started}
                 self.history.append(row)
-                if self.step % (5 * s.log_every) == 0 or done < 5:
-                    print(
-                        f"step {self.step} epoch {windows.epoch} loss {loss:.4f} mtp {mtp:.4f} rate {rate:.3f} "
-                        f"{speed / 1e3:.0f}k tokens/s {now - self.started:.0f} s",
-                        flush=True,
-                    )
+                print(
+                    f"step {self.step} epoch {windows.epoch} loss {loss:.4f} mtp {mtp:.4f} rate {rate:.3f} "
+                    f"{speed / 1e3:.0f}k tokens/s {now - self.started:.0f} s",
+                    flush=True,
+                )
                 if not np.isfinite(loss):
                     raise FloatingPointError(f"loss is {loss} at step {self.step}")
                 sums.zero_()
                 marked, marked_step = now, self.step
-                if now - saved > s.save_every:
-                    self.evaluate(heldout)
-                    self.save(final=False)
-                    saved = marked = time.monotonic()
-        self.evaluate(heldout)
-        self.save(final=True)
-        print(f"done: {self.step} steps, {self.seen / 1e6:.1f}M tokens, {windows.epoch} epochs here", flush=True)
-
-    @staticmethod
-    def _progress(done: int, now: float, first: float, limit: float) -> float:
-        """Share of the time used, not counting compilation; before that is known, share of the whole."""
-        return (now - first) / max(1.0, limit - first) if done > 4 else min(0.01, now / limit)
+            if saves:
+                self.evaluate(heldout)
+                self.save()
+                marked = time.monotonic()
+        print(f"done: {self.step} steps, {self.seen / 1e6:.1f}M tokens", flush=True)
 
 
 def load_heldout(directory: Path) -> dict[str, np.ndarray]:
@@ -216,7 +198,7 @@ def parse() -> Settings:
             parser.add_argument(option, action=argparse.BooleanOptionalAction, default=field.default)
         else:
             kind = {"int": int, "float": float}.get(str(field.type), Path)
-            required = name in ("data", "out")
+            required = name in ("data", "out", "state")
             parser.add_argument(option, type=kind, required=required, default=None if required else field.default)
     return Settings(**vars(parser.parse_args()))
 
@@ -225,10 +207,11 @@ def main() -> None:
     started = time.monotonic()
     settings = parse()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokens = load_tokens(settings.data, settings.packs or None)
+    tokens = np.load(settings.data / "tokens.npy")
     trainer = Trainer(Config(), settings, device, started)
     count = sum(p.numel() for p in trainer.model.parameters())
-    print(f"{count / 1e6:.2f}M parameters, {len(tokens) / 1e6:.1f}M tokens, {device}", flush=True)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    print(f"{count / 1e6:.2f}M parameters, {len(tokens)} tokens, torch {torch.__version__}, {name}", flush=True)
     trainer.run(tokens, load_heldout(settings.data))
 
 

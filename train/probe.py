@@ -23,7 +23,7 @@ def measure(compiled: bool, length: int, micro_tokens: int, profile: bool) -> No
     torch.cuda.reset_peak_memory_stats()
     started = time.monotonic()
     device = torch.device("cuda")
-    settings = Settings(Path(), Path(), length=length, micro_tokens=micro_tokens, compile=compiled)
+    settings = Settings(Path(), Path(), Path("none"), length=length, micro_tokens=micro_tokens, compile=compiled)
     trainer = Trainer(Config(), settings, device, started)
     rows = micro_tokens // length
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from train import shards  # noqa: E402
+from train.__main__ import Log  # noqa: E402
+from train.data import pack  # noqa: E402
 from train.deltanet import ScanChunks, UnitLowerInverse, chunked, recurrent_step  # noqa: E402
 from train.draft import Draft, DraftConfig, train_draft  # noqa: E402
 from train.evaluate import bits_per_byte, draft_length, mtp_length  # noqa: E402
 from train.generate import continue_prompts, find, write_samples  # noqa: E402
 from train.model import Cache, Config, Qwen35, initialise  # noqa: E402
-from train.pretrain import Settings, Trainer  # noqa: E402
+from train.pretrain import Settings, Trainer, load_heldout  # noqa: E402
 
 TINY = Config(
     vocab_size=97,
@@ -31,6 +34,7 @@ TINY = Config(
     linear_num_key_heads=2,
     linear_num_value_heads=4,
 )
+SMALL_STEPS = {"length": 32, "batch_tokens": 128, "micro_tokens": 64, "decay_from": 0.5, "compile": False}
 
 
 def tiny(seed: int = 0) -> Qwen35:
@@ -142,8 +146,7 @@ def test_every_stage_runs_and_learns(tmp_path: Path) -> None:
         "bytes": np.array([300, 300], np.int32),
         "kind": np.array([0, 2], np.uint8),
     }
-    settings = Settings(tmp_path, tmp_path, state=tmp_path / "state", steps=30, length=32, decay_from=0.5)
-    settings.batch_tokens, settings.micro_tokens, settings.log_every, settings.compile = 128, 64, 5, False
+    settings = Settings(tmp_path, tmp_path, tmp_path / "state", steps=30, save_every=10, log_every=5, **SMALL_STEPS)
     widths = {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "intermediate_size": 64}
     small = replace(TINY, vocab_size=words + 1, **widths)
     trainer = Trainer(small, settings, torch.device("cpu"), time.monotonic())
@@ -154,8 +157,18 @@ def test_every_stage_runs_and_learns(tmp_path: Path) -> None:
     assert score["loss"] < 1.0
     assert score["bits_per_byte"] == pytest.approx(score["loss"] / np.log(2) / 2)
 
+    # Interrupted before its second save and begun again, training ends with the same weights to the bit.
+    settings.state, settings.out = tmp_path / "interrupted", tmp_path / "again"
+    interrupted = Trainer(small, settings, torch.device("cpu"), time.monotonic())
+    interrupted.evaluate = lambda _: 1 / (interrupted.step < 20)
+    with pytest.raises(ZeroDivisionError):
+        interrupted.run(stream, heldout)
     again = Trainer(small, settings, torch.device("cpu"), time.monotonic())
-    assert (again.step, again.seen) == (30, trainer.seen)
+    assert (again.step, again.seen) == (10, trainer.seen // 3)
+    again.run(stream, heldout)
+    for name, tensor in trainer.model.state_dict().items():
+        assert torch.equal(again.model.state_dict()[name], tensor), name
+    assert (tmp_path / "again" / "wisp.0").read_bytes() == (tmp_path / "wisp.0").read_bytes()
 
     tokens = torch.from_numpy(stream.astype(np.int32))
     marker = torch.tensor([5, 6])
@@ -198,3 +211,34 @@ def test_draft_rows_do_not_see_past_their_anchor() -> None:
     embedded[:, :, -1] += 1.0
     with torch.no_grad():
         assert not torch.allclose(before[:, :, 0], draft(features, embedded, anchors)[:, :, 0])
+
+
+def test_log_keeps_every_stage_and_stops_at_a_failure(tmp_path: Path) -> None:
+    log = Log(tmp_path / "out" / "log.txt")
+    log.run("this")
+    with pytest.raises(SystemExit):
+        Log(log.path).run("no.such.module", "a file")
+    lines = log.path.read_text().splitlines()
+    assert lines[0] == "$ python -m this"
+    assert "Namespaces are one honking great idea -- let's do more of those!" in lines
+    assert "$ python -m no.such.module 'a file'" in lines
+    assert lines[-1].startswith("[no.such.module: exit 1 after ")
+
+
+def test_pack_ends_every_document_and_stops_at_its_measure(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"<|endoftext|>": 0, "one": 1, "two": 2, "three": 3}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="three"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    rows = {"heldout": ["one two", "three"], "train": ["one two three"] * 1200}
+    for split, texts in rows.items():
+        lines = [json.dumps({"kind": "code", "text": text}) + "\n" for text in texts]
+        (tmp_path / f"{split}.jsonl").write_text("".join(lines))
+    pack(tmp_path, tmp_path, tmp_path, 2100)
+    heldout = load_heldout(tmp_path)
+    assert heldout["tokens"].tolist() == [1, 2, 0, 3, 0]
+    assert heldout["lengths"].tolist() == [3, 2]
+    assert heldout["bytes"].tolist() == [7, 5]
+    # Whole batches of 512 documents are taken until there are enough.
+    assert np.load(tmp_path / "tokens.npy").tolist() == [1, 2, 3, 0] * 1024

@@ -9,6 +9,8 @@ import argparse
 import json
 from pathlib import Path
 
+from train.data import digest
+
 VOCABULARY = 8192
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
@@ -110,6 +112,7 @@ def train_tokenizer(corpus: Path, out: Path, sample_bytes: int) -> None:
         raise ValueError(f"the corpus gives {tokenizer.get_vocab_size()} tokens, not {VOCABULARY}; use more text")
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(out / "tokenizer.json"))
+    print(f"tokenizer.json: {VOCABULARY} tokens, sha256 {digest((out / 'tokenizer.json').read_bytes())}")
     added = {
         str(tokenizer.token_to_id(text)): {
             "content": text,

@@ -82,14 +82,19 @@ MARKS = 640
 MATMUL = ["inputs", "multiply", "barrier", "finish"]
 
 
-def stage_marks(config: Config) -> list[tuple[str, str]]:
+def stage_marks(config: Config, nodes: int) -> list[tuple[str, str]]:
     """(stage, part) of every interval between two marks of the kernel, up to the LM head."""
     marks = [("embed", "all")]
     for recurrent in config.recurrent:
         kind = "delta" if recurrent else "attention"
         marks += [(f"{kind}_in", part) for part in MATMUL]
         if recurrent:
-            marks += [("delta_mix", part) for part in ("rows", "barrier", "recurrence", "barrier 2", "publish")]
+            parts = (
+                ("rows", "recurrence", "barrier", "publish")
+                if nodes == 1
+                else ("rows", "barrier", "recurrence", "barrier 2", "publish")
+            )
+            marks += [("delta_mix", part) for part in parts]
         else:
             marks += [("attention_parts", "all"), ("attention_merge", "all")]
         for stage in (f"{kind}_out", "mlp_in", "mlp_out"):
@@ -103,7 +108,7 @@ def print_profile(config: Config, tensors: dict[str, Tensor], nodes: int) -> Non
     state = fake_length(backend, 520)
     for _ in range(5):
         backend.forward(state, bushy_tree(nodes))
-    marks = stage_marks(config)
+    marks = stage_marks(config, nodes)
     clocks = backend.profile.read(np.int64, (backend.layout.sms, MARKS))
     counts = (clocks != 0).sum(axis=1)
     busy = clocks[counts == counts.max()]  # SMs that have a part in every stage

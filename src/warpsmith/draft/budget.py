@@ -6,9 +6,9 @@ expected tokens a second. The draft's probabilities are corrected by what became
 
 Whether it was worth it is kept in an account, in tokens that plain decoding would have made in the time: a step that
 decides four tokens in the time of two earns two. When the account is empty the draft rests, and the backend decodes by
-itself; each of these tokens pays a little into the account, until there is enough for another try. A draft that fails
-again and again is tried less and less. So what speculation can cost is bounded: half a hundredth, and the small sum
-that an account starts with.
+itself; each of these tokens pays a little into the account, until there is enough for another try. Another text is
+another chance, a smaller one each time that nothing comes of it. So what speculation can cost is bounded: half a
+hundredth, and the small sums that an account is given.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from warpsmith.backend.base import State
+from warpsmith.backend.tree import MAX_NODES
 from warpsmith.draft.base import Context, Draft, Prices, Proposer, ScoredTree
 from warpsmith.draft.costs import Costs
 
@@ -32,7 +33,7 @@ PRIOR = 4.0  # how many observations the draft's own word is worth
 MEMORY = 256.0  # observations after which the older half counts half
 START, MOST = 4.0, 16.0  # the account, in plain tokens
 REFILL = 0.005  # a plain token
-RARELY = 8  # times as long as at first a draft waits that has failed again and again
+STAKE = 2.0  # tokens that a forward may lose however little the account holds; beyond that it may lose what is there
 LISTENS = 12  # tokens before another try of which a draft that needs their rows is told
 RECENT = 9  # timings of which the median is taken: a step that was held up does not count
 CHECK = 8  # tokens decoded plainly now and then, to see how fast that is at present
@@ -99,7 +100,8 @@ class Account:
     def __init__(self) -> None:
         self.credit, self.open = START, True
         self._needed = 0.0  # to open again
-        self._failures = 0  # tries in a row that earned nothing
+        self._grant = 0.0  # what another text is worth
+        self._failures = 0  # times in a row that it ran empty without having earned anything
         self._earned = False  # since it last opened
 
     def drafted(self, tokens: int, worth: float, next_worth: float) -> None:
@@ -113,21 +115,24 @@ class Account:
             self.open = False
             self._failures = 0 if self._earned else self._failures + 1
             self._earned = False
+            self._grant = START * 0.5**self._failures
             self._needed = min(2 * max(next_worth - 1, 0.0), MOST)
 
     def plain(self, tokens: int) -> None:
         """Tokens were decoded plainly while it was closed."""
-        self.credit = min(self.credit + tokens * self._refill, MOST)
+        self.credit = min(self.credit + tokens * REFILL, MOST)
         self.open = self.credit >= self._needed
 
-    @property
-    def _refill(self) -> float:
-        return REFILL / min(2 ** max(self._failures - 1, 0), RARELY)
+    def new_text(self) -> None:
+        """What failed on the last one may do well on this."""
+        if not self.open:
+            self.credit, self._grant = min(self.credit + self._grant, MOST), 0.0
+            self.open = self.credit >= self._needed
 
     @property
     def waits(self) -> int:
         """Plain tokens until it opens again."""
-        return 0 if self.open else max(1, round((self._needed - self.credit) / self._refill))
+        return 0 if self.open else max(1, round((self._needed - self.credit) / REFILL))
 
 
 class Pace:
@@ -245,7 +250,7 @@ class Budgeted(Proposer):
         prices = Prices(self._pace.plain(), self._least)
         tree = self.draft.propose(replace(context, depth=min(depth, context.depth), prices=prices))
         if tree is not None:
-            chances = path_probabilities(tree, self.calibration)[1:]
+            chances = path_probabilities(tree, self.calibration)[1 : self._most_nodes()]
             size, self.promise = best_size(chances, self._pace.seconds(), self._pace.other())
             tree = tree.first(size) if size else None
         if tree is not None:
@@ -255,6 +260,11 @@ class Budgeted(Proposer):
             self._pause = min(2**self._silent - 1, SILENCE)
         self._step = _Step(len(context.ids) - 1, tree)
         return tree
+
+    def _most_nodes(self) -> int:
+        """Of a tree that could be all wrong without losing more than there is to lose."""
+        stake = (1 + max(self.account.credit, STAKE)) * self._pace.plain()
+        return next((nodes for nodes, seconds in enumerate(self._pace.seconds()) if seconds > stake), MAX_NODES)
 
     def observe(
         self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
@@ -316,6 +326,7 @@ class Budgeted(Proposer):
 
     def reset(self) -> None:
         self._step = None
+        self.account.new_text()
         self.draft.reset()
 
     def snapshot(self) -> Any:
@@ -323,4 +334,5 @@ class Budgeted(Proposer):
 
     def restore(self, saved: Any) -> None:
         self._step = None
+        self.account.new_text()
         self.draft.restore(saved)

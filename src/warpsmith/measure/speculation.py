@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
@@ -105,7 +106,7 @@ def comparison_table(comparisons: Sequence[Comparison]) -> str:
     header = ["prompts", "n", "draft", "budget", "plain t/s", "spec t/s", "AL", "speedup", "same text"]
     rows = [
         [
-            c.prompts,
+            Path(c.prompts).name,
             str(len(c.plain)),
             c.draft,
             str(c.budget),

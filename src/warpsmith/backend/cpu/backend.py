@@ -98,7 +98,7 @@ class CpuBackend(Backend):
 
     @property
     def kernels(self) -> str:
-        """Which kernels were chosen: portable, neon, avx2 or avx512."""
+        """Which kernels were chosen: portable, neon, neon-i8mm, avx2 or avx512."""
         return self._engine.kernels
 
     @property

@@ -16,6 +16,9 @@ std::vector<std::string> cpu_features() {
     const unsigned long caps = getauxval(AT_HWCAP);
     if (caps & HWCAP_ASIMD) found.push_back("neon");
     if (caps & HWCAP_ASIMDDP) found.push_back("dotprod");
+#ifdef HWCAP2_I8MM
+    if (getauxval(AT_HWCAP2) & HWCAP2_I8MM) found.push_back("i8mm");
+#endif
 #elif defined(__APPLE__) && defined(__aarch64__)
     found = {"neon", "dotprod"};
 #elif defined(__x86_64__)
@@ -38,6 +41,7 @@ const Kernels& choose_kernels(const std::vector<std::string>& features) {
         });
     };
 #if defined(__aarch64__)
+    if (all({"neon", "dotprod", "i8mm"})) return kNeonI8mmKernels;
     if (all({"neon", "dotprod"})) return kNeonKernels;
 #elif defined(__x86_64__)
     if (all({"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512vnni"})) return kAvx512Kernels;

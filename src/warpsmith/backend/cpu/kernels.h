@@ -61,6 +61,7 @@ struct Kernels {
 extern const Kernels kGenericKernels;
 #if defined(__aarch64__)
 extern const Kernels kNeonKernels;
+extern const Kernels kNeonI8mmKernels;
 #elif defined(__x86_64__)
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;

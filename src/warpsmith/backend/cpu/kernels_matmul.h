@@ -159,15 +159,19 @@ struct Panel {
         S::store(out, total);
     }
 
-    template <Type T, int C>
+    template <Type T, bool kTiled, int C>
     static void small_columns(const uint8_t* quads, F d, const Acts& x, int b, int first, float* out, int stride) {
         const int8_t* q = x.q32 + (static_cast<size_t>(b) * x.padded() + first) * 32;
         const size_t at = static_cast<size_t>(b) * x.n + first;
         I acc[C];
         WARPSMITH_UNROLL
         for (int c = 0; c < C; c++) acc[c] = T == Type::Q4_0 ? S::set1(x.minus8[at + c]) : S::zero();
-        WARPSMITH_UNROLL
-        for (int j = 0; j < 8; j++) dots<T, C>(acc, quads + 64 * j, q + 16 * j);
+        if constexpr (kTiled) {
+            S::template tile<8>(acc, quads, q);
+        } else {
+            WARPSMITH_UNROLL
+            for (int j = 0; j < 8; j++) dots<T, C>(acc, quads + 64 * j, q + 16 * j);
+        }
         WARPSMITH_UNROLL
         for (int c = 0; c < C; c++) {
             float* to = out + static_cast<size_t>(first + c) * stride;
@@ -176,8 +180,11 @@ struct Panel {
         }
     }
 
-    template <Type T>
+    template <Type T, bool kTiled = false>
     static void small_blocks(const uint8_t* panel, const Acts& x, float* out, int stride) {
+        if constexpr (S::kTileColumns > 0 && !kTiled) {
+            if (x.n >= S::kTileColumns) return small_blocks<T, true>(panel, x, out, stride);
+        }
         if (x.n == 1) return small_one<T>(panel, x, out);
         alignas(64) uint8_t room[8 * 64];
         for (int b = 0; b < x.k / 32; b++) {
@@ -187,12 +194,16 @@ struct Panel {
                 unpack<T>(block, 0, [&](auto j, const W& w) { S::store_w(room + 64 * j, w); });
                 quads = room;
             }
+            if constexpr (kTiled) {
+                S::pair_quads(quads, 8, room);
+                quads = room;
+            }
             const F d = S::load_f16(block);
             int c = 0;
-            for (; c + 4 <= x.n; c += 4) small_columns<T, 4>(quads, d, x, b, c, out, stride);
-            if (x.n - c == 3) small_columns<T, 3>(quads, d, x, b, c, out, stride);
-            if (x.n - c == 2) small_columns<T, 2>(quads, d, x, b, c, out, stride);
-            if (x.n - c == 1) small_columns<T, 1>(quads, d, x, b, c, out, stride);
+            for (; c + 4 <= x.n; c += 4) small_columns<T, kTiled, 4>(quads, d, x, b, c, out, stride);
+            if (x.n - c == 3) small_columns<T, kTiled, 3>(quads, d, x, b, c, out, stride);
+            if (x.n - c == 2) small_columns<T, kTiled, 2>(quads, d, x, b, c, out, stride);
+            if (x.n - c == 1) small_columns<T, kTiled, 1>(quads, d, x, b, c, out, stride);
         }
     }
 
@@ -289,7 +300,7 @@ struct Panel {
         if (T != Type::Q6_K) S::store(to.dmin, S::load_f16(block + 32));
     }
 
-    template <Type T, int C>
+    template <Type T, bool kTiled, int C>
     static void large_columns(const uint8_t* block, const Unpacked& unpacked, const Acts& x, int b, int first, float* out,
                               int stride) {
         constexpr int each = T == Type::Q6_K ? 4 : 8;  // quads that share a scale
@@ -302,8 +313,12 @@ struct Panel {
             I acc[C];
             WARPSMITH_UNROLL
             for (int c = 0; c < C; c++) acc[c] = T == Type::Q6_K ? six_offset(x.minus32[(at + c) * 16 + s]) : S::zero();
-            WARPSMITH_UNROLL
-            for (int j = each * s; j < each * s + each; j++) dots<T, C>(acc, unpacked.quads + 64 * j, q + 16 * j);
+            if constexpr (kTiled) {
+                S::template tile<each>(acc, unpacked.quads + 64 * each * s, q + 16 * each * s);
+            } else {
+                WARPSMITH_UNROLL
+                for (int j = each * s; j < each * s + each; j++) dots<T, C>(acc, unpacked.quads + 64 * j, q + 16 * j);
+            }
             const I scale = S::load(unpacked.scales[s]);
             WARPSMITH_UNROLL
             for (int c = 0; c < C; c++) sum[c] = S::mla(sum[c], acc[c], scale);
@@ -325,18 +340,22 @@ struct Panel {
         }
     }
 
-    template <Type T>
+    template <Type T, bool kTiled = false>
     static void large_blocks(const uint8_t* panel, const Acts& x, float* out, int stride) {
+        if constexpr (S::kTileColumns > 0 && !kTiled) {
+            if (x.n >= S::kTileColumns) return large_blocks<T, true>(panel, x, out, stride);
+        }
         if (x.n == 1) return large_one<T>(panel, x, out);
         Unpacked unpacked;
         for (int b = 0; b < x.k / 256; b++) {
             const uint8_t* block = panel + static_cast<size_t>(b) * layout_of(T).packed_bytes;
             unpack_block<T>(block, unpacked);
+            if constexpr (kTiled) S::pair_quads(unpacked.quads, 64, unpacked.quads);
             int c = 0;
-            for (; c + 4 <= x.n; c += 4) large_columns<T, 4>(block, unpacked, x, b, c, out, stride);
-            if (x.n - c == 3) large_columns<T, 3>(block, unpacked, x, b, c, out, stride);
-            if (x.n - c == 2) large_columns<T, 2>(block, unpacked, x, b, c, out, stride);
-            if (x.n - c == 1) large_columns<T, 1>(block, unpacked, x, b, c, out, stride);
+            for (; c + 4 <= x.n; c += 4) large_columns<T, kTiled, 4>(block, unpacked, x, b, c, out, stride);
+            if (x.n - c == 3) large_columns<T, kTiled, 3>(block, unpacked, x, b, c, out, stride);
+            if (x.n - c == 2) large_columns<T, kTiled, 2>(block, unpacked, x, b, c, out, stride);
+            if (x.n - c == 1) large_columns<T, kTiled, 1>(block, unpacked, x, b, c, out, stride);
         }
     }
 };

@@ -12,6 +12,7 @@ namespace {
 
 struct Avx2 {
     static constexpr int lanes = 16;
+    static constexpr int kTileColumns = 0;
     struct F { __m256 v[2]; };
     struct I { __m256i v[2]; };
     struct W { __m256i v[2]; };

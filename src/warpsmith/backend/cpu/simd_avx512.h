@@ -10,6 +10,7 @@ namespace {
 
 struct Avx512 {
     static constexpr int lanes = 16;
+    static constexpr int kTileColumns = 0;
     using F = __m512;
     using I = __m512i;
     using W = __m512i;

@@ -5,7 +5,8 @@
 // dot<J>(acc, w, x): lane r gains the product of w's row r with bytes 4J .. 4J+3 of x; w is unsigned and below 64
 // (dot_signed: a signed byte). unpack6 turns the planes of a Q6_K sub-block into quads that dot multiplies: kSixScale
 // times the weight less 32, once kSixOffset times -32 sum(x) is added. bit_to_4<N> brings bit N of a byte to bit 4, and
-// insert_bit(x, bit) takes bit 4 from `bit`. fma_x<J>(acc, w, x): lane r gains w[r] * x[J].
+// insert_bit(x, bit) takes bit 4 from `bit`. fma_x<J>(acc, w, x): lane r gains w[r] * x[J]. kTileColumns: from how many
+// columns on quads are paired (pair_quads) and multiplied several columns at a time (tile); 0 for never.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -17,6 +18,7 @@ namespace {
 
 struct Generic {
     static constexpr int lanes = 16;
+    static constexpr int kTileColumns = 0;
     typedef float F __attribute__((vector_size(64)));
     typedef int32_t I __attribute__((vector_size(64)));
     typedef uint8_t W __attribute__((vector_size(64)));

@@ -11,6 +11,7 @@ namespace {
 
 struct Neon {
     static constexpr int lanes = 16;
+    static constexpr int kTileColumns = 0;
     struct F { float32x4_t v[4]; };
     struct I { int32x4_t v[4]; };
     struct W { uint8x16_t v[4]; };

@@ -59,7 +59,7 @@ from warpsmith.model.config import Config
 BURST = MAX_STEPS  # tokens a decoding launch makes before it comes back
 EVERY_STAGE = 1 << 30
 NOT_READY = 600  # what the driver answers while a kernel runs
-VARIANTS = (1, 8, 16, 32, 64)  # nodes a build of the kernel takes
+VARIANTS = (1, 8, 16, 24, 32, 64)  # nodes a build of the kernel takes
 
 
 class CudaState(State):
@@ -328,13 +328,13 @@ class CudaBackend(Backend):
         mixer, mixer_turn = (
             ("delta", before % 2) if op.startswith("delta") else ("attention", (int(layer or 0) - before) % 2)
         )
-        if kind == "in":
+        if op == "delta_in":  # what is exchanged is convolved and gated already
+            raw = self.pending["pending_raw"].read(np.float32, (self.layout.delta_layers, MAX_NODES, c.conv_channels))
+            return {"qkv": raw[before, :n]}
+        if op == "attention_in":
             rows = self._exchanged(op, n, mixer_turn)
-            if op == "delta_in":
-                sizes = {"qkv": c.conv_channels, "z": c.value_dim, "beta": c.value_heads, "alpha": c.value_heads}
-            else:
-                kv = c.kv_heads * c.head_dim
-                sizes = {"q": 2 * c.heads * c.head_dim, "k": kv, "v": kv}
+            kv = c.kv_heads * c.head_dim
+            sizes = {"q": 2 * c.heads * c.head_dim, "k": kv, "v": kv}
             ends = np.cumsum(list(sizes.values()))
             return {name: rows[:, e - s : e] for (name, s), e in zip(sizes.items(), ends, strict=True)}
         if kind == "mix":

@@ -16,7 +16,6 @@ from warpsmith.model.weights import expected_shapes
 WARPS, CHUNK_K, GROUP_BYTES, SLOT_BYTES = 8, 256, 4096, 16384
 WIDE, NARROW = 16, 8  # rows of a unit
 COLUMNS, HISTORY, STATE_DIM, HEAD_DIM = 16, 4, 128, 256
-BLOCK_CHANNELS = 2 * STATE_DIM + COLUMNS
 MAX_STOPS, MAX_FEATURES = 16, 8
 NOT_YET = 0xFFFFFFFF  # what an exchanged word is before it has come
 MAX_STEPS, LIST, ROUNDS, MAX_OWN_LOGITS = 64, 256, 8, 4096  # of candidates.cuh and sample.cuh
@@ -244,7 +243,7 @@ class Layout:
 
     @property
     def history_bytes(self) -> int:
-        return self.delta_layers * self.blocks * HISTORY * BLOCK_CHANNELS * 4
+        return self.delta_layers * HISTORY * self.config.conv_channels * 4
 
     @property
     def caches(self) -> int:
@@ -256,11 +255,12 @@ class Layout:
         return self.caches * context * HEAD_DIM * 2
 
     def pending_bytes(self) -> dict[str, int]:
-        rows = self.delta_layers * self.blocks * MAX_NODES * 4
+        nodes = self.delta_layers * MAX_NODES * 4
+        rows = nodes * self.blocks
         kv = self.attention_layers * self.config.kv_heads * MAX_NODES * HEAD_DIM * 2
         return {
-            "pending_raw": rows * BLOCK_CHANNELS,
-            "pending_key": rows * STATE_DIM,
+            "pending_raw": nodes * self.config.conv_channels,
+            "pending_key": nodes * self.config.key_heads * STATE_DIM,
             "pending_write": rows * COLUMNS,
             "pending_fade": rows,
             "pending_keys": kv,

@@ -312,98 +312,91 @@ __device__ __forceinline__ void attention_parts(Block& b, int index, const float
     if (NODES > 1) b.sync();
 }
 
-// Four dimensions of a node's y: what its splits have published, lane by lane.
-struct Merge {
-    static constexpr int EACH = SPLITS / 32;
-    uint2 stats[EACH];
-    uint4 sums[EACH], gates;
-    int node, piece, splits;  // piece: of four dimensions, heads one after another
-    u32* part;
-
-    __device__ __forceinline__ Merge() {}
-    __device__ __forceinline__ Merge(const Block& b, int which, int at) : node(which), piece(at) {
-        const int head = piece / (HEAD_DIM / 4);
-        splits = min(SPLITS, (b.length + (NODES == 1 ? 0 : b.s.depth[node])) / KEYS + 1);
-        part = b.p.parts + ((size_t)node * HEADS + head) * SPLITS * HEAD_DIM + piece % (HEAD_DIM / 4) * 4;
-    }
-    __device__ __forceinline__ void load(const Block& b) {
-        const int head = piece / (HEAD_DIM / 4);
-        const u32* stats_at = b.words(ATTENTION_TURN, node, STATS_AT) + head * SPLITS * 2;
-        gates = load16(b.words(ATTENTION_TURN, node, ATTENTION_IN_AT) + (head * 2 + 1) * HEAD_DIM + piece % (HEAD_DIM / 4) * 4);
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            const int split = min(i * 32 + b.lane, splits - 1);
-            stats[i] = load8(stats_at + split * 2);
-            sums[i] = load16(part + split * HEAD_DIM);
-        }
-    }
-    __device__ __forceinline__ bool came() const {
-        bool all = came16(gates);
-#pragma unroll
-        for (int i = 0; i < EACH; i++) all &= stats[i].x != NOT_YET & came8(sums[i]);
-        return all;
-    }
-    __device__ __forceinline__ void publish(const Block& b) const {
-        float peak = MINUS_INFINITY, weight = 0.0f;
-        float4 sum = {}, acc[EACH];
-        float2 stat[EACH];
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            const bool live = i * 32 + b.lane < splits;
-            stat[i] = live ? float2{__uint_as_float(stats[i].x), __uint_as_float(stats[i].y)} : float2{MINUS_INFINITY, 0};
-            acc[i] = live ? floats(sums[i]) : float4{};
-            peak = fmaxf(peak, stat[i].x);
-            if (live) store16(part + (i * 32 + b.lane) * HEAD_DIM, NOT_YET, NOT_YET, NOT_YET, NOT_YET);
-        }
-        peak = warp_max(peak);
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            const float share = __expf(stat[i].x - peak);
-            weight = fmaf(share, stat[i].y, weight);
-            sum.x = fmaf(share, acc[i].x, sum.x), sum.y = fmaf(share, acc[i].y, sum.y);
-            sum.z = fmaf(share, acc[i].z, sum.z), sum.w = fmaf(share, acc[i].w, sum.w);
-        }
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            weight += __shfl_xor_sync(~0u, weight, step);
-            sum.x += __shfl_xor_sync(~0u, sum.x, step), sum.y += __shfl_xor_sync(~0u, sum.y, step);
-            sum.z += __shfl_xor_sync(~0u, sum.z, step), sum.w += __shfl_xor_sync(~0u, sum.w, step);
-        }
-        if (b.lane == 0) {
-            const float4 gate = floats(gates);
-            const float inverse = __fdividef(1.0f, weight);
-            publish8(b.words(ATTENTION_TURN, node, ATTENTION_Y_AT) + piece * 2, b.other(ATTENTION_TURN),
-                     pack_bf16(sum.x * inverse * sigmoid(gate.x), sum.y * inverse * sigmoid(gate.y)),
-                     pack_bf16(sum.z * inverse * sigmoid(gate.z), sum.w * inverse * sigmoid(gate.w)));
-        }
-    }
-};
-
-// Stage: merge the splits, a warp four dimensions of some nodes at a time; gate, publish.
+// Stage: merge the splits in their order, gate, publish. A warp takes a piece of a node's head, a lane WIDTH dimensions.
 __device__ __forceinline__ void attention_merge(Block& b) {
-    constexpr int PIECES_OF_Y = ATTENTION_DIM / 4, AT_ONCE = NODES == 1 ? 1 : 4;
-    const int first = first_unit(PIECES_OF_Y, b.sm), mine = first_unit(PIECES_OF_Y, b.sm + 1) - first;
-    const int tasks = mine * b.nodes;
+    constexpr int WIDTH = NODES == 1 ? 1 : 2, PIECES = HEAD_DIM / (32 * WIDTH), AT_ONCE = 32, EACH = SPLITS / 32;
+    static_assert(SPLITS % AT_ONCE == 0, "whole groups of splits");
+    const int tasks = b.nodes * HEADS * PIECES;
 #pragma unroll 1
-    for (int task = b.warp * AT_ONCE; task < tasks; task += WARPS * AT_ONCE) {
-        Merge merge[AT_ONCE];
+    for (int task = b.warp * SMS + b.sm; task < tasks; task += WARPS * SMS) {
+        const int node = task / (HEADS * PIECES), head = task / PIECES % HEADS, dim = task % PIECES * (32 * WIDTH) + b.lane * WIDTH;
+        const int splits = min(SPLITS, (b.length + (NODES == 1 ? 0 : b.s.depth[node])) / KEYS + 1);
+        const u32* stats_at = b.words(ATTENTION_TURN, node, STATS_AT) + head * SPLITS * 2;
+        const u32* gate_at = b.words(ATTENTION_TURN, node, ATTENTION_IN_AT) + (head * 2 + 1) * HEAD_DIM + dim;
+        u32* part = b.p.parts + ((size_t)node * HEADS + head) * SPLITS * HEAD_DIM + dim;
+        float share[EACH] = {}, weight = 0.0f, sum[WIDTH] = {};
+        uint2 stats[EACH] = {};
+        u32 gates[WIDTH] = {};
+#pragma unroll 1
+        for (int first = 0; first < splits; first += AT_ONCE) {
+            u32 got[AT_ONCE][WIDTH];
+            Watchdog dog;
+            bool came;
+            do {  // the group's sums; with the first everything else
+                came = true;
+                if (first == 0) {
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            const int which = min(task + i, tasks - 1), node = NODES == 1 ? 0 : which / mine;
-            merge[i] = Merge(b, node, first + which - node * mine);
+                    for (int i = 0; i < EACH; i++) stats[i] = load8(stats_at + min(i * 32 + b.lane, splits - 1) * 2);
+#pragma unroll
+                    for (int w = 0; w < WIDTH; w++) gates[w] = load4(gate_at + w);
+                }
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; i++) {
+                    const u32* at = part + min(first + i, splits - 1) * HEAD_DIM;
+                    if constexpr (WIDTH == 1) {
+                        got[i][0] = load4(at);
+                    } else {
+                        const uint2 two = load8(at);
+                        got[i][0] = two.x, got[i][WIDTH - 1] = two.y;
+                    }
+                }
+                if (first == 0) {
+#pragma unroll
+                    for (int i = 0; i < EACH; i++) came &= stats[i].x != NOT_YET;
+#pragma unroll
+                    for (int w = 0; w < WIDTH; w++) came &= gates[w] != NOT_YET;
+                }
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; i++) came &= got[i][0] != NOT_YET;
+                dog.check();
+            } while (!everywhere(came));
+            if (first == 0) {
+                float peak = MINUS_INFINITY;
+#pragma unroll
+                for (int i = 0; i < EACH; i++)
+                    if (i * 32 + b.lane < splits) peak = fmaxf(peak, __uint_as_float(stats[i].x));
+                peak = warp_max(peak);
+#pragma unroll
+                for (int i = 0; i < EACH; i++) {
+                    share[i] = i * 32 + b.lane < splits ? __expf(__uint_as_float(stats[i].x) - peak) : 0.0f;
+                    weight = fmaf(share[i], __uint_as_float(stats[i].y), weight);
+                }
+                weight = warp_sum(weight);
+            }
+            float shares = share[0];
+#pragma unroll
+            for (int i = 1; i < EACH; i++) shares = first == i * 32 ? share[i] : shares;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                const float mine = __shfl_sync(~0u, shares, i);  // 0 past the last split
+#pragma unroll
+                for (int w = 0; w < WIDTH; w++) sum[w] = fmaf(mine, __uint_as_float(got[i][w]), sum[w]);
+                if (first + i < splits) {
+                    u32* at = part + (first + i) * HEAD_DIM;
+                    if constexpr (WIDTH == 1)
+                        store4(at, NOT_YET);
+                    else
+                        store8(at, NOT_YET, NOT_YET);
+                }
+            }
         }
-        Watchdog dog;
-        bool came;
-        do {
-            came = true;
+        const float inverse = __fdividef(1.0f, weight);
+        float y[WIDTH];
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) merge[i].load(b);
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) came &= merge[i].came();
-            dog.check();
-        } while (!everywhere(came));
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++)
-            if (task + i < tasks) merge[i].publish(b);
+        for (int w = 0; w < WIDTH; w++) y[w] = sum[w] * inverse * sigmoid(__uint_as_float(gates[w]));
+        const float after = WIDTH == 1 ? __shfl_down_sync(~0u, y[0], 1) : y[WIDTH - 1];
+        const u32 pair = pack_bf16(y[0], after), next = __shfl_down_sync(~0u, pair, 2 / WIDTH);
+        if (b.lane % (4 / WIDTH) == 0)
+            publish8(b.words(ATTENTION_TURN, node, ATTENTION_Y_AT) + (head * HEAD_DIM + dim) / 2, b.other(ATTENTION_TURN), pair, next);
     }
 }

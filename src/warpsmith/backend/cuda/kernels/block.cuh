@@ -16,6 +16,7 @@ struct Block {
     u32 turns = 0;
     int buffer = 0;  // which half of the partial sums the next go to
     int norm = 0;    // which of `squares` the last norm's sums are in
+    int epoch = 0;   // DeltaNet blocks so far, in a tree
     int length;      // tokens committed before the tree
     int nodes;
 
@@ -28,10 +29,9 @@ struct Block {
     __device__ u32* words(Turn turn, int node, int at) const {
         return p.exchange + ((turns & turn ? COPY_WORDS : 0) + node * NODE_WORDS + at);
     }
-    // The state a node keeps for its children: in shared memory as long as there is room. [2][CONSUMERS] float4
+    // The state a node keeps for its children: in shared memory as long as there is room. [8][64] float4
     __device__ float4* kept_state(int place, int block) const {
-        u8* memory = (u8*)scratch + SCRATCH_FLOATS * 4;
-        if (place < KEPT_STATES) return (float4*)(memory + place * STATE_FLOATS * 4);
+        if (place < KEPT_STATES) return (float4*)(scratch + (MIX_AT + DELTA_FLOATS) + place * STATE_FLOATS);
         return (float4*)(p.branch_state + ((size_t)block * MAX_NODES + place) * STATE_FLOATS);
     }
     __device__ int other(Turn turn) const { return turns & turn ? -COPY_WORDS : COPY_WORDS; }
@@ -42,7 +42,7 @@ struct Block {
 
     // All consumer warps; the producer takes no part.
     __device__ void sync() const { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
-    __device__ bool decoding() const { return r.steps > 0; }
+    __device__ bool decoding() const { return NODES == 1 && r.steps > 0; }
 
     // In a profiling build: when this SM got here.
     __device__ void mark() {

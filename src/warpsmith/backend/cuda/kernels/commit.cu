@@ -19,14 +19,15 @@ extern "C" __global__ void __launch_bounds__(COLUMNS * 32) commit(const __grid_c
         float4 s = *state;
         for (int i = 0; i < path.count; i++) {
             const size_t node = at * MAX_NODES + path.node[i];
-            const float4 key = *((const float4*)(p.pending_key + node * STATE_DIM) + lane);
+            const size_t key_head = at / BLOCKS * KEY_HEADS + at % BLOCKS / BLOCKS_PER_HEAD % KEY_HEADS;
+            const float4 key = *((const float4*)(p.pending_key + (key_head * MAX_NODES + path.node[i]) * STATE_DIM) + lane);
             s = update_state(s, p.pending_fade[node], key, p.pending_write[node * COLUMNS + warp]);
         }
         *state = s;
         for (int i = max(0, path.count - HISTORY); i < path.count; i++) {
-            const float* raw = p.pending_raw + (at * MAX_NODES + path.node[i]) * BLOCK_CHANNELS;
-            float* to = p.history + (at * HISTORY + (path.length + i) % HISTORY) * BLOCK_CHANNELS;
-            if (threadIdx.x < BLOCK_CHANNELS) to[threadIdx.x] = raw[threadIdx.x];
+            const float* raw = p.pending_raw + (at / BLOCKS * MAX_NODES + path.node[i]) * CONV_CHANNELS;
+            float* to = p.history + (at / BLOCKS * HISTORY + (path.length + i) % HISTORY) * CONV_CHANNELS;
+            for (int c = at % BLOCKS * blockDim.x + threadIdx.x; c < CONV_CHANNELS; c += BLOCKS * blockDim.x) to[c] = raw[c];
         }
     } else {
         const size_t head = blockIdx.x - DELTA_LAYERS * BLOCKS;

@@ -33,6 +33,11 @@ __device__ __forceinline__ uint2 load8(const void* at) {
                  : "=r"(v.x), "=r"(v.y) : "l"(at) : "memory");
     return v;
 }
+__device__ __forceinline__ u32 load4(const void* at) {
+    u32 v;
+    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+    return v;
+}
 
 // Publish at one copy and reset the other, `other` words away.
 __device__ __forceinline__ void publish16(u32* at, int other, float4 v) {
@@ -55,15 +60,4 @@ __device__ __forceinline__ bool came4(uint4 v) { return v.x != NOT_YET & v.y != 
 
 __device__ __forceinline__ float4 floats(uint4 v) {
     return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
-}
-
-// Wait for four floats that were written together.
-__device__ __forceinline__ float4 poll16(const u32* at) {
-    uint4 v;
-    Watchdog dog;
-    do {
-        v = load16(at);
-        dog.check();
-    } while (!came16(v));
-    return floats(v);
 }

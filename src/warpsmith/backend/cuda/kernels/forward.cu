@@ -6,8 +6,48 @@
 //   out (projection, residual) -> mid;  mlp_in (norm, gate, up) -> h;  mlp_out (projection, residual) -> x;
 //   head (norm, logits) -> best.
 #include "attention.cuh"
+#include "convolve.cuh"
 #include "delta.cuh"
 #include "sample.cuh"
+
+// Which worker takes which node of a DeltaNet layer, and when: a node goes on behind its parent if it is the first to, else
+// to the worker that can start it soonest. Everybody's nodes are in the tree's order, so nobody waits in a circle.
+__device__ __forceinline__ void deal_nodes(Block& b) {
+    int last[WORKERS], free[WORKERS], kept = 0;
+#pragma unroll
+    for (int w = 0; w < WORKERS; w++) last[w] = b.s.first[w] = -1, free[w] = 0;
+#pragma unroll 1
+    for (int node = 0; node < b.nodes; node++) {
+        const int parent = b.r.parents[node];
+        int worker = -1, start = 0, source = -1;
+        if (parent < 0) {
+            worker = 0;
+        } else {
+            const int ready = b.s.steps[parent].time;
+#pragma unroll
+            for (int w = 0; w < WORKERS; w++)
+                if (last[w] == parent) worker = w, start = ready;
+            if (worker < 0) {
+                if (b.s.steps[parent].keep < 0) b.s.steps[parent].keep = kept++;
+                source = b.s.steps[parent].keep;
+                start = 1 << 30;
+#pragma unroll
+                for (int w = 0; w < WORKERS; w++)
+                    if (max(free[w], ready) < start) worker = w, start = max(free[w], ready);
+            }
+        }
+        b.s.steps[node] = {source, -1, -1, start + 1};
+#pragma unroll
+        for (int w = 0; w < WORKERS; w++)
+            if (w == worker) {
+                if (last[w] >= 0)
+                    b.s.steps[last[w]].next = node;
+                else
+                    b.s.first[w] = node;
+                last[w] = node, free[w] = start + 1;
+            }
+    }
+}
 
 __device__ __forceinline__ void prepare_tree(Block& b) {
     if (threadIdx.x < b.nodes) {
@@ -23,16 +63,11 @@ __device__ __forceinline__ void prepare_tree(Block& b) {
             b.s.path[node][age] = at;
             at = at >= 0 ? b.r.parents[at] : at - 1;
         }
-        b.s.family[node] = {b.r.parents[node], -1};
     }
     b.sync();
-    if (threadIdx.x == 0) {
-        int kept = 0;
-#pragma unroll 1
-        for (int node = 1; node < b.nodes; node++) {
-            const int parent = b.r.parents[node];
-            if (parent >= 0 && parent != node - 1 && b.s.family[parent].y < 0) b.s.family[parent].y = kept++;
-        }
+    if (NODES > 1) {
+        if (threadIdx.x < b.nodes) b.s.kept[threadIdx.x][0] = b.s.kept[threadIdx.x][1] = 0;
+        if (threadIdx.x == 0) deal_nodes(b);
     }
     b.sync();
 }
@@ -59,8 +94,9 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
         const int first = first_unit(all, b.sm), units = first_unit(all, b.sm + 1) - first;
         const u32* x = mlp ? b.words(LAYER_TURN, 0, MID_AT) : b.words(X_TURN, 0, X_AT);
         if (head) begin_head(b);
-        multiply_normed(b, units, x, x + (X_SQUARES_AT - X_AT), [&](bool live, int unit, int token, int quarter, float4 sum) {
-            const float4 v = scaled(sum, inverse_rms(b, token));
+        const bool gather = recurrent && !mlp;
+        if (gather) ask_for_taps(b, delta_index, vectors);
+        multiply_normed(b, units, x, x + (X_SQUARES_AT - X_AT), gather, [&](bool live, int unit, int token, int quarter, float4 v, const float* kept) {
             if (head) {
                 rank_logits(b, live, (first + unit) * WIDE + quarter * 4, token, v);
             } else if (mlp) {  // gate rows, then up rows
@@ -70,10 +106,18 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
                 if (live && quarter < 2)
                     publish8(b.words(LAYER_TURN, token, H_AT) + (first + unit) * 4 + quarter * 2, b.other(LAYER_TURN),
                              pack_bf16(silu(v.x) * up.x, silu(v.y) * up.y), pack_bf16(silu(v.z) * up.z, silu(v.w) * up.w));
-            } else {
-                const Turn turn = recurrent ? DELTA_TURN : ATTENTION_TURN;
-                const int at = (recurrent ? DELTA_IN_AT : ATTENTION_IN_AT) + (first + unit) * WIDE + quarter * 4;
-                if (live) publish16(b.words(turn, token, at), b.other(turn), v);
+            } else if (live) {
+                const int row = (first + unit) * WIDE + quarter * 4;
+                if (recurrent) {
+                    keep_input(b, delta_index, token, row, v);
+                    const float4 made = after_projection(b, row, v, [&](int age) {
+                        const int source = NODES == 1 ? -age : b.s.path[token][age];
+                        return source < 0 ? past_input(b, row, -source) : *(const float4*)(kept + source * ROW_STRIDE);
+                    });
+                    publish16(b.words(DELTA_TURN, token, DELTA_IN_AT + row), b.other(DELTA_TURN), made);
+                } else {
+                    publish16(b.words(ATTENTION_TURN, token, ATTENTION_IN_AT + row), b.other(ATTENTION_TURN), v);
+                }
             }
         });
         if (head) break;

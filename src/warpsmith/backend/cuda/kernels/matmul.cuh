@@ -4,8 +4,9 @@
 // token at k = 8 (l mod 4) .. + 7 of a chunk, as they come from the exchange. The products of the first four of these k and
 // of the last four are summed apart, each inside an mma (16 x 8 x 16) over four chunks, then added up in a fixed order.
 // Units of 16 rows: one mma for the first four k, one for the last four, 8 tokens (l / 4) in the columns.
-// Units of 8 rows: one mma for both, its upper 8 rows being the same rows at the last four k; its columns are 4 tokens at
-// the first four k, then the same 4 at the last. Half of the result is not wanted.
+// Units of 8 rows: a mma's upper 8 rows are the same rows at the last four k. For one token one mma does both: its columns
+// 0 and 4 are the token at the first four k and at the last. For a tree it takes two, for 8 tokens. Half of the result is
+// not wanted.
 // So a token's bits depend neither on the other tokens nor on how many there are.
 //
 // Weights wait for nothing: they are in registers before the activations have come, and serve all tokens in turn.
@@ -156,10 +157,11 @@ __device__ __forceinline__ void take_units(Block& b, uint4 (&w)[UNITS_AT_ONCE][2
     }
 }
 
-// Stage: `finish(live, unit, token, quarter, sum)` for four rows of a token at a time, the sums not yet scaled by 1 / rms.
-// All lanes of a warp call it, `live` or not; quarters 0 and 2 of a unit are in neighbouring lanes, and 1 and 3.
+// Stage: `finish(live, unit, token, quarter, v, kept)` for four rows of a token at a time, all lanes of a warp, `live` or not;
+// quarters 0 and 2 of a unit are in neighbouring lanes, and 1 and 3. A `gather` in a tree first writes them to `kept`, where a
+// token's ancestors are then found ROW_STRIDE floats a token apart.
 template <class Finish>
-__device__ __forceinline__ void multiply_normed(Block& b, int units, const u32* x, const u32* squares, Finish finish) {
+__device__ __forceinline__ void multiply_normed(Block& b, int units, const u32* x, const u32* squares, bool gather, Finish finish) {
     constexpr int CHUNKS = chunks_of(HIDDEN), AT_ONCE = UNITS_AT_ONCE;
     static_assert(CHUNKS <= MAX_CHUNKS, "a unit must fit in the registers");
     b.norm ^= 1;
@@ -170,7 +172,10 @@ __device__ __forceinline__ void multiply_normed(Block& b, int units, const u32* 
     for (int base = 0; base < units; base += AT_ONCE) {
         uint4 w[AT_ONCE][2 * CHUNKS];
         take_units<CHUNKS>(b, w, base, units);
-        if (base == 0) b.sync();  // polling would hold up the loads of a warp that comes late
+        if (base == 0) {
+            copies_done();  // what the last step of the stage needs
+            b.sync();       // polling would hold up the loads of a warp that comes late
+        }
 #pragma unroll 1
         for (int first = 0; first < b.nodes; first += TOKENS_AT_ONCE) {
             if (base == 0 || NODES > TOKENS_AT_ONCE) {
@@ -225,19 +230,36 @@ __device__ __forceinline__ void multiply_normed(Block& b, int units, const u32* 
             if constexpr (NODES == 1) {  // every warp has half a unit, two lanes
                 if (b.warp < 2 * count) {
                     const int quarter = (b.warp & 1) + 2 * (b.lane & 1), unit = b.warp >> 1;
-                    finish(b.lane < 2, base + unit, 0, quarter, sum_parts<WARPS>(partial + unit * WIDE + quarter * 4, WARP_STRIDE));
+                    const float4 sum = sum_parts<WARPS>(partial + unit * WIDE + quarter * 4, WARP_STRIDE);
+                    finish(b.lane < 2, base + unit, 0, quarter, scaled(sum, inverse_rms(b, 0)), nullptr);
                 }
+                b.buffer ^= 1;
             } else {  // a few lanes a token
                 constexpr int LANES = 4 * AT_ONCE, TOKENS = 32 / LANES;
                 const int quarter = (b.lane >> 1 & 1) + 2 * (b.lane & 1), unit = b.lane / 4 % AT_ONCE, here = min(TOKENS_AT_ONCE, b.nodes - first);
+                static_assert(NODES * ROW_STRIDE <= PARTIAL_FLOATS, "the half of the partial sums that is not in use keeps a row a token");
+                float* kept = b.scratch + (b.buffer ^ 1) * PARTIAL_FLOATS + unit * WIDE + quarter * 4;
 #pragma unroll 1
-                for (int t0 = b.warp * TOKENS; t0 < here; t0 += WARPS * TOKENS) {
-                    const int token = min(t0 + b.lane / LANES, here - 1);
-                    const float4 sum = sum_parts<WARPS>(partial + token * ROW_STRIDE + unit * WIDE + quarter * 4, WARP_STRIDE);
-                    finish(unit < count && t0 + b.lane / LANES < here, base + unit, first + token, quarter, sum);
+                for (int round = gather ? 0 : 1; round < 2; round++) {
+#pragma unroll 1
+                    for (int t0 = b.warp * TOKENS; t0 < here; t0 += WARPS * TOKENS) {
+                        const int token = min(t0 + b.lane / LANES, here - 1);
+                        float4* mine = (float4*)(kept + (first + token) * ROW_STRIDE);
+                        if (round == 1 && gather) {
+                            finish(unit < count && t0 + b.lane / LANES < here, base + unit, first + token, quarter, *mine, kept);
+                            continue;
+                        }
+                        const float4 sum = sum_parts<WARPS>(partial + token * ROW_STRIDE + unit * WIDE + quarter * 4, WARP_STRIDE);
+                        const float4 v = scaled(sum, inverse_rms(b, first + token));
+                        if (round == 0)
+                            *mine = v;
+                        else
+                            finish(unit < count && t0 + b.lane / LANES < here, base + unit, first + token, quarter, v, kept);
+                    }
+                    if (round == 0) b.sync();
                 }
+                if (!gather) b.buffer ^= 1;  // else the barrier has freed this half already
             }
-            b.buffer ^= 1;
         }
     }
 }
@@ -277,8 +299,8 @@ struct HeadScales {
         }
     }
     // for the two tokens whose sums this lane holds
-    __device__ float2 at(const Block& b, int chain) const {
-        const int source = (b.lane & 1) * 8 + (chain & 1) * 2;
+    __device__ float2 at(int pair, int chain) const {
+        const int source = pair * 8 + (chain & 1) * 2;
         return {__shfl_sync(~0u, inverse[chain >> 1], source), __shfl_sync(~0u, inverse[chain >> 1], source + 4)};
     }
 };
@@ -286,7 +308,7 @@ struct NoScales {
     __device__ void load(const Block&, const u32*, int, int) {}
     __device__ bool came() const { return true; }
     __device__ void finish(bool) {}
-    __device__ float2 at(const Block&, int) const { return {1.0f, 1.0f}; }
+    __device__ float2 at(int, int) const { return {1.0f, 1.0f}; }
 };
 template <bool SCALED, int HEADS_HERE>
 struct ScalesOf {
@@ -297,75 +319,94 @@ struct ScalesOf<false, HEADS_HERE> {
     typedef NoScales type;
 };
 
-// What a warp needs of four tokens for COUNT chunks from k0 on: this lane's column is a token at the first or the last
-// four k.
+// What a warp needs of some tokens for COUNT chunks from k0 on. One token is one of a mma's columns at the first four k and
+// another at the last four. A tree's tokens are taken eight at a time, the first four k and the last in a mma each.
 template <int COUNT, int K, bool SCALED>
-struct Quad {
-    uint2 a[COUNT];
+struct Inputs {
+    static constexpr int EACH = NODES == 1 ? 2 : 4;  // words a chunk
+    u32 a[COUNT][EACH];
     typename ScalesOf<SCALED, (COUNT + CHAIN - 1) / CHAIN>::type scales;
 
     __device__ __forceinline__ void load(const Block& b, const u32* from, const u32* squares, int k0, int first) {
-        const int token = min(first + (b.lane >> 2 & 3), b.nodes - 1), k = k0 + (b.lane & 3) * 8;
-        const u32* at = from + token * NODE_WORDS + (k + (b.lane >> 4) * 4) / 2;
+        const int token = NODES == 1 ? 0 : min(first + (b.lane >> 2), b.nodes - 1), k = k0 + (b.lane & 3) * 8;
+        const u32* at = from + token * NODE_WORDS + (k + (NODES == 1 ? (b.lane >> 4) * 4 : 0)) / 2;
 #pragma unroll
-        for (int c = 0; c < COUNT; c++) a[c] = K % CHUNK_K == 0 || k + c * 32 < K ? load8(at + c * 16) : uint2{};
+        for (int c = 0; c < COUNT; c++) {
+            const bool live = K % CHUNK_K == 0 || k + c * 32 < K;
+            if constexpr (NODES == 1) {
+                const uint2 got = live ? load8(at + c * 16) : uint2{};
+                a[c][0] = got.x, a[c][1] = got.y;
+            } else {
+                const uint4 got = live ? load16(at + c * 16) : uint4{};
+                a[c][0] = got.x, a[c][1] = got.y, a[c][EACH - 2] = got.z, a[c][EACH - 1] = got.w;
+            }
+        }
         scales.load(b, squares, token, k0 / STATE_DIM);
     }
     __device__ __forceinline__ bool came() const {
         bool all = scales.came();
 #pragma unroll
-        for (int c = 0; c < COUNT; c++) all &= a[c].x != NOT_YET;
+        for (int c = 0; c < COUNT; c++) all &= a[c][0] != NOT_YET & a[c][EACH - 2] != NOT_YET;
         return all;
+    }
+    // Sums of this lane's two tokens for row lane / 4, at the first four k and at the last apart.
+    __device__ __forceinline__ float2 multiply_by(const Block& b, const uint4 (&w)[COUNT]) const {
+        const int q = b.lane & 3;
+        float2 early = {}, late = {};
+#pragma unroll
+        for (int chain = 0; chain * CHAIN < COUNT; chain++) {
+            const float2 scale = scales.at(NODES == 1 ? q & 1 : q, chain);
+            float low[4] = {}, high[4] = {};
+#pragma unroll
+            for (int c = chain * CHAIN; c < chain * CHAIN + CHAIN && c < COUNT; c++) {
+                multiply(low, w[c], a[c][0], a[c][1]);
+                if (NODES > 1) multiply(high, w[c], a[c][EACH - 2], a[c][EACH - 1]);
+            }
+            if (NODES == 1) {  // lanes 0 and 1 of four have the first four k, 2 and 3 the last
+                early.x = fmaf(scale.x, q < 2 ? low[0] : low[2], early.x);
+            } else {
+                early.x = fmaf(scale.x, low[0], early.x), early.y = fmaf(scale.y, low[1], early.y);
+                late.x = fmaf(scale.x, high[2], late.x), late.y = fmaf(scale.y, high[3], late.y);
+            }
+        }
+        if (NODES == 1) late.x = __shfl_xor_sync(~0u, early.x, 2);
+        return {early.x + late.x, early.y + late.y};
     }
 };
 
-// COUNT chunks of one unit for all tokens, some quads at a time; the sums are part `part` of the unit's.
+// COUNT chunks of one unit for all tokens, some octets at a time; the sums are part `part` of the unit's.
 template <int COUNT, int K, bool SCALED>
 __device__ __forceinline__ void multiply_unit(Block& b, const u32* from, const u32* squares, int k0, int part) {
-    constexpr int QUADS = quads_at_once(COUNT);
+    constexpr int AT_ONCE = octets_at_once(COUNT);
     uint4 w[COUNT];
     take_tiles<1>(b, w);
     b.sync();  // polling would hold up the loads of a warp that comes late
     float* partial = b.scratch + b.buffer * PARTIAL_FLOATS + part * NODES * UNIT_STRIDE;
-    const int q = b.lane & 3;
 #pragma unroll 1
-    for (int first = 0; first < b.nodes; first += 4 * QUADS) {
-        Quad<COUNT, K, SCALED> quad[QUADS];
-        if (NODES > 8 && b.nodes > 8) wait_for_one<COUNT, 8>(b, from, k0, K, min(first + 4 * QUADS, b.nodes) - 1);
+    for (int first = 0; first < b.nodes; first += 8 * AT_ONCE) {
+        Inputs<COUNT, K, SCALED> inputs[AT_ONCE];
+        if (NODES > 8 && b.nodes > 8) wait_for_one<COUNT, 8>(b, from, k0, K, min(first + 8 * AT_ONCE, b.nodes) - 1);
         Watchdog dog;
         bool came;
         do {
             came = true;
 #pragma unroll
-            for (int i = 0; i < QUADS; i++)  // past the last token: that one again
-                quad[i].load(b, from, squares, k0, first + i * 4);
+            for (int i = 0; i < AT_ONCE; i++)  // past the last token: that one again
+                inputs[i].load(b, from, squares, k0, first + i * 8);
 #pragma unroll
-            for (int i = 0; i < QUADS; i++) came &= quad[i].came();
+            for (int i = 0; i < AT_ONCE; i++) came &= inputs[i].came();
             dog.check();
         } while (!everywhere(came));
         if (first == 0) b.mark();
 #pragma unroll
-        for (int i = 0; i < QUADS; i++) {
-            if (i > 0 && first + i * 4 >= b.nodes) break;
-            quad[i].scales.finish(squares);
-            float2 total = {};
-#pragma unroll
-            for (int chain = 0; chain * CHAIN < COUNT; chain++) {
-                float sum[4] = {};
-#pragma unroll
-                for (int c = chain * CHAIN; c < chain * CHAIN + CHAIN && c < COUNT; c++)
-                    multiply(sum, w[c], quad[i].a[c].x, quad[i].a[c].y);
-                // tokens 2 q and the next at the first four k, in lanes 0 and 1; the same at the last, in lanes 2 and 3
-                const float2 scale = quad[i].scales.at(b, chain), early = {sum[0], sum[1]}, late = {sum[2], sum[3]};
-                total.x = fmaf(scale.x, q < 2 ? early.x : late.x, total.x);
-                total.y = fmaf(scale.y, q < 2 ? early.y : late.y, total.y);
-            }
-            total.x += __shfl_xor_sync(~0u, total.x, 2);
-            if (NODES > 1) total.y += __shfl_xor_sync(~0u, total.y, 2);
-            const int token = first + i * 4 + q * 2;
+        for (int i = 0; i < AT_ONCE; i++) {
+            if (i > 0 && first + i * 8 >= b.nodes) break;
+            inputs[i].scales.finish(squares);
+            const float2 total = inputs[i].multiply_by(b, w);
+            const int token = first + i * 8 + (b.lane & 3) * 2;
             float* mine = partial + token * UNIT_STRIDE + (b.lane >> 2);
-            if (q < 2 && token < b.nodes) mine[0] = total.x;
-            if (NODES > 1 && q < 2 && token + 1 < b.nodes) mine[UNIT_STRIDE] = total.y;
+            if (token < b.nodes) mine[0] = total.x;
+            if (NODES > 1 && token + 1 < b.nodes) mine[UNIT_STRIDE] = total.y;
         }
     }
 }

@@ -31,7 +31,7 @@ struct Params {
     const float2* rope;         // cos, sin: [64][32] of a position's low six bits, then [context / 64 + 1][32] of the rest
     // one sequence
     float* delta;               // [DELTA_LAYERS][BLOCKS][COLUMNS][STATE_DIM]
-    float* history;             // [DELTA_LAYERS][BLOCKS][HISTORY][BLOCK_CHANNELS], before the convolution
+    float* history;             // [DELTA_LAYERS][HISTORY][CONV_CHANNELS], before the convolution, by position modulo 4
     u32* keys;                  // fp16 pairs [ATTENTION_LAYERS][KV_HEADS][context][HEAD_DIM / 2], after norm and RoPE
     u32* values;
     int context;
@@ -39,9 +39,9 @@ struct Params {
     u32* exchange;              // [2 copies][MAX_NODES][NODE_WORDS]
     u32* parts;                 // attention: unnormalised sums [MAX_NODES][HEADS][SPLITS][HEAD_DIM], reset by their one reader
     // what a commit needs of each node
-    float* pending_raw;         // [DELTA_LAYERS][BLOCKS][MAX_NODES][BLOCK_CHANNELS]
-    float* pending_key;         // [DELTA_LAYERS][BLOCKS][MAX_NODES][STATE_DIM]
-    float* pending_write;       // [DELTA_LAYERS][BLOCKS][MAX_NODES][COLUMNS]
+    float* pending_raw;         // [DELTA_LAYERS][MAX_NODES][CONV_CHANNELS]
+    float* pending_key;         // [DELTA_LAYERS][KEY_HEADS][MAX_NODES][STATE_DIM], not normalised
+    float* pending_write;       // [DELTA_LAYERS][BLOCKS][MAX_NODES][COLUMNS], over the key's norm
     float* pending_fade;        // [DELTA_LAYERS][BLOCKS][MAX_NODES]
     u32* pending_keys;          // fp16 pairs [ATTENTION_LAYERS][KV_HEADS][MAX_NODES][HEAD_DIM / 2]
     u32* pending_values;

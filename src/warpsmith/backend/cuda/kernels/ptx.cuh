@@ -78,6 +78,12 @@ __device__ __forceinline__ void copy_slot(u32 dst, const void* src, u32 bytes, u
 constexpr u32 COPY_LANES = 32;
 #endif
 
+// A small copy that is there after `copies_done` and a barrier.
+__device__ __forceinline__ void copy16(void* dst, const void* src) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(dst)), "l"(src) : "memory");
+}
+__device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // A group of four warps takes more registers, or leaves them to others.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 240;"); }

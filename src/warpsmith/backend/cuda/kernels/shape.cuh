@@ -57,10 +57,9 @@ __host__ __device__ constexpr int owner_of(int units, int unit) {
 }
 
 // --- DeltaNet and attention work items ------------------------------------------------------------------------------
-constexpr int COLUMNS = 16;                       // value columns of a DeltaNet block: two a warp
+constexpr int COLUMNS = 16;                       // value columns of a DeltaNet block
 constexpr int BLOCKS = VALUE_DIM / COLUMNS;       // of a layer
 constexpr int BLOCKS_PER_HEAD = STATE_DIM / COLUMNS;
-constexpr int BLOCK_CHANNELS = 2 * STATE_DIM + COLUMNS;  // q | k | its own v
 constexpr int HISTORY = 4;                        // convolution inputs kept, by position modulo 4
 constexpr int KEYS = 16;                          // keys of an attention chunk: two a warp
 constexpr int SPLITS = 128 / KV_HEADS;            // chunk c belongs to split c mod SPLITS, whatever the chip

@@ -3,12 +3,24 @@
 #pragma once
 #include "candidates.cuh"
 
-struct Shared {
+// A node of the tree in a DeltaNet layer: where its parent's state is kept (-1: in registers, or committed), where its own
+// will be (-1: nowhere), and which node its worker takes next (-1: none).
+struct __align__(16) Step {
+    int source, keep, next, time;
+};
+constexpr int WORKERS = WARPS / 2;                                               // see delta.cuh
+constexpr int IN_ROWS = (DELTA_IN_UNITS + SMS - 1) / SMS * WIDE;                 // of a DeltaNet projection, an SM's at most
+
+struct __align__(16) Shared {
     float residual[OWN_UNITS][NODES][8];   // the rows of the residual stream this SM owns
+    float4 taps[IN_ROWS];                  // of the convolution: this SM's channels
+    float past[HISTORY - 1][IN_ROWS];      // their inputs 1, 2, 3 tokens before the tree
+    float gate_weights[2 * VALUE_HEADS];   // dt, then a
+    Step steps[NODES];
     float squares[2][NODES][WARPS];        // each warp's share of a norm's sum of squares
+    int first[WORKERS], kept[NODES][2];    // each worker's first node; when each half of a kept state was made (Block::epoch)
     int token[NODES], depth[NODES];
     int path[NODES][4];                    // a node's nearest ancestors: itself, parent, ... ; -1 - i: i before the root
-    int2 family[NODES];                    // parent; where the state is kept for children other than the next node, or -1
     u8 ancestor[NODES][NODES];             // [node][depth]
     u64 best[NODES < WARPS ? WARPS : NODES];  // running argmax: value, then lowest id
     int drawn[SAMPLES ? MAX_STEPS : 1];    // tokens of this launch
@@ -19,20 +31,18 @@ struct Shared {
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 __host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
 
-// What a warp holds in registers at once (see matmul.cuh): units of 16 rows, octets of tokens for those, chunks of a unit of
-// 8 rows, and quads of tokens for that.
+// What a warp holds in registers at once (see matmul.cuh): units of 16 rows and octets of tokens for those, octets for the
+// chunks of a unit of 8 rows.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-constexpr int WEIGHT_QUADS = NODES <= 8 ? 32 : 16, TOKEN_QUADS = 16, QUAD_PAIRS = 48;
+constexpr int WEIGHT_QUADS = NODES <= 8 ? 32 : 16, TOKEN_QUADS = 16, INPUT_QUADS = 28;
 #else
-constexpr int WEIGHT_QUADS = 16, TOKEN_QUADS = 8, QUAD_PAIRS = 24;
+constexpr int WEIGHT_QUADS = 16, TOKEN_QUADS = 8, INPUT_QUADS = 12;
 #endif
 constexpr int UNITS_AT_ONCE = smaller(NODES <= 8 ? 4 : 2, larger(1, WEIGHT_QUADS / (2 * chunks_of(HIDDEN))));
 constexpr int OCTETS = NODES == 1 ? 1 : smaller(smaller(4, NODES / 8), larger(1, TOKEN_QUADS / chunks_of(HIDDEN)));
 constexpr int TOKENS_AT_ONCE = NODES == 1 ? 1 : OCTETS * 8;
 constexpr int MAX_CHUNKS = 16;
-__host__ __device__ constexpr int quads_at_once(int chunks) {
-    return NODES == 1 ? 1 : larger(1, smaller(smaller(4, NODES / 4), QUAD_PAIRS / chunks));
-}
+__host__ __device__ constexpr int octets_at_once(int chunks) { return larger(1, smaller(NODES / 8, INPUT_QUADS / chunks)); }
 
 // partial sums, twice: of UNITS_AT_ONCE units and TOKENS_AT_ONCE tokens, or of one unit of 8 rows and all tokens
 __host__ __device__ constexpr int parts_of(int k) { return WARPS * ((chunks_of(k) + MAX_CHUNKS - 1) / MAX_CHUNKS); }
@@ -40,8 +50,7 @@ constexpr int ROW_STRIDE = UNITS_AT_ONCE * WIDE + 4, UNIT_STRIDE = 12;  // float
 constexpr int PARTIAL_FLOATS =
     larger(WARPS * TOKENS_AT_ONCE * ROW_STRIDE, larger(parts_of(FFN), parts_of(Y_DIM)) * NODES * UNIT_STRIDE);
 // DeltaNet: see delta.cuh
-constexpr int RAW_FLOATS = BLOCK_CHANNELS + COLUMNS + 8, ROW_FLOATS = 2 * STATE_DIM + 3 * COLUMNS + 4;
-constexpr int DELTA_FLOATS = NODES * (ROW_FLOATS + (NODES > 1 ? RAW_FLOATS : 0));
+constexpr int ROW_FLOATS = 2 * STATE_DIM + 4 * COLUMNS + 8, DELTA_FLOATS = NODES == 1 ? 2 * COLUMNS : NODES * ROW_FLOATS;
 // attention: see attention.cuh
 // Nodes that share a walk over the keys, as many as there are scratch and registers for; a tile of 16 queries has whole nodes.
 constexpr int TOGETHER_TILES = NODES < 8 ? 1 : SHARED_MEMORY < (160 << 10) ? 2 : 4;
@@ -64,10 +73,9 @@ constexpr int WANTED_SLOTS = NODES == 1 ? 13 : NODES == 8 ? 10 : NODES == 16 ? 8
 constexpr int SLOT_COST = SLOT_BYTES + 16;  // with its two barriers
 static_assert(ROOM >= 2 * SLOT_COST, "the ring needs two slots");
 constexpr int RING_SLOTS = ROOM / SLOT_COST < WANTED_SLOTS ? ROOM / SLOT_COST : WANTED_SLOTS;
-// What is left holds states of nodes that have several children.
-constexpr int KEPT_STATES = NODES == 1 ? 0 : (ROOM - RING_SLOTS * SLOT_COST) / (STATE_FLOATS * 4);
 constexpr int SCRATCH_AT = RING_SLOTS * SLOT_BYTES;
-constexpr int KEPT_AT = SCRATCH_AT + SCRATCH_FLOATS * 4;
-constexpr int SHARED_AT = KEPT_AT + KEPT_STATES * STATE_FLOATS * 4;
+constexpr int SHARED_AT = (SCRATCH_AT + SCRATCH_FLOATS * 4 + 15 + (NODES == 1 ? 0 : ROOM - RING_SLOTS * SLOT_COST)) / 16 * 16;
+// What a tree's rows leave of the scratch, and what is left besides, holds states of nodes where chains branch off.
+constexpr int KEPT_AT = SCRATCH_AT + (MIX_AT + DELTA_FLOATS) * 4, KEPT_STATES = NODES == 1 ? 0 : (SHARED_AT - KEPT_AT) / (STATE_FLOATS * 4);
 constexpr int BARRIERS_AT = SHARED_AT + ((int)sizeof(Shared) + 15) / 16 * 16;
 static_assert(BARRIERS_AT + 16 * RING_SLOTS <= SHARED_MEMORY, "all of it must fit");

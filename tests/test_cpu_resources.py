@@ -1,0 +1,148 @@
+"""What the CPU engine takes of the machine: threads, the interpreter's lock, memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from random_models import random_tensors, random_tree, small_config
+from warpsmith.backend.base import ARGMAX, Want
+from warpsmith.backend.cores import usable_cores
+from warpsmith.backend.cpu import CpuBackend
+
+TASKS = Path("/proc/self/task")
+LINUX = pytest.mark.skipif(not TASKS.is_dir(), reason="threads and memory are counted in /proc")
+UNOBSERVED = pytest.mark.skipif("san.so" in os.environ.get("LD_PRELOAD", ""), reason="sanitizers keep their own memory")
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that is no part of a file."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+def asleep(thread: str) -> bool:
+    return (TASKS / thread / "stat").read_text().rpartition(")")[2].split()[0] == "S"
+
+
+@LINUX
+def test_threads_stay_and_sleep_between_calls() -> None:
+    config = small_config(2)
+    CpuBackend(config, random_tensors(config), threads=2)  # whoever watches threads has started its own by now
+    before = set(os.listdir(TASKS))
+    cpu = CpuBackend(config, random_tensors(config), threads=4)
+    state = cpu.new_state(64)
+    team = set(os.listdir(TASKS)) - before
+    assert len(team) == 3  # the caller is the fourth
+    for _ in range(3):
+        cpu.prefill(state, [1, 2, 3])
+        assert set(os.listdir(TASKS)) - before == team
+    deadline = time.monotonic() + 30
+    while not all(asleep(thread) for thread in team):
+        assert time.monotonic() < deadline, "threads spin on although there is nothing to do"
+    del cpu, state
+    assert not team & set(os.listdir(TASKS))
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores are not a process's to choose here")
+def test_as_many_threads_as_cores_we_may_use() -> None:
+    config = small_config(2)
+    allowed = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        assert CpuBackend(config, random_tensors(config)).threads == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert CpuBackend(config, random_tensors(config)).threads == usable_cores()
+    assert CpuBackend(config, random_tensors(config), threads=3).threads == 3
+
+
+@pytest.mark.parametrize("call", ["chain", "tree"])
+def test_others_run_while_the_engine_computes(call: str) -> None:
+    """A call lets go of the interpreter's lock: where nobody is asked to hand it over, others go on counting."""
+    config = small_config(2)
+    cpu = CpuBackend(config, random_tensors(config), threads=1)
+    tree = random_tree(np.random.default_rng(0), 64, config.vocab)
+    counted = during = 0
+
+    def compute() -> None:
+        nonlocal during
+        nodes = slice(0, len(tree))
+        want = cpu._native_want(ARGMAX, cpu._output(ARGMAX, len(tree), len(tree)), 0, nodes, nodes)
+        for _ in range(50):
+            state = cpu.new_state(64).native
+            arguments = (tree.tokens, tree.parents, want) if call == "tree" else (tree.tokens, want)
+            run = getattr(cpu._engine, call)
+            before = counted
+            run(state, *arguments)
+            during += counted - before
+
+    patience = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        worker = threading.Thread(target=compute)
+        worker.start()
+        while worker.is_alive():
+            counted += 1
+            time.sleep(0)  # hands the lock over, and asks for it again
+    finally:
+        sys.setswitchinterval(patience)
+    assert during > 0
+
+
+LOADING = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_cpu_resources import anonymous_bytes
+from warpsmith.backend.cpu import CpuBackend
+from warpsmith.checkpoint.canonical import open_checkpoint
+from warpsmith.model.weights import read_config
+from warpsmith.wisp import WISP
+
+checkpoint = open_checkpoint(WISP)
+config = read_config(checkpoint)
+before, most = anonymous_bytes(), 0
+
+def hear(done, total):
+    global most
+    most = max(most, anonymous_bytes())
+
+cpu = CpuBackend(config, checkpoint.tensors, threads=2, progress=hear)
+print(most - before, cpu.memory(1)[0].nbytes)
+"""
+
+
+@LINUX
+@UNOBSERVED
+def test_weights_are_never_held_twice() -> None:
+    """Packed straight from the mapped file: memory grows by the packed weights and hardly more at any time."""
+    program = LOADING.format(tests=str(Path(__file__).parent))
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    grown, weights = map(int, result.stdout.split())
+    assert 0.9 * weights < grown < 1.3 * weights
+
+
+@LINUX
+@UNOBSERVED
+def test_an_argmax_takes_no_room_for_logits() -> None:
+    config = small_config(2, hidden=16, vocab=1 << 18)
+    cpu = CpuBackend(config, random_tensors(config), threads=2)
+    tree = random_tree(np.random.default_rng(0), 64, config.vocab)
+    logits = 64 * config.vocab * 4
+    grown = []
+    state = cpu.new_state(64)
+    for want in (Want("none"), ARGMAX, Want("top", top=1)):
+        before = anonymous_bytes()
+        output = cpu.forward(state, tree, want)
+        grown.append(anonymous_bytes() - before)
+        assert output.logits is None
+    assert grown[1] < logits / 4
+    assert grown[2] > logits / 2  # what it takes where somebody needs them
