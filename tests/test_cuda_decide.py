@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from test_sampling import samplings
 from warpsmith.backend.cuda.compiler import SOURCES
 from warpsmith.backend.cuda.drawing import draw_of
-from warpsmith.backend.cuda.layout import LIST, Draw
+from warpsmith.backend.cuda.layout import CANDIDATES, ROUNDS, Draw
 from warpsmith.backend.sampling import Sampling, choose, penalise, uniform
 
-CANDIDATES = 768  # of candidates.cuh
 TOO_CLOSE, TOO_FEW = -1, -2
 NEGLIGIBLE = -40
 
@@ -90,32 +89,24 @@ def device_choice(
     if rules.total_needed(at):
         exponents = (tweaked.astype(np.float64) - peak) * rules.scale_of(at)
         total = float(off_by_a_little(np.exp(exponents[exponents > NEGLIGIBLE]), random).sum())
-    adjusts = sampling.top_k == 0 and sampling.min_p == 0
-    reach = sms * 3 // 4 or 1
-    for _ in range(8):
-        if sampling.top_k == 0 and sampling.min_p > 0:
-            kept = tweaked[order] >= peak + draw.log_min_p
-            ids = order[: int(kept.sum())]
-        else:
-            ids = order[: best[min(sampling.top_k or reach, sms) - 1] + 1]
-        crowded = len(ids) > CANDIDATES or np.bincount(owner[ids]).max() > LIST
-        if crowded:
-            following = max(1, reach * 3 // 4)
-            if not adjusts or following == reach:
-                return None
-            reach = following
-            continue
-        values = tweaked[ids]
-        below = values.astype(np.float64) - peak
-        weight = off_by_a_little(np.exp(below), random)
-        heated = off_by_a_little(np.exp(below * draw.inverse_temperature), random)
-        fraction = rules.uniform_of(at, position)
-        pointers = (array.ctypes.data for array in (values, weight, heated))
-        index = rules.decided(at, len(ids), *pointers, total, fraction)
+    by_min_p = sampling.top_k == 0 and sampling.min_p > 0
+    limit = min(sampling.top_k or sms, sms)
+    reach = limit if sampling.top_k else (sms + 1) // 2
+    for _ in range(ROUNDS):
+        count = int((tweaked >= peak + draw.log_min_p).sum()) if by_min_p else best[reach - 1] + 1
+        index, following = TOO_FEW, max(1, reach // 2)
+        if count <= CANDIDATES:
+            values = tweaked[order[:count]]
+            below = values.astype(np.float64) - peak
+            weight = off_by_a_little(np.exp(below), random)
+            heated = off_by_a_little(np.exp(below * draw.inverse_temperature), random)
+            pointers = (array.ctypes.data for array in (values, weight, heated))
+            index = rules.decided(at, count, *pointers, total, rules.uniform_of(at, position))
+            few = count < (sampling.top_k or CANDIDATES // 2)
+            following = min(limit, reach + (limit - reach + 1) // 2) if few else reach
         if index >= 0:
-            return int(ids[index])
-        following = min(sms, reach + max(1, (sms - reach) // 2)) if len(ids) < CANDIDATES // 3 else reach
-        if index == TOO_CLOSE or not adjusts or following == reach:
+            return int(order[index])
+        if index == TOO_CLOSE or by_min_p or following == reach:
             return None
         reach = following
     return None

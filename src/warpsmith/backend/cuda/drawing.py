@@ -8,7 +8,7 @@ from math import isfinite, log
 import numpy as np
 
 from warpsmith.backend.cuda.driver import Buffer, Device
-from warpsmith.backend.cuda.layout import MAX_BIASES, ROUNDS, Draw, Layout
+from warpsmith.backend.cuda.layout import CANDIDATES, MAX_BIASES, ROUNDS, Draw, Layout
 from warpsmith.backend.sampling import Sampling, mix
 
 UNDECIDED = -1  # instead of a token: the host decides
@@ -28,7 +28,7 @@ class Drawing:
         """Whether the kernel draws by these settings; otherwise the host does it token by token."""
         return (
             self.layout.samples
-            and sampling.top_k <= self.layout.sms
+            and sampling.top_k <= min(CANDIDATES // 3, 2 * self.layout.sms)  # more would seldom be found
             and (sampling.temperature <= 0 or isfinite(1 / sampling.temperature))
             and len(sampling.logit_bias) <= MAX_BIASES
             and len(history) <= self.context

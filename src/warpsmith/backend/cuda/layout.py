@@ -18,7 +18,7 @@ WIDE, NARROW = 16, 8  # rows of a unit
 COLUMNS, HISTORY, STATE_DIM, HEAD_DIM = 16, 4, 128, 256
 MAX_STOPS, MAX_FEATURES = 16, 8
 NOT_YET = 0xFFFFFFFF  # what an exchanged word is before it has come
-MAX_STEPS, LIST, ROUNDS, MAX_OWN_LOGITS = 64, 256, 8, 4096  # of candidates.cuh and sample.cuh
+MAX_STEPS, CANDIDATES, ROUNDS, MAX_OWN_LOGITS = 64, 768, 8, 4096  # of candidates.cuh and sample.cuh
 MAX_BIASES = 4096
 MAX_TOP, SLICES, SLICE_THREADS = 256, 8, 512  # of top.cu
 READ_AHEAD = 3 * 32768  # PIECES * PIECE_BYTES of stream.cu
@@ -230,7 +230,7 @@ class Layout:
     @property
     def list_bytes(self) -> int:
         """What SMs tell each other while a token is drawn: records of 16 bytes (see sample.cuh)."""
-        return 16 * (1 + self.sms * (1 + LIST))
+        return 16 * (1 + self.sms * (1 + CANDIDATES))
 
     def drawing_bytes(self, context: int) -> int:
         return self.list_bytes + context * 4 + MAX_BIASES * 8

@@ -3,8 +3,7 @@
 #include "params.cuh"
 
 constexpr int OWN_LOGITS = (HEAD_UNITS + SMS - 1) / SMS * WIDE;  // of an SM, at most
-constexpr int CANDIDATES = 768;                                  // of all SMs, at most
-constexpr int LIST = 256;                                        // of one SM, at most
+constexpr int CANDIDATES = 768;                                  // for a token, at most
 constexpr int MAX_STEPS = 64;                                    // tokens of a launch that samples
 
 // Only plain decoding draws, and only where an SM's logits are few enough to lie there.

@@ -161,7 +161,7 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
 }
 
 __device__ __forceinline__ void consume(Block& b) {
-    if (SAMPLES && threadIdx.x == 0) b.s.reach = larger(1, SMS * 3 / 4);
+    if (SAMPLES && threadIdx.x == 0) b.s.reach = first_reach(b);
     prepare_tree(b);
 #pragma unroll 1
     for (int step = 0; step < max(1, b.r.steps); step++) {

@@ -1,12 +1,13 @@
 // Drawing a token where its logits are.
 //
 // 1. Every SM applies bias and penalties to its own logits and publishes its best, as for greedy decoding.
-// 2. Every SM knows all of these then. The m-th best of them is a floor under which the m best tokens of all do not lie:
-//    with top-k, m = k. With min-p alone the floor follows from the best. With neither, m is some number that makes a few
-//    hundred candidates, and lower ones are hoped not to matter. Each SM lists its logits from the floor up, and with them
-//    its share of the sum over the vocabulary, if that is needed.
-// 3. SM 0 sorts the candidates by counting who is better, decides, and tells everybody. It may also ask for more or fewer
-//    candidates, or leave the token undecided: then the launch ends, and the host decides from the logits.
+// 2. Every SM knows all of these then, and takes the m-th best of them for a floor. Each SM lists its logits from there up,
+//    and with them its share of the sum over the vocabulary, if that is needed. With m = k, the k best tokens are among
+//    them for sure; fewer do where likely tokens crowd in few SMs, as in a vocabulary that begins with frequent tokens.
+//    Without top-k a few hundred candidates are wanted, and those below are hoped not to matter. With min-p and without
+//    top-k, the floor follows from the best.
+// 3. SM 0 sorts the candidates by counting who is better, decides, and tells everybody: the token, or to list again with
+//    another m, or that it is left undecided. Then the launch ends, and the host decides from the logits.
 //
 // Lists are read by SM 0 only, after which everybody hears from it: so one copy of them is enough, and instead of being
 // reset, each record of 16 bytes carries a tag that no other round has.
@@ -16,9 +17,13 @@
 constexpr int RECORD = 4;                       // words
 constexpr int ROUNDS = 8;                       // of lists for one token
 constexpr int UNDECIDED = -1, AGAIN = -2;       // instead of a token
-constexpr int FEW = CANDIDATES / 3, MANY = CANDIDATES * 2 / 3;
+constexpr int FEW = CANDIDATES / 2, MANY = CANDIDATES * 5 / 6;  // m is changed outside of these
 
-__device__ __forceinline__ u32* list_of(const Block& b, int sm) { return b.draw->lists + RECORD * (1 + sm * (1 + LIST)); }
+__device__ __forceinline__ u32* list_of(const Block& b, int sm) { return b.draw->lists + RECORD * (1 + sm * (1 + CANDIDATES)); }
+// The largest m.
+__device__ __forceinline__ int reach_limit(const Draw& d) { return d.top_k > 0 ? min(d.top_k, SMS) : SMS; }
+__device__ __forceinline__ int first_reach(const Block& b) { return b.draw->top_k > 0 ? reach_limit(*b.draw) : (SMS + 1) / 2; }
+__device__ __forceinline__ bool floored_by_min_p(const Draw& d) { return d.top_k == 0 && uses_min_p(d); }
 
 __device__ __forceinline__ uint4 poll_tagged(const u32* at, u32 tag) {
     uint4 v;
@@ -32,7 +37,7 @@ __device__ __forceinline__ uint4 poll_tagged(const u32* at, u32 tag) {
 
 __device__ __forceinline__ u64 words_of(uint2 words) { return (u64)words.y << 32 | words.x; }
 
-// Steps 1 to 2: all SMs' best, and from which one on there are candidates.
+// All SMs' best.
 __device__ __forceinline__ void hear_best(Block& b) {
     Candidates& c = candidates(b);
     const u32* from = b.words(BEST_TURN, 0, BEST_AT);
@@ -49,10 +54,8 @@ __device__ __forceinline__ void hear_best(Block& b) {
     b.sync();
 }
 
-__device__ __forceinline__ void find_floor(Block& b, int reach) {
+__device__ __forceinline__ void find_floor(Block& b, int m) {
     Candidates& c = candidates(b);
-    const Draw& d = *b.draw;
-    const int m = min(d.top_k > 0 ? d.top_k : reach, SMS);
 #pragma unroll 1
     for (int sm = threadIdx.x; sm < SMS; sm += CONSUMERS) {
         const u64 mine = c.best[sm];
@@ -60,7 +63,7 @@ __device__ __forceinline__ void find_floor(Block& b, int reach) {
 #pragma unroll 4
         for (int other = 0; other < SMS; other++) better += c.best[other] > mine | (c.best[other] == mine & other < sm);
         if (better == 0) c.peak = logit_of(mine);
-        if (better == m - 1) c.floor = d.top_k == 0 && uses_min_p(d) ? 0 : mine;
+        if (better == m - 1) c.floor = floored_by_min_p(*b.draw) ? 0 : mine;
     }
     if (threadIdx.x == 0) c.found = 0;
     b.sync();
@@ -70,7 +73,7 @@ __device__ __forceinline__ void list_candidates(Block& b, u32 tag) {
     Candidates& c = candidates(b);
     const Draw& d = *b.draw;
     const int first = first_unit(HEAD_UNITS, b.sm) * WIDE, count = own_logits(b);
-    const bool by_min_p = d.top_k == 0 && uses_min_p(d), summed = needs_total(d);
+    const bool by_min_p = floored_by_min_p(d), summed = needs_total(d);
     const double peak = c.peak, least = peak + d.log_min_p, scale = total_scale(d);
     const u64 floor = c.floor;
     u32* list = list_of(b, b.sm);
@@ -81,7 +84,7 @@ __device__ __forceinline__ void list_candidates(Block& b, u32 tag) {
         const u64 key = ranked(logit, first + i);
         if (key >= floor && (!by_min_p || (double)logit >= least)) {
             const int at = atomicAdd(&c.found, 1);
-            if (at < LIST) store16(list + RECORD * (1 + at), tag, (u32)key, (u32)(key >> 32), 0);
+            if (at < CANDIDATES) store16(list + RECORD * (1 + at), tag, (u32)key, (u32)(key >> 32), 0);
         }
         const double exponent = ((double)logit - peak) * scale;
         if (summed && exponent > NEGLIGIBLE) sum += exp(exponent);
@@ -112,25 +115,21 @@ __device__ __forceinline__ void gather(Block& b, u32 tag) {
     b.sync();
     if (b.warp == 0) {  // each lane some SMs
         constexpr int EACH = (SMS + 31) / 32;
-        int size = 0, most = 0;
+        int size = 0;
         double sum = 0;
 #pragma unroll 1
-        for (int sm = b.lane * EACH; sm < min((b.lane + 1) * EACH, SMS); sm++) {
-            size += c.size[sm], sum += c.sum[sm];
-            most = max(most, c.size[sm]);
-        }
+        for (int sm = b.lane * EACH; sm < min((b.lane + 1) * EACH, SMS); sm++) size += c.size[sm], sum += c.sum[sm];
         int end = size;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
             const int before = __shfl_up_sync(~0u, end, step);
             if (b.lane >= step) end += before;
             sum += __shfl_xor_sync(~0u, sum, step);
-            most = max(most, __shfl_xor_sync(~0u, most, step));
         }
         int at = end - size;
 #pragma unroll 1
         for (int sm = b.lane * EACH; sm < min((b.lane + 1) * EACH, SMS); sm++) c.start[sm] = at, at += c.size[sm];
-        if (b.lane == 31) c.total = sum, c.found = most > LIST ? CANDIDATES + 1 : end;
+        if (b.lane == 31) c.total = sum, c.found = end;
     }
     b.sync();
     if (c.found > CANDIDATES) return;
@@ -191,19 +190,21 @@ __device__ __forceinline__ void draw_token(Block& b, int step) {
             const int n = c.found;
             if (n <= CANDIDATES) sort_and_weigh(b);
             if (threadIdx.x == 0) {
-                const bool adjusts = d.top_k == 0 && !uses_min_p(d);
+                const int limit = reach_limit(d);
                 int token = UNDECIDED, next = reach;
                 if (n > CANDIDATES) {
-                    next = max(1, reach * 3 / 4);
-                    if (adjusts && next < reach && round < ROUNDS - 1) token = AGAIN;
+                    next = max(1, reach / 2);
                 } else {
                     const int index = decide(d, n, [&](int i) { return logit_of(c.sorted[i]); }, c.weight, c.heated, c.total,
                                              uniform_at(d, b.length + 1));
-                    if (n < FEW) next = min(SMS, reach + max(1, (SMS - reach) / 2));
-                    if (n > MANY) next = max(1, reach - reach / 8);
                     if (index >= 0) token = id_of(c.sorted[index]);
-                    else if (index == TOO_FEW && adjusts && next > reach && round < ROUNDS - 1) token = AGAIN;
+                    const int step = index == TOO_FEW ? 2 : 8;
+                    if (n < (d.top_k > 0 ? d.top_k : FEW)) next = min(limit, reach + (limit - reach + step - 1) / step);
+                    else if (n > MANY) next = max(1, reach - (reach + 7) / 8);
+                    if (index == TOO_CLOSE) next = reach;
                 }
+                const bool helps = n > CANDIDATES ? next < reach : next > reach;
+                if (token == UNDECIDED && helps && !floored_by_min_p(d) && round < ROUNDS - 1) token = AGAIN;
                 store16(d.lists, tag, (u32)token, (u32)next, 0);
             }
         }

@@ -24,7 +24,7 @@ struct __align__(16) Shared {
     u8 ancestor[NODES][NODES];             // [node][depth]
     u64 best[NODES < WARPS ? WARPS : NODES];  // running argmax: value, then lowest id
     int drawn[SAMPLES ? MAX_STEPS : 1];    // tokens of this launch
-    int reach;                             // how many of the SMs' best ones make the floor of candidates
+    int reach;                             // m of sample.cuh
     int stopped;                           // decoding has ended: the producer should leave
 };
 
