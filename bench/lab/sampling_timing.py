@@ -27,8 +27,8 @@ SETTINGS: dict[str, Sampling | None] = {
     "llama.cpp's defaults": Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05),
     "with penalties": Sampling(temperature=0.8, top_k=20, top_p=0.95, repeat_penalty=1.1, presence_penalty=0.5),
     "penalties on all text": Sampling(temperature=0.8, top_k=20, repeat_penalty=1.1, repeat_last_n=-1),
-    "min-p 0.1": Sampling(temperature=0.8, min_p=0.1),
-    "top-p 0.9, sharp": Sampling(temperature=0.15, top_p=0.001),
+    "min-p 0.5": Sampling(temperature=0.8, min_p=0.5),
+    "top-p 0.001": Sampling(temperature=0.8, top_p=0.001),
     "temperature alone, sharp": Sampling(temperature=0.15),
 }
 
