@@ -74,9 +74,9 @@ def test_every_repetition_does_the_whole_test_from_the_same_depth() -> None:
             calls.append(("prefill", state.length, len(ids)))
             return super().prefill(state, ids) if want is None else super().prefill(state, ids, want)
 
-        def decode(self, state, token, count, stop=frozenset()):  # type: ignore[no-untyped-def]
+        def decode(self, state, token, count, *rest):  # type: ignore[no-untyped-def]
             calls.append(("decode", state.length, count))
-            return super().decode(state, token, count, stop)
+            return super().decode(state, token, count, *rest)
 
     calls: list[tuple[str, int, int]] = []
     backend = Counting(SIZES["tiny"], tiny_model().tensors)
@@ -162,13 +162,22 @@ def test_the_command_in_every_format() -> None:
     assert cells[2][9] == ""
     assert all(row[9].endswith("%") for row in cells[3:])
 
+    sampled = ["--temp", "0.8", "--top-k", "20", "--repeat-penalty", "1.1"]
+    result = bench("-p", "0", "-n", "3", "-d", "0,4", "-r", "1", "-o", "json", *sampled)
+    assert result.returncode == 0, result.stderr
+    records = json.loads(result.stdout)
+    assert [r["test"] for r in records] == ["tg3", "tg3 sampled", "tg3 @ d4", "tg3 sampled @ d4"]
+    assert records[0]["sampling"] is None
+    assert (records[1]["sampling"]["temperature"], records[1]["sampling"]["top_k"]) == (0.8, 20)
+
     lines = bench("-p", "4", "-n", "0", "-r", "1", "-o", "jsonl").stdout.splitlines()
     assert [json.loads(line)["n_prompt"] for line in lines] == [4]
     assert bench("-p", "4", "-n", "0", "-r", "1").stdout.startswith("| model")
 
 
 @pytest.mark.parametrize(
-    "flags", [["-p", "0", "-n", "0"], ["-p", "-4"], ["-r", "0"], ["-o", "xml"], ["-p", "x"], ["--tree", "65"]]
+    "flags",
+    [["-p", "0", "-n", "0"], ["-p", "-4"], ["-r", "0"], ["-o", "xml"], ["-p", "x"], ["--tree", "65"], ["--top-p", "2"]],
 )
 def test_nonsense_is_a_usage_error(flags: list[str]) -> None:
     result = bench(*flags)

@@ -119,7 +119,7 @@ def test_a_small_model_builds_for_the_largest_tree() -> None:
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_the_small_kernels_build_for_every_chip(name: str) -> None:
-    for source in ("commit.cu", "pack.cu"):
+    for source in ("commit.cu", "pack.cu", "top.cu"):
         used = compiled(source, load_profiles()[name], 1)
         assert used.registers * 512 <= REGISTERS
         assert used.spill_stores == 0

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 import warpsmith
 from random_drafts import draft_config, draft_in_memory, random_weights, write_draft
 from random_models import random_tensors, small_config
-from warpsmith.backend.base import LOGITS, Backend, Output, Sampling, Want
+from warpsmith.backend.base import LOGITS, Backend, Output, Want
 from warpsmith.backend.cpu import CpuBackend
 from warpsmith.backend.cpu.draft import CpuDraft
 from warpsmith.backend.reference import ReferenceBackend
+from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.draft.base import Context, Draft, Proposer, ScoredTree
 from warpsmith.draft.budget import LISTENS, REFILL, Budgeted

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from random_models import SMALL, random_tensors, random_tree
-from warpsmith.backend.base import LOGITS, PREFILL_CHUNK, Backend, Sampling, State, Want
+from warpsmith.backend.base import LOGITS, PREFILL_CHUNK, Backend, State, Want
 from warpsmith.backend.cpu import CpuBackend
 from warpsmith.backend.reference import ReferenceBackend, ReferenceState
+from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.draft.base import Context, Proposer
 from warpsmith.engine.conversation import MAX_SNAPSHOTS, Conversation
 from warpsmith.engine.loop import Generation
-from warpsmith.engine.sampling import choose
 from warpsmith.errors import BadRequest
 
 VOCAB = SMALL.vocab
@@ -269,7 +269,7 @@ def test_a_proposer_that_rests_is_told_of_everything(sampling: Sampling) -> None
         assert sum(tokens for tokens, _, _ in draft.told) == 59
         resting = [tokens for tokens, _, forward in draft.told if forward is None]
         assert len(resting) > 2
-        assert max(resting) > (1 if sampling.greedy else 0), "in bursts where the backend can decode by itself"
+        assert max(resting) > 1, "in bursts"
         assert all(0 < (forward or 0) < seconds for _, seconds, forward in draft.told if forward is not None)
         assert sum(seconds for _, seconds, _ in draft.told) == pytest.approx(generation.stats.decode_seconds)
 
@@ -418,10 +418,11 @@ def test_a_draft_that_loses_the_root_is_a_mistake_not_a_text() -> None:
 # -- sampling in place ------------------------------------------------------------------------------------------------
 
 
-def test_every_token_is_chosen_from_its_own_history_and_position() -> None:
+@pytest.mark.parametrize("last", [12, -1])
+def test_every_token_is_chosen_from_its_own_history_and_position(last: int) -> None:
     """Against a loop with nothing clever in it. The first token after the prompt is sampled like the others."""
     prompt = prompt_of(30, 7)
-    sampling = Sampling(temperature=1.2, presence_penalty=1.0, repeat_penalty=1.3, repeat_last_n=12, seed=11)
+    sampling = Sampling(temperature=1.2, presence_penalty=1.0, repeat_penalty=1.3, repeat_last_n=last, seed=11)
     state = BACKEND.new_state(256)
     logits = BACKEND.prefill(state, prompt, LOGITS).logits
     ids = list(prompt)
@@ -436,6 +437,29 @@ def test_every_token_is_chosen_from_its_own_history_and_position() -> None:
         run(Conversation(BACKEND, 64), prompt, Sampling(temperature=1.5, seed=s), max_tokens=1)[0] for s in range(12)
     }
     assert len(first) > 3
+
+
+@pytest.mark.parametrize("sampling", [SAMPLED, Sampling(repeat_penalty=1.3, repeat_last_n=-1), Sampling()])
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_a_backend_decodes_what_the_sampler_chooses(name: str, sampling: Sampling) -> None:
+    """Its own loop against forward, choose, commit; from the whole text or from what the penalties look at."""
+    backend, text = backend_of(name), prompt_of(30, 9)
+    state = backend.new_state(64)
+    backend.prefill(state, text[:-1])
+    start, expected = backend.snapshot(state), list(text)
+    for _ in range(20):
+        logits = backend.forward(state, Tree.chain(expected[-1:]), LOGITS).logits
+        backend.commit(state, [0])
+        assert logits is not None
+        expected.append(choose(logits[0], sampling, expected, len(expected)))
+    for history in (text, text[-10:]) if sampling.repeat_last_n > 0 else (text,):
+        backend.restore(state, start)
+        assert list(backend.decode(state, text[-1], 20, frozenset(), sampling, history)) == expected[30:]
+        assert state.length == 49
+    backend.restore(state, start)
+    end = expected.index(expected[38], 30)
+    stop = frozenset({expected[38]})
+    assert list(backend.decode(state, text[-1], 20, stop, sampling, text)) == expected[30 : end + 1]
 
 
 def test_penalties_reach_greedy_decoding() -> None:
@@ -579,9 +603,9 @@ class RunsAhead(ReferenceBackend):
 
     name = "ahead"
 
-    def decode(self, state: State, token: int, count: int, stop: frozenset[int] = frozenset()) -> Iterator[int]:
+    def decode(self, state: State, token: int, *arguments: Any) -> Iterator[int]:
         before = self.snapshot(state)
-        made = list(super().decode(state, token, count, stop))
+        made = list(super().decode(state, token, *arguments))
         given = 0
         try:
             for next_token in made:

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warpsmith.backend.base import Sampling
-from warpsmith.engine.sampling import check, choose, penalise, uniform
+from warpsmith.backend.sampling import Sampling, check, choose, penalise, uniform
 from warpsmith.errors import BadRequest
 
 

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
-from warpsmith.backend.base import Backend, Sampling, Want, check_tokens
+from warpsmith.backend.base import Backend, Want, check_tokens
+from warpsmith.backend.sampling import Sampling
 from warpsmith.checkpoint.canonical import Checkpoint, open_checkpoint
 from warpsmith.draft.base import Proposer
 from warpsmith.engine.conversation import Conversation

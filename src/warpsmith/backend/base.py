@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.errors import BadRequest
@@ -53,33 +54,6 @@ class Output:
     logits: np.ndarray | None = None  # float32 [n, vocab]
     features: np.ndarray | None = None  # float32 [n, len(features) * hidden]
     hidden: np.ndarray | None = None  # float32 [n, hidden]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen; temperature 0 is greedy. Applied in llama.cpp's order:
-    logit bias, penalties, top-k, top-p, min-p, temperature, draw."""
-
-    temperature: float = 0.0
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repeat_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repeat_last_n: int = 64  # tokens the penalties look back on; -1: all
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    seed: int = 0
-
-    @property
-    def greedy(self) -> bool:
-        """True when the choice is the plain argmax of the logits."""
-        return self.temperature <= 0 and not self.logit_bias and not self.penalised
-
-    @property
-    def penalised(self) -> bool:
-        neutral = self.repeat_penalty == 1 and self.presence_penalty == 0 and self.frequency_penalty == 0
-        return not neutral and self.repeat_last_n != 0
 
 
 class State(ABC):
@@ -177,17 +151,28 @@ class Backend(ABC):
         """
         return None
 
-    def decode(self, state: State, token: int, count: int, stop: frozenset[int] = frozenset()) -> Generator[int]:
-        """Greedy decoding: commit `token`, yield the next, and so on, up to `count` tokens or one in `stop`.
+    def decode(
+        self,
+        state: State,
+        token: int,
+        count: int,
+        stop: frozenset[int] = frozenset(),
+        sampling: Sampling | None = None,
+        history: Sequence[int] = (),
+    ) -> Generator[int]:
+        """Plain decoding: commit `token`, yield the next, and so on, up to `count` tokens or one in `stop`.
 
-        The last token yielded is not committed. Backends override this to stay on the device between tokens; closing
-        the generator brings one that ran ahead back to the last token it yielded.
+        Each token is the sampler's choice (`choose`) from the logits at its place; without `sampling` that is the
+        argmax. `history` is the text up to and with `token`, for the penalties: all of it, or as much as they look
+        back on. The last token yielded is not committed. Backends override this to stay on the device between tokens;
+        closing the generator brings one that ran ahead back to the last token it yielded.
         """
+        want, text = wanted_for(sampling), list(history)
         for _ in range(count):
-            output = self.forward(state, Tree.chain([token]))
+            output = self.forward(state, Tree.chain([token]), want)
             self.commit(state, [0])
-            assert output.argmax is not None
-            token = int(output.argmax[0])
+            token = next_token(output, 0, sampling, text, state.length)
+            text.append(token)
             yield token
             if token in stop:
                 return
@@ -212,6 +197,20 @@ class Backend(ABC):
         next step.
         """
         raise BadRequest(f"The {self.name} backend does not run MTP heads.", "Use another draft, or --draft none.")
+
+
+def wanted_for(sampling: Sampling | None) -> Want:
+    """What a forward pass must return for the sampler to choose from."""
+    return ARGMAX if sampling is None or sampling.greedy else LOGITS
+
+
+def next_token(output: Output, row: int, sampling: Sampling | None, history: Sequence[int], position: int) -> int:
+    """The sampler's choice at absolute `position`, from a row of an output that was wanted for it."""
+    if sampling is None or sampling.greedy:
+        assert output.argmax is not None
+        return int(output.argmax[row])
+    assert output.logits is not None
+    return choose(output.logits[row], sampling, history, position)
 
 
 def check_room(state: State, tokens: int) -> None:

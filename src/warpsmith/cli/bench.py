@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from warpsmith import __version__
 from warpsmith.cli import bench_spec
-from warpsmith.cli.options import introduce, model_arguments, natural, open_model
+from warpsmith.cli.options import (
+    introduce,
+    model_arguments,
+    natural,
+    open_model,
+    sampler_arguments,
+    sampler_keywords,
+)
 from warpsmith.cli.terminal import aside
 from warpsmith.errors import BadRequest
 
@@ -31,6 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", choices=("md", "json", "jsonl", "csv"), default="md", help="how to print (default: md)"
     )
+    sampler_arguments(parser.add_argument_group("sampling", "Naming one of these also times sampled generation."))
     model_arguments(parser)
     kinds = parser.add_subparsers(dest="kind", metavar="KIND")
     help = "speculation against plain decoding on given prompts"
@@ -40,6 +48,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.kind == "spec":
         return bench_spec.main(args)
+    from warpsmith.backend.sampling import Sampling, check
     from warpsmith.backend.tree import MAX_NODES
     from warpsmith.measure.speed import against_one_node, measure, reached
     from warpsmith.measure.table import record, table
@@ -54,6 +63,8 @@ def main(args: argparse.Namespace) -> int:
     args.draft = "none"
     args.ctx_size = max(2, *(test.context for test in tests))
     with open_model(args) as llm:
+        for test in tests:
+            check(test.sampling or Sampling(), llm.config.vocab)
         introduce(args, llm)
         facts = _facts(llm)
         bandwidth = _bandwidth(llm) if args.bandwidth else None
@@ -73,10 +84,13 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _tests(args: argparse.Namespace) -> list[Case]:
+    from warpsmith.backend.sampling import Sampling
     from warpsmith.measure.speed import Case
 
+    given = sampler_keywords(args)
     prompts = [Case(n, 0, depth) for depth in args.n_depth for n in args.n_prompt if n]
-    texts = [Case(0, n, depth) for depth in args.n_depth for n in args.n_gen if n]
+    ways = [None, Sampling(**given)] if given else [None]  # greedy, for comparison, and as asked
+    texts = [Case(0, n, depth, sampling=way) for depth in args.n_depth for n in args.n_gen if n for way in ways]
     sizes = sorted({1, *args.tree} - {0}) if args.tree else []  # one node is what the others are compared with
     return prompts + texts + [Case(0, 0, depth, n) for depth in args.n_depth for n in sizes]
 

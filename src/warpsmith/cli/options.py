@@ -61,6 +61,14 @@ def sampling_arguments(parser: argparse.ArgumentParser, predict: int) -> None:
         help=f"tokens at most; -1: no limit (default: {predict})",
     )
     group.add_argument("-s", "--stop", action="append", metavar="TEXT", help="end at this text; may be repeated")
+    sampler_arguments(group)
+    group.add_argument(
+        "--thinking", choices=("auto", "on", "off"), default="auto", help="in chats (default: the model's)"
+    )
+
+
+def sampler_arguments(group: argparse._ArgumentGroup) -> None:
+    """How the next token is chosen."""
     group.add_argument("--temp", type=float, metavar="T", help="temperature; 0 is greedy")
     group.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens; 0 is all")
     group.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest that sum to P")
@@ -73,15 +81,10 @@ def sampling_arguments(parser: argparse.ArgumentParser, predict: int) -> None:
     group.add_argument("--frequency-penalty", type=float, metavar="X", help="subtract for each recent use")
     group.add_argument("--repeat-last-n", type=int, metavar="N", help="tokens that count as recent; -1 is all")
     group.add_argument("--logit-bias", action="append", type=_bias, metavar="ID(+|-)X", help="add X to a token's logit")
-    group.add_argument(
-        "--thinking", choices=("auto", "on", "off"), default="auto", help="in chats (default: the model's)"
-    )
 
 
-# flag -> keyword of LLM.stream, where it was given
-_KEYWORDS = {
-    "predict": "max_tokens",
-    "stop": "stop",
+# flag -> field of Sampling
+_SAMPLER = {
     "temp": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -94,13 +97,21 @@ _KEYWORDS = {
 }
 
 
-def sampling_keywords(args: argparse.Namespace) -> dict[str, Any]:
-    """What the flags say to `LLM.stream`; what they leave out is the model's to decide."""
-    given = {keyword: value for flag, keyword in _KEYWORDS.items() if (value := getattr(args, flag)) is not None}
-    if args.predict < 0:
-        del given["max_tokens"]
+def sampler_keywords(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `Sampling` that were given."""
+    given = {keyword: value for flag, keyword in _SAMPLER.items() if (value := getattr(args, flag)) is not None}
     if args.logit_bias:
         given["logit_bias"] = dict(args.logit_bias)
+    return given
+
+
+def sampling_keywords(args: argparse.Namespace) -> dict[str, Any]:
+    """What the flags say to `LLM.stream`; what they leave out is the model's to decide."""
+    given = sampler_keywords(args)
+    if args.predict >= 0:
+        given["max_tokens"] = args.predict
+    if args.stop is not None:
+        given["stop"] = args.stop
     if args.thinking != "auto":
         given["enable_thinking"] = args.thinking == "on"
     return given

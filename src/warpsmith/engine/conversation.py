@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from warpsmith.backend.base import PREFILL_CHUNK, Backend, Output, Snapshot, State, Want, check_tokens
+from warpsmith.backend.sampling import Sampling
 from warpsmith.draft.base import Proposer
 from warpsmith.errors import BadRequest, DoesNotFit
 
@@ -106,12 +107,19 @@ class Conversation:
             self.backend.commit(self.state, path)
             self._observe(start, output, path)
 
-    def decode(self, count: int, stop_ids: frozenset[int]) -> Iterator[int]:
-        """Greedy tokens as the backend makes them, up to `count` or a stop id; all but the last are committed.
+    def recent(self, sampling: Sampling) -> list[int]:
+        """The end of the text that the penalties look at."""
+        last = sampling.repeat_last_n
+        return [] if not sampling.penalised else self.ids if last < 0 else self.ids[-last:]
+
+    def decode(self, count: int, stop_ids: frozenset[int], sampling: Sampling) -> Iterator[int]:
+        """Tokens as the backend makes them, up to `count` or a stop id; all but the last are committed.
 
         `settle` ends it, wherever it stands."""
         self._decoded_from = self.state.length
-        decoding = self._decoding = self.backend.decode(self.state, self.ids[-1], count, stop_ids)
+        decoding = self._decoding = self.backend.decode(
+            self.state, self.ids[-1], count, stop_ids, sampling, self.recent(sampling)
+        )
         while True:
             with self.changing():
                 token = next(decoding, None)

@@ -9,11 +9,11 @@ from typing import Literal
 
 import numpy as np
 
-from warpsmith.backend.base import Output, Sampling, Want
+from warpsmith.backend.base import Output, next_token, wanted_for
+from warpsmith.backend.sampling import Sampling, check
 from warpsmith.backend.tree import Tree
 from warpsmith.draft.base import Context
 from warpsmith.engine.conversation import Conversation
-from warpsmith.engine.sampling import check, choose
 from warpsmith.engine.stats import PLAIN, Stats
 from warpsmith.errors import BadRequest
 
@@ -62,11 +62,10 @@ class Generation:
         self.stop_ids, self.until, self.on_step = stop_ids, until, on_step
         self.finish_reason: FinishReason | None = None
         proposer = conversation.proposer
-        self.want = replace(
-            proposer.wants if proposer else Want(), tokens="argmax" if self.sampling.greedy else "logits"
-        )
-        # nobody wants more of a forward than its argmax: the backend may decode in its own fastest way
-        self.bare = self.want == Want()
+        tokens = wanted_for(self.sampling)
+        self.want = replace(proposer.wants, tokens=tokens.tokens) if proposer else tokens
+        # nobody wants more of a forward than the next token: the backend may decode in its own fastest way
+        self.bare = self.want == tokens
         self.stats = Stats(
             device=conversation.backend.name,
             mode=proposer.name if proposer else PLAIN,
@@ -78,19 +77,18 @@ class Generation:
     def __iter__(self) -> Generator[list[int]]:
         yield self._first()
         while self.finish_reason is None:
-            rest = self._rest()
-            if rest and self.sampling.greedy:
+            if rest := self._rest():
                 yield from self._decode(rest)
             else:
-                yield self.step(ask=not rest)
+                yield self.step()
 
-    def step(self, ask: bool = True) -> list[int]:
+    def step(self) -> list[int]:
         """Decide what follows the root: one token, and one more for each that the draft guessed right."""
         conversation, stats, start = self._current(), self.stats, perf_counter()
-        tree, root = self._propose() if ask else None, conversation.ids[-1]
+        tree, root = self._propose(), conversation.ids[-1]
         drafted = perf_counter()
         if tree is None and self.bare:
-            path, run = [0], list(conversation.decode(1, frozenset()))
+            path, run = [0], list(conversation.decode(1, frozenset(), self.sampling))
             verified = walked = perf_counter()
             conversation.settle()
             run = self._cut(run)
@@ -110,7 +108,7 @@ class Generation:
         stats.decode_seconds += committed - start
         if conversation.proposer is not None:
             forward = verified - drafted + committed - walked
-            conversation.proposer.spent(len(run), committed - start, forward if ask else None)
+            conversation.proposer.spent(len(run), committed - start, forward)
         if self.on_step is not None:
             self.on_step(Step(tree or Tree.chain([root]), path[: len(run)], run))
         return run
@@ -151,13 +149,8 @@ class Generation:
 
     def _choose(self, output: Output, row: int, run: list[int]) -> int:
         """The token after the conversation's ids and `run`, from that node's row."""
-        if self.sampling.greedy:
-            assert output.argmax is not None
-            return int(output.argmax[row])
-        assert output.logits is not None
-        ids, last = self.conversation.ids, self.sampling.repeat_last_n
-        history = (ids if last < 0 else ids[-last:]) + run if self.sampling.penalised else ()
-        return choose(output.logits[row], self.sampling, history, len(ids) + len(run))
+        history = [*self.conversation.recent(self.sampling), *run]
+        return next_token(output, row, self.sampling, history, len(self.conversation.ids) + len(run))
 
     def _cut(self, run: list[int]) -> list[int]:
         """Count the run's tokens and end it where the text ends."""
@@ -174,10 +167,10 @@ class Generation:
         return run
 
     def _decode(self, count: int) -> Iterator[list[int]]:
-        """Greedy and without a draft, the backend can run on by itself from token to token."""
+        """Without a draft, the backend can run on by itself from token to token."""
         conversation, start, seconds, tokens = self._current(), perf_counter(), 0.0, 0
         try:
-            for token in conversation.decode(count, self.stop_ids):
+            for token in conversation.decode(count, self.stop_ids, self.sampling):
                 root, run = conversation.ids[-2], self._cut([token])
                 self.stats.count_step(drafted=0, decided=1)
                 took = perf_counter() - start

@@ -1,20 +1,21 @@
 """How fast a backend reads a prompt and generates: the tests of llama-bench, timed the way it times them. And what a
 tree of drafted tokens takes, which llama-bench has no test for.
 
-Tokenising, sampling and making room for the state are not counted. A test at depth d starts on top of d tokens that
-are already there.
+Tokenising and making room for the state are not counted. Tokens are generated greedily, unless a test says how to
+sample them. A test at depth d starts on top of d tokens that are already there.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter_ns
 
 import numpy as np
 
 from warpsmith.backend.base import Backend
+from warpsmith.backend.sampling import Sampling
 from warpsmith.draft.costs import typical_tree
 
 PASSES = 8  # of a tree, in one repetition: a single one is too short to time
@@ -28,12 +29,13 @@ class Case:
     generate: int
     depth: int = 0
     nodes: int = 0
+    sampling: Sampling | None = field(default=None, hash=False)
 
     @property
     def name(self) -> str:
         lengths = {"pp": self.prompt, "tg": self.generate, "tree": self.nodes}
         parts = [f"{kind}{length}" for kind, length in lengths.items() if length]
-        return "+".join(parts) + (f" @ d{self.depth}" if self.depth else "")
+        return "+".join(parts) + " sampled" * (self.sampling is not None) + f" @ d{self.depth}" * (self.depth > 0)
 
     @property
     def tokens(self) -> int:
@@ -116,7 +118,7 @@ def measure(backend: Backend, test: Case, repetitions: int = 5, clock: Callable[
     def run(generate: int, passes: int) -> None:
         if prompt:
             backend.prefill(state, prompt)
-        for _ in backend.decode(state, first, generate):
+        for _ in backend.decode(state, first, generate, frozenset(), test.sampling, ids):
             pass
         for tree in trees[:passes]:
             backend.forward(state, tree)

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from warpsmith.measure.speed import Result
@@ -23,6 +24,7 @@ def record(result: Result, facts: dict[str, Any]) -> dict[str, Any]:
         "n_gen": result.test.generate,
         "n_depth": result.test.depth,
         "n_nodes": result.test.nodes,
+        "sampling": None if result.test.sampling is None else asdict(result.test.sampling),
         "avg_ns": round(result.avg_ns),
         "stddev_ns": round(result.stddev_ns),
         "avg_ts": result.avg_ts,

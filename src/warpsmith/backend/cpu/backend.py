@@ -22,10 +22,13 @@ from warpsmith.backend.base import (
     Want,
     check_room,
     check_tokens,
+    next_token,
     output_from_logits,
+    wanted_for,
 )
 from warpsmith.backend.cores import usable_cores
 from warpsmith.backend.cpu import _cpu, loading
+from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.errors import BadRequest, DoesNotFit
@@ -176,14 +179,23 @@ class CpuBackend(Backend):
         state.native.load(snapshot.data, snapshot.length)
         state.pending = None
 
-    def decode(self, state: State, token: int, count: int, stop: frozenset[int] = frozenset()) -> Generator[int]:
+    def decode(
+        self,
+        state: State,
+        token: int,
+        count: int,
+        stop: frozenset[int] = frozenset(),
+        sampling: Sampling | None = None,
+        history: Sequence[int] = (),
+    ) -> Generator[int]:
         # A call a token: a caller may walk away after any of them, and then nothing more may have been committed.
         # It costs some twenty microseconds of a token's milliseconds.
         assert isinstance(state, CpuState)
+        want, text = wanted_for(sampling), list(history)
         for _ in range(count):
-            output = self.prefill(state, [token])
-            assert output.argmax is not None
-            token = int(output.argmax[0])
+            output = self.prefill(state, [token], want)
+            token = next_token(output, 0, sampling, text, state.length)
+            text.append(token)
             yield token
             if token in stop:
                 return

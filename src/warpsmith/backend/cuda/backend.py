@@ -11,6 +11,7 @@ import numpy as np
 
 from warpsmith.backend.base import (
     ARGMAX,
+    LOGITS,
     Backend,
     MemoryPart,
     Output,
@@ -22,17 +23,21 @@ from warpsmith.backend.base import (
     output_from_logits,
 )
 from warpsmith.backend.cuda.compiler import build, target
+from warpsmith.backend.cuda.drawing import UNDECIDED, Drawing
 from warpsmith.backend.cuda.driver import Buffer, Chip, Device, Event, Kernel, Pinned
 from warpsmith.backend.cuda.layout import (
     COLUMNS,
     HEAD_DIM,
     LARGEST_HIDDEN,
     MAX_FEATURES,
+    MAX_STEPS,
     MAX_STOPS,
+    MAX_TOP,
     NOT_YET,
     READ_AHEAD,
     SLOT_BYTES,
     STATE_DIM,
+    Draw,
     Layout,
     Params,
     Path,
@@ -43,13 +48,16 @@ from warpsmith.backend.cuda.layout import (
 )
 from warpsmith.backend.cuda.memory import check_fit, memory_parts
 from warpsmith.backend.cuda.packing import Progress, load_weights
-from warpsmith.backend.cuda.profiles import Profile, choose
+from warpsmith.backend.cuda.profiles import Profile
+from warpsmith.backend.cuda.profiles import choose as choose_profile
+from warpsmith.backend.cuda.top import Top
+from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.errors import BadRequest, NoDevice
 from warpsmith.model.config import Config
 
-BURST = 64  # tokens a decoding launch makes before it comes back
+BURST = MAX_STEPS  # tokens a decoding launch makes before it comes back
 EVERY_STAGE = 1 << 30
 NOT_READY = 600  # what the driver answers while a kernel runs
 VARIANTS = (1, 8, 16, 24, 32, 64)  # nodes a build of the kernel takes
@@ -85,7 +93,7 @@ class CudaBackend(Backend):
         self.config, self.device = config, Device()
         check_shape(config)
         self.chip = self.device.chip
-        self.chip_profile = choose(self.chip.name, self.chip.capability)[0]
+        self.chip_profile = choose_profile(self.chip.name, self.chip.capability)[0]
         self.largest_tree = self.chip_profile.largest_tree
         self.architecture = architecture or target(self.chip.capability)
         stored = {name: tensor.type.name for name, tensor in tensors.items()}
@@ -94,9 +102,10 @@ class CudaBackend(Backend):
         self.context = context or config.context
         check_fit(layout, self.context, self.device.free_memory(), self.chip.name)
         self._kernels: dict[int, Kernel] = {}
-        compilers = ThreadPoolExecutor(len(VARIANTS))  # side by side, and while the weights are copied
+        compilers = ThreadPoolExecutor(1 + len(VARIANTS))  # side by side, and while the weights are copied
         sizes = [n for n in VARIANTS if n <= self.largest_tree]
         self._images = {n: compilers.submit(self._image, "forward.cu", n) for n in sizes}
+        top_image = compilers.submit(self._image, "top.cu")
         compilers.shutdown(wait=False)
         pack = self.device.load(self._image("pack.cu")).kernel("pack")
         self._commit = self.device.load(self._image("commit.cu")).kernel("commit")
@@ -120,6 +129,9 @@ class CudaBackend(Backend):
         self.ring = Pinned(self.device, np.int32, 1 + max(BURST, MAX_NODES))
         marks = int(str(self.options.get("PROFILE", 0)))  # a profiling build keeps that many clocks an SM
         self.profile = self.device.zeros(layout.sms * marks * 8)
+        self._top = Top(self.device, top_image.result(), self.logits)
+        self._drawing = Drawing(self.device, layout, self.context)
+        self.undecided = 0  # sampled tokens that the device left to the host
         self._last: tuple[CudaState, Tree] | None = None
 
     # -- the contract ---------------------------------------------------------------------------------------------
@@ -156,7 +168,9 @@ class CudaBackend(Backend):
         self._last = (state, tree)
         n, hidden = len(tree), self.config.hidden
         output = Output()
-        if want.tokens in ("top", "logits"):
+        if want.tokens == "top" and 1 <= (count := min(want.top, self.config.vocab)) <= MAX_TOP:
+            output = self._top.of(n, count)
+        elif want.tokens in ("top", "logits"):
             output = output_from_logits(self.logits.read(np.float32, (n, self.config.vocab)), want)
         elif want.tokens == "argmax":
             self.device.synchronize()
@@ -182,11 +196,20 @@ class CudaBackend(Backend):
         self._last = None
         state.length += len(nodes)
 
-    def decode(self, state: State, token: int, count: int, stop: frozenset[int] = frozenset()) -> Generator[int]:
+    def decode(
+        self,
+        state: State,
+        token: int,
+        count: int,
+        stop: frozenset[int] = frozenset(),
+        sampling: Sampling | None = None,
+        history: Sequence[int] = (),
+    ) -> Generator[int]:
         assert isinstance(state, CudaState)
         check_tokens(self.config, np.array([token]))
-        if len(stop) > MAX_STOPS:
-            yield from super().decode(state, token, count, stop)
+        sampling, text = None if sampling is None or sampling.greedy else sampling, list(history)
+        if len(stop) > MAX_STOPS or (sampling is not None and not self._drawing.takes(sampling, text)):
+            yield from super().decode(state, token, count, stop, sampling, text)
             return
         self._last = None
         while count > 0:
@@ -196,7 +219,7 @@ class CudaBackend(Backend):
                 kept.copy_from(running)
             tokens: list[int] = []
             try:
-                for following in self._burst(state, token, burst, stop):
+                for following in self._burst(state, token, burst, stop, sampling, text):
                     tokens.append(following)
                     yield following
             finally:
@@ -205,34 +228,63 @@ class CudaBackend(Backend):
                     for running, kept in self._recurrent(state):
                         running.copy_from(kept)
                     if tokens:
-                        self._launch(state, Tree.chain([token]), ARGMAX, steps=len(tokens))
+                        self._start(state, token, len(tokens), frozenset(), sampling, text)
                         self.device.synchronize()
                 state.length += len(tokens)
             if tokens[-1] in stop:
                 return
             token = tokens[-1]
-            count -= burst
+            text += tokens
+            count -= len(tokens)
 
     def _recurrent(self, state: CudaState) -> list[tuple[Buffer, Buffer]]:
         """What decoding overwrites, and where its last known good copy is kept. Keys and values only grow."""
         return [(state.delta, self.kept_delta), (state.history, self.kept_history)]
 
-    def _burst(self, state: CudaState, token: int, steps: int, stop: frozenset[int]) -> Iterator[int]:
-        """One launch; ids are handed on as the device writes them."""
+    def _burst(
+        self,
+        state: CudaState,
+        token: int,
+        steps: int,
+        stop: frozenset[int],
+        sampling: Sampling | None,
+        text: list[int],
+    ) -> Iterator[int]:
+        """One launch; ids are handed on as the device writes them. It ends early where one is left to the host."""
         cu, ring = self.device.cu, self.ring.array
         ring[0] = 0
-        self._launch(state, Tree.chain([token]), ARGMAX, steps=steps, stop=sorted(stop))
-        seen = 0
-        while True:
+        self._start(state, token, steps, stop, sampling, text)
+        seen, running = 0, True
+        while running:
             running = int(cu.cuStreamQuery(0)[0]) == NOT_READY
+            if not running:
+                self.device.synchronize()
             while seen < ring[0]:
                 seen += 1
-                yield int(ring[seen])
-            if not running:
-                break
-        self.device.synchronize()
-        for i in range(seen, int(ring[0])):
-            yield int(ring[i + 1])
+                following = int(ring[seen])
+                if following == UNDECIDED:
+                    assert sampling is not None
+                    self.undecided += 1
+                    logits = self.logits.read(np.float32, (self.config.vocab,))
+                    past = [*text, *ring[1:seen].tolist()]
+                    following = choose(logits, sampling, past, state.length + seen)
+                yield following
+
+    def _start(
+        self,
+        state: CudaState,
+        token: int,
+        steps: int,
+        stop: frozenset[int],
+        sampling: Sampling | None,
+        text: list[int],
+    ) -> None:
+        """Queue a launch that decodes."""
+        draw, want = None, ARGMAX
+        if sampling is not None:
+            draw = self._drawing.request(sampling, text, steps)
+            want = LOGITS if sampling.temperature > 0 else ARGMAX  # kept for tokens that it leaves to us
+        self._launch(state, Tree.chain([token]), want, steps=steps, stop=sorted(stop), draw=draw)
 
     def snapshot(self, state: State) -> Snapshot:
         assert isinstance(state, CudaState)
@@ -376,6 +428,7 @@ class CudaBackend(Backend):
         steps: int = 0,
         stop: Sequence[int] = (),
         stop_after: int = EVERY_STAGE,
+        draw: Draw | None = None,
     ) -> None:
         request = Request(
             nodes=len(tree),
@@ -392,8 +445,8 @@ class CudaBackend(Backend):
         request.stop_ids[: len(stop)] = list(stop)
         request.feature_layers[: len(want.features)] = list(want.features)
         self.exchange.fill_starts(NOT_YET, 2, len(tree) * self.layout.node_words)
-        threads = threads_of(self.architecture)
-        self._kernel(len(tree)).launch(self.layout.sms, threads, self._params(state), request, cooperative=True)
+        arguments = (self._params(state), request, draw or Draw())  # kernels for trees know of no draw
+        self._kernel(len(tree)).launch(self.layout.sms, threads_of(self.architecture), *arguments, cooperative=True)
 
 
 def build_constants(layout: Layout, chip: Chip, profile: Profile, nodes: int) -> dict[str, object]:

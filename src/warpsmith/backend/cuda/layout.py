@@ -22,6 +22,9 @@ LARGEST_HIDDEN = 16 * CHUNK_K  # MAX_CHUNKS of shared.cuh: a unit must fit in th
 COLUMNS, HISTORY, STATE_DIM, HEAD_DIM = 16, 4, 128, 256
 MAX_STOPS, MAX_FEATURES = 16, 8
 NOT_YET = 0xFFFFFFFF  # what an exchanged word is before it has come
+MAX_STEPS, CANDIDATES, ROUNDS, MAX_OWN_LOGITS = 64, 768, 8, 4096  # of candidates.cuh and sample.cuh
+MAX_BIASES = 4096
+MAX_TOP, SLICES, SLICE_THREADS = 256, 8, 512  # of top.cu
 READ_AHEAD = 3 * 32768  # PIECES * PIECE_BYTES of stream.cu
 
 
@@ -273,6 +276,19 @@ class Layout:
         """Attention's partial sums."""
         return MAX_NODES * self.config.heads * self.splits * HEAD_DIM * 4
 
+    @property
+    def samples(self) -> bool:
+        """Whether an SM has room for its logits while a token is drawn (see candidates.cuh)."""
+        return -(-units_of(self.config.vocab, WIDE) // self.sms) * WIDE <= MAX_OWN_LOGITS
+
+    @property
+    def list_bytes(self) -> int:
+        """What SMs tell each other while a token is drawn: records of 16 bytes (see sample.cuh)."""
+        return 16 * (1 + self.sms * (1 + CANDIDATES))
+
+    def drawing_bytes(self, context: int) -> int:
+        return self.list_bytes + context * 4 + MAX_BIASES * 8
+
     # -- per sequence, in bytes -----------------------------------------------------------------------------------
 
     @property
@@ -340,6 +356,29 @@ class Request(ctypes.Structure):
     ]
 
 
+class Draw(ctypes.Structure):
+    """`Draw` of decide.cuh."""
+
+    _fields_ = [
+        ("window", ctypes.c_void_p),
+        ("biases", ctypes.c_void_p),
+        ("lists", ctypes.c_void_p),
+        ("inverse_temperature", ctypes.c_double),
+        ("top_p", ctypes.c_double),
+        ("log_min_p", ctypes.c_double),
+        ("seed", ctypes.c_uint64),
+        ("serial", ctypes.c_uint32),
+        ("sampled", ctypes.c_int),
+        ("top_k", ctypes.c_int),
+        ("windowed", ctypes.c_int),
+        ("last_n", ctypes.c_int),
+        ("biased", ctypes.c_int),
+        ("repeat", ctypes.c_float),
+        ("frequency", ctypes.c_float),
+        ("presence", ctypes.c_float),
+    ]
+
+
 POINTERS_BEFORE_CONTEXT = (
     "stream",
     "stream_start",
@@ -373,6 +412,26 @@ class Path(ctypes.Structure):
     """`Path` of commit.cu."""
 
     _fields_ = [("count", ctypes.c_int), ("length", ctypes.c_int), ("node", ctypes.c_int * MAX_NODES)]
+
+
+class TopRequest(ctypes.Structure):
+    """`Top` of top.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("logits", "keys", "sums", "arrived", "out")),
+        ("count", ctypes.c_int),
+    ]
+
+
+def top_bytes() -> dict[str, int]:
+    """The buffers of top.cu."""
+    slices = MAX_NODES * SLICES
+    return {
+        "keys": slices * MAX_TOP * 8,
+        "sums": slices * 8,
+        "arrived": MAX_NODES * 4,
+        "out": MAX_NODES * (2 * MAX_TOP + 1) * 4,
+    }
 
 
 class Stream(ctypes.Structure):

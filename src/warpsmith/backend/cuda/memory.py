@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from warpsmith.backend.base import MemoryPart
-from warpsmith.backend.cuda.layout import MAX_FEATURES, Layout
+from warpsmith.backend.cuda.layout import MAX_FEATURES, Layout, top_bytes
 from warpsmith.backend.cuda.packing import STAGING_BYTES
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.errors import DoesNotFit
@@ -19,6 +19,7 @@ def memory_parts(layout: Layout, context: int) -> list[MemoryPart]:
     states = layout.delta_bytes + layout.history_bytes
     exchanges = layout.exchange_bytes + layout.parts_bytes
     outputs = MAX_NODES * 4 * (c.vocab + c.hidden * (1 + MAX_FEATURES))
+    outputs += layout.drawing_bytes(context) + sum(top_bytes().values())
     tables = layout.rope_bytes(context) + STAGING_BYTES
     return [
         MemoryPart("weights", layout.stream_bytes + layout.embedding_bytes + layout.vector_bytes),

@@ -8,6 +8,7 @@ enum Turn { X_TURN = 1, LAYER_TURN = 2, DELTA_TURN = 4, ATTENTION_TURN = 8, BEST
 struct Block {
     const Params& p;
     const Request& r;
+    const Draw* draw;  // null in builds that do not sample
     Shared& s;
     float* scratch;
     Ring ring;
@@ -19,8 +20,9 @@ struct Block {
     int length;      // tokens committed before the tree
     int nodes;
 
-    __device__ Block(const Params& params, const Request& request, Shared& shared, float* scratch_area, const Ring& r0)
-        : p(params), r(request), s(shared), scratch(scratch_area), ring(r0), length(request.length),
+    __device__ Block(const Params& params, const Request& request, const Draw* how, Shared& shared, float* scratch_area,
+                     const Ring& r0)
+        : p(params), r(request), draw(how), s(shared), scratch(scratch_area), ring(r0), length(request.length),
           nodes(NODES == 1 ? 1 : request.nodes) {}
 
     // Where a node's words of an exchange are, in the copy of this use; and how far the other copy is.

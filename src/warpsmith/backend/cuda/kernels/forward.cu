@@ -9,7 +9,7 @@
 #include "convolve.cuh"
 #include "delta.cuh"
 #include "embedding.cuh"
-#include "head.cuh"
+#include "sample.cuh"
 
 // Which worker takes which node of a DeltaNet layer, and when: a node goes on behind its parent if it is the first to, else
 // to the worker that can start it soonest. Everybody's nodes are in the tree's order, so nobody waits in a circle.
@@ -163,6 +163,7 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
 }
 
 __device__ __forceinline__ void consume(Block& b) {
+    if (SAMPLES && threadIdx.x == 0) b.s.reach = first_reach(b);
     prepare_tree(b);
 #pragma unroll 1
     for (int step = 0; step < max(1, b.r.steps); step++) {
@@ -174,7 +175,10 @@ __device__ __forceinline__ void consume(Block& b) {
             }
             break;
         }
-        choose_greedy(b);
+        if (SAMPLES && b.draw->inverse_temperature > 0)
+            draw_token(b, step);
+        else
+            choose_greedy(b);
         b.turns ^= X_TURN | BEST_TURN;
         const int token = b.s.token[0];
         b.length++;
@@ -183,7 +187,8 @@ __device__ __forceinline__ void consume(Block& b) {
             __threadfence_system();
             *b.p.out_count = step + 1;
         }
-        bool stop = false;
+        if (SAMPLES && threadIdx.x == 0 && b.draw->sampled) b.s.drawn[step] = token;
+        bool stop = SAMPLES && token == UNDECIDED;
 #pragma unroll 1
         for (int i = 0; i < b.r.stops; i++) stop |= b.r.stop_ids[i] == token;
         if (stop) break;
@@ -192,7 +197,14 @@ __device__ __forceinline__ void consume(Block& b) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ Params params,
+#if NODES == 1
+                                                                 const __grid_constant__ Request request,
+                                                                 const __grid_constant__ Draw how) {
+    const Draw* draw = &how;
+#else
                                                                  const __grid_constant__ Request request) {
+    const Draw* draw = nullptr;
+#endif
     extern __shared__ __align__(128) u8 memory[];
     Shared& shared = *(Shared*)(memory + SHARED_AT);
     Ring ring(shared_address(memory), shared_address(memory + BARRIERS_AT));
@@ -214,6 +226,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         return;
     }
     take_registers();
-    Block block(params, request, shared, (float*)(memory + SCRATCH_AT), ring);
+    Block block(params, request, draw, shared, (float*)(memory + SCRATCH_AT), ring);
     consume(block);
 }

@@ -1,14 +1,52 @@
 // The end of a forward pass: the LM head and the choice of the next token.
 #pragma once
 #include "matmul.cuh"
+#include "ranked.cuh"
 
-// A logit and its id as one number that orders by value, then by lowest id. Never 0.
-__device__ __forceinline__ u64 ranked(float logit, int id) {
-    const u32 bits = __float_as_uint(logit);
-    const u32 ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    return (u64)ordered << 32 | (u32)~id;
+// Where a token is drawn, an SM keeps its logits (see sample.cuh).
+__device__ __forceinline__ Candidates& candidates(const Block& b) { return *(Candidates*)(b.scratch + MIX_AT); }
+__device__ __forceinline__ int own_logits(const Block& b) {
+    return min(first_unit(HEAD_UNITS, b.sm + 1) * WIDE, VOCAB) - first_unit(HEAD_UNITS, b.sm) * WIDE;
 }
-__device__ __forceinline__ u64 best_of(u64 a, u64 b) { return a > b ? a : b; }
+
+// Bias, then penalties, as the sampler's `penalise`; and the best of each warp after them. All logits are there.
+__device__ __forceinline__ void penalise_own(Block& b) {
+    b.begin_stage();
+    Candidates& c = candidates(b);
+    const Draw& d = *b.draw;
+    const int first = first_unit(HEAD_UNITS, b.sm) * WIDE, count = own_logits(b), drawn = b.length - b.r.length;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < d.biased; i += CONSUMERS) {
+        const int2 bias = __ldg(d.biases + i);
+        const int at = bias.x - first;
+        if (at >= 0 && at < count) c.own[at] = __fadd_rn(c.own[at], __int_as_float(bias.y));
+    }
+    if (d.last_n != 0) {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < count; i += CONSUMERS) c.count[i] = 0;
+        b.sync();
+        const int end = d.windowed + drawn;
+#pragma unroll 1
+        for (int i = (d.last_n < 0 ? 0 : max(0, end - d.last_n)) + threadIdx.x; i < end; i += CONSUMERS) {
+            const int at = (i < d.windowed ? __ldg(d.window + i) : b.s.drawn[i - d.windowed]) - first;
+            if (at >= 0 && at < count) atomicAdd(&c.count[at], 1);
+        }
+    }
+    b.sync();
+    u64 best = 0;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count; i += CONSUMERS) {
+        float logit = c.own[i];
+        if (d.last_n != 0 && c.count[i] > 0) logit = penalised(d, logit, c.count[i]);
+        logit += 0.0f;  // no -0, which is 0 to the sampler
+        c.own[i] = logit;
+        best = best_of(best, ranked(logit, first + i));
+    }
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) best = best_of(best, __shfl_xor_sync(~0u, best, step));
+    if (b.lane == 0) b.s.best[b.warp] = best;
+    b.sync();
+}
 
 // Logits of every token, the best of which is kept; written out if asked.
 __device__ __forceinline__ void begin_head(Block& b) {
@@ -25,6 +63,8 @@ __device__ __forceinline__ void rank_logits(Block& b, bool live, int row, int to
             best = best_of(best, ranked(logit[i], row + i));
             if (b.r.want_logits) b.p.out_logits[(size_t)token * VOCAB + row + i] = logit[i];
         }
+    if constexpr (SAMPLES)
+        if (live && b.draw->sampled) *(float4*)(candidates(b).own + (row - first_unit(HEAD_UNITS, b.sm) * WIDE)) = logits;
     // One token: several warps have some of its rows. Several: a token's lanes are one warp's.
 #pragma unroll
     for (int step = 1; step < (NODES == 1 ? 2 : 4 * UNITS_AT_ONCE); step *= 2)
@@ -35,6 +75,8 @@ __device__ __forceinline__ void rank_logits(Block& b, bool live, int row, int to
 
 __device__ __forceinline__ void end_head(Block& b, const float* norm_weight) {
     b.sync();
+    if constexpr (SAMPLES)
+        if (b.draw->sampled) penalise_own(b);
 #pragma unroll 1
     for (int token = threadIdx.x; token < b.nodes; token += CONSUMERS) {
         u64 best = b.s.best[token];

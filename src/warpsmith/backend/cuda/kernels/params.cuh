@@ -1,5 +1,6 @@
 // The kernels' arguments. The host builds the same structs field by field (see layout.py).
 #pragma once
+#include "decide.cuh"
 #include "exchange.cuh"
 #include "shape.cuh"
 
@@ -47,7 +48,7 @@ struct Params {
     u32* pending_values;
     float* branch_state;        // [BLOCKS][MAX_NODES][COLUMNS][STATE_DIM]: states of nodes with several children
     // results
-    int* out_tokens;            // decode: ids as they come, in host memory; forward: argmax of each node
+    int* out_tokens;            // decode: ids as they come (-1: undecided, the last), in host memory; forward: argmax of each node
     volatile int* out_count;    // decode: how many ids there are
     float* out_logits;          // [nodes][VOCAB]
     float* out_features;        // [features][nodes][HIDDEN]

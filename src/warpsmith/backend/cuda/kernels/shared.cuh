@@ -1,6 +1,7 @@
 // What lies where in an SM's shared memory: the ring, the scratch of the stages, states kept for branches, then `Shared`.
 // The ring is as deep as there is room.
 #pragma once
+#include "candidates.cuh"
 #include "types.cuh"
 
 // A node of the tree in a DeltaNet layer: where its parent's state is kept (-1: in registers, or committed), where its own
@@ -23,6 +24,8 @@ struct __align__(16) Shared {
     int path[NODES][4];                    // a node's nearest ancestors: itself, parent, ... ; -1 - i: i before the root
     u8 ancestor[NODES][NODES];             // [node][depth]
     u64 best[NODES < WARPS ? WARPS : NODES];  // running argmax: value, then lowest id
+    int drawn[SAMPLES ? MAX_STEPS : 1];    // tokens of this launch
+    int reach;                             // m of sample.cuh
     int stopped;                           // decoding has ended: the producer should leave
 };
 
@@ -62,7 +65,7 @@ constexpr int ATTENTION_FLOATS = Q_FLOATS + SCORE_FLOATS + SHARE_FLOATS + aligne
                                  2 * FRESH_SCORES * KV_ROW + 2 * KEYS * KV_ROW;
 // A build for one node has room for every stage's scratch side by side, and needs no barrier between them.
 constexpr int MIX_AT = NODES == 1 ? 2 * PARTIAL_FLOATS : 0;
-constexpr int MIX_FLOATS = larger(DELTA_FLOATS, ATTENTION_FLOATS);
+constexpr int MIX_FLOATS = larger(larger(DELTA_FLOATS, ATTENTION_FLOATS), SAMPLE_FLOATS);
 constexpr int SCRATCH_FLOATS = larger(2 * PARTIAL_FLOATS, MIX_AT + MIX_FLOATS);
 constexpr int STATE_FLOATS = COLUMNS * STATE_DIM;
 

@@ -11,13 +11,40 @@ speculation, in any number of calls, and a device can compute the same number on
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from math import isfinite, isnan, log
 from numbers import Integral, Real
 
 import numpy as np
 
-from warpsmith.backend.base import Sampling
 from warpsmith.errors import BadRequest
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen; temperature 0 is greedy. Applied in llama.cpp's order:
+    logit bias, penalties, top-k, top-p, min-p, temperature, draw."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repeat_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repeat_last_n: int = 64  # tokens the penalties look back on; -1: all
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        """True when the choice is the plain argmax of the logits."""
+        return self.temperature <= 0 and not self.logit_bias and not self.penalised
+
+    @property
+    def penalised(self) -> bool:
+        neutral = self.repeat_penalty == 1 and self.presence_penalty == 0 and self.frequency_penalty == 0
+        return not neutral and self.repeat_last_n != 0
 
 
 def choose(logits: np.ndarray, sampling: Sampling, history: Sequence[int], position: int) -> int:
@@ -38,14 +65,15 @@ def choose(logits: np.ndarray, sampling: Sampling, history: Sequence[int], posit
 
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) with 53 random bits: two rounds of splitmix64's finaliser over seed and position."""
-    bits = _mix((_mix(seed) + (position + 1) * 0x9E3779B97F4A7C15) & _MASK)
+    bits = mix((mix(seed) + (position + 1) * 0x9E3779B97F4A7C15) & _MASK)
     return (bits >> 11) * 2.0**-53
 
 
 _MASK = (1 << 64) - 1
 
 
-def _mix(z: int) -> int:
+def mix(z: int) -> int:
+    """splitmix64's finaliser."""
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)

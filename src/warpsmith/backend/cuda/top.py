@@ -1,0 +1,39 @@
+"""The best tokens of every node and their log-sum-exp, found on the device (kernels/top.cu)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from warpsmith.backend.base import Output
+from warpsmith.backend.cuda.driver import Buffer, Device
+from warpsmith.backend.cuda.layout import MAX_TOP, SLICE_THREADS, SLICES, TopRequest, top_bytes
+from warpsmith.backend.tree import MAX_NODES
+
+
+class Top:
+    """The kernel and its buffers."""
+
+    def __init__(self, device: Device, image: bytes, logits: Buffer) -> None:
+        self.kernel = device.load(image).kernel("top")
+        self.logits = logits
+        sizes = top_bytes()
+        self._keys, self._sums, self._out = (device.allocate(sizes[name]) for name in ("keys", "sums", "out"))
+        self._arrived = device.zeros(sizes["arrived"])
+
+    def of(self, nodes: int, count: int) -> Output:
+        """From the logits of the forward pass that was queued before."""
+        assert 1 <= nodes <= MAX_NODES
+        assert 1 <= count <= MAX_TOP
+        request = TopRequest(
+            logits=self.logits.pointer,
+            keys=self._keys.pointer,
+            sums=self._sums.pointer,
+            arrived=self._arrived.pointer,
+            out=self._out.pointer,
+            count=count,
+        )
+        self.kernel.launch(nodes * SLICES, SLICE_THREADS, request)
+        rows = self._out.read(np.int32, (nodes, 2 * count + 1))
+        ids = np.ascontiguousarray(rows[:, :count])
+        values = np.ascontiguousarray(rows[:, count:]).view(np.float32)
+        return Output(argmax=ids[:, 0].copy(), top_ids=ids, top_logits=values[:, :count], logsumexp=values[:, count])
