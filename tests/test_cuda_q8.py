@@ -197,7 +197,8 @@ def test_every_stage_matches_the_reference(file: str, nodes: int, request: pytes
         for name, got in cuda.trace(states[0], tree, stage).items():
             worst[f"{stage}:{name}"] = relative(got, expected[name])
     print(f"{file}, {nodes} nodes: largest error {max(worst.values()):.5f}")
-    bad = {k: v for k, v in worst.items() if not v < BOUND}
+    # h is a product of two projections, each as far off as any other
+    bad = {k: v for k, v in worst.items() if not v < BOUND * (2 if k.endswith(":h") else 1)}
     assert not bad, bad
 
 
