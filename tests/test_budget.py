@@ -392,14 +392,18 @@ def test_a_size_that_was_measured_wrongly_is_corrected() -> None:
     assert not any(2 <= size <= 4 for size in world.sizes[-100:])
 
 
-def test_a_hiccup_of_the_machine_does_not_end_a_good_draft() -> None:
+@pytest.mark.parametrize("tokens", [0, 500])
+def test_a_hiccup_of_the_machine_does_not_end_a_good_draft(tokens: int) -> None:
     world = World(GENTLE, 0.1, 0.8)
-    world.run(500)
+    if tokens:
+        world.run(tokens)
     seconds = world.draft_seconds
     world.draft_seconds = 500.0
     world.step()
     world.draft_seconds = seconds
     assert world.budget.account.open
+    world.budget.missed(2, 500.0)
+    assert world.budget.account.open, "nor when another was heard"
 
 
 def test_how_deep_a_draft_is_asked_follows_how_deep_it_was_right() -> None:

@@ -165,11 +165,13 @@ class Pace:
             ratio = self._decoded / (self.costs.plain * slower)
             self._plain.setdefault(bits, deque(maxlen=RECENT)).append(ratio)
             self._decoded = None
-        other = seconds - forward_seconds
-        if self._other:
-            other = min(other, 3 * self.other())  # a hiccup of the machine
+        other = self.calm(seconds - forward_seconds)
         self._other.append(other)
         return (forward_seconds + other) / (self.costs.plain * slower * self._plainness(bits))
+
+    def calm(self, other: float) -> float:
+        """Seconds of a step besides its forward without the machine's hiccups, or what it takes to begin at all."""
+        return min(other, 3 * self.other() if self._other else self.plain())
 
     def plain(self) -> float:
         """Seconds of a token without a draft."""
@@ -316,7 +318,7 @@ class Budgeted(Proposer):
         if not self.account.open:
             self.account.plain(tokens)
         else:
-            self.account.drafted(0, seconds / self._pace.plain(), 1.0)
+            self.account.drafted(0, self._pace.calm(seconds) / self._pace.plain(), 1.0)
 
     # -- the draft's own business -------------------------------------------------------------------------------------
 
