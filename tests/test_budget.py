@@ -20,6 +20,7 @@ from warpsmith.draft import costs as costs_module
 from warpsmith.draft.base import Context, Draft, ScoredTree
 from warpsmith.draft.budget import (
     BINS,
+    CHANCE,
     LISTENS,
     MOST,
     REFILL,
@@ -163,9 +164,7 @@ def test_another_text_is_another_chance_but_not_for_ever() -> None:
             lost[-1] += 0.5
         account.new_text()
     assert lost[0] > START
-    assert 0 < lost[1] <= lost[0] / 2
-    assert lost[-8:] == [0.0] * 8
-    assert sum(lost) <= 2 * START + 0.5
+    assert lost[1:] == [0.0] * 11, "half of it is not enough for two steps that are all wrong"
     account.plain(1000)
     for _ in range(10):
         account.drafted(5, 2.0, 2.0)
@@ -173,7 +172,7 @@ def test_another_text_is_another_chance_but_not_for_ever() -> None:
         account.drafted(1, 1.5, 1.5)
     account.new_text()
     assert account.open, "one that earned is trusted again"
-    assert account.credit >= START - 0.5
+    assert account.credit >= CHANCE - 0.5
     while account.open:
         account.drafted(1, 1.5, 1.5)
     account.plain(account.waits + 1)
@@ -198,7 +197,7 @@ def test_texts_in_vain_cost_little_however_many_they_are(least: float, texts: li
             else:
                 account.plain(1)
                 plain += 1
-    assert lost <= 2 * START + REFILL * plain + worst + 1e-6
+    assert lost <= START + CHANCE + REFILL * plain + worst + 1e-6
 
 
 def test_what_costs_little_is_tried_often() -> None:

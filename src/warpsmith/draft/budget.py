@@ -32,6 +32,7 @@ BINS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99)  # confi
 PRIOR = 4.0  # how many observations the draft's own word is worth
 MEMORY = 256.0  # observations after which the older half counts half
 START, MOST = 4.0, 16.0  # the account, in plain tokens
+CHANCE = 2.0  # what another text is worth to a draft that rests: less than a hundredth of a short answer
 REFILL = 0.005  # a plain token
 STAKE = 2.0  # tokens that a forward may lose however little the account holds; beyond that it may lose what is there
 LISTENS = 12  # tokens before another try of which a draft that needs their rows is told
@@ -115,7 +116,7 @@ class Account:
             self.open = False
             self._failures = 0 if self._earned else self._failures + 1
             self._earned = False
-            self._grant = START * 0.5**self._failures
+            self._grant = CHANCE * 0.5**self._failures
             self._needed = min(2 * max(next_worth - 1, 0.0), MOST)
 
     def plain(self, tokens: int) -> None:

@@ -13,6 +13,7 @@ from warpsmith.errors import BadRequest, WarpsmithError
 from warpsmith.wisp import WISP, WISP_DRAFT
 
 NAMES = ("auto", "none", "ngram", "mtp")
+AFFORDABLE = 0.5  # tokens whose time one guess may take: verifying it takes time too, and it is not always right
 BESIDE = "draft"  # the folder of a model's directory in which its own draft lies
 
 
@@ -68,11 +69,11 @@ def make_proposer(
 
 
 def _affordable(backend: Backend, model: Path | None) -> Draft | None:
-    """The first of the model's own drafts whose guesses take less time here than a token: others could hardly pay."""
+    """The first of the model's own drafts that guesses fast enough here to pay."""
     from warpsmith.draft.costs import tokens_of_a_guess
 
     for draft in _choices(backend, model):
-        if draft.name != "ngram" and tokens_of_a_guess(draft, backend) < 1:
+        if draft.name != "ngram" and tokens_of_a_guess(draft, backend) < AFFORDABLE:
             return draft
     return None
 
