@@ -27,7 +27,7 @@ for table in ${*:-auto trees texts}; do
     auto)
         for draft in ngram mtp $dflash auto; do
             spec --prompts "$(set_of humaneval)" --prompts "$(set_of gsm8k)" --prompts "$(set_of math500)" \
-                --prompts bench/prompts/quotes.jsonl -n 256 --samples 24 --draft $draft
+                --prompts bench/prompts/quotes.jsonl --prompts bench/prompts/edits.jsonl -n 256 --samples 24 --draft $draft
         done
         ;;
     trees)

@@ -1,10 +1,8 @@
-"""Writes quotes.jsonl: prompts whose answer is mostly in the prompt, as when code is edited.
+"""Writes quotes.jsonl and edits.jsonl beside this file: prompts whose answer is mostly in the prompt.
 
-Each shows a function, says that one of its names is to be another, and begins the function anew. The functions are this
-package's own, one of each file, as they were when the prompts were made; the file is kept so that numbers stay
-comparable while the code goes on.
-
-    python bench/prompts/make_quotes.py > bench/prompts/quotes.jsonl
+Each shows a function and begins it anew: for quotes unchanged, for edits with one of its names replaced by another. The
+functions are this package's own, one of each file, as they were when the prompts were made; the files are kept so that
+numbers stay comparable while the code goes on.
 """
 
 from __future__ import annotations
@@ -16,11 +14,12 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parents[2] / "src" / "warpsmith"
 SHORTEST, LONGEST = 900, 1800  # characters of a function
-BEGUN = 4  # lines of the edited function that the prompt gives
+BEGUN = 4  # lines of the second function that the prompt gives
 COUNT = 24
 
 
@@ -46,12 +45,26 @@ def busiest_name(node: ast.FunctionDef) -> str | None:
     return max(uses, key=lambda name: (uses[name], name), default=None)
 
 
-def prompt(node: ast.FunctionDef, code: str) -> str:
+def quote(code: str) -> str:
+    return f"{code}\n\n# The same again:\n{beginning(code)}"
+
+
+def edit(node: ast.FunctionDef, code: str) -> str:
     old = busiest_name(node)
     new = f"my_{old}"
-    edited = re.sub(rf"\b{old}\b", new, code).splitlines(keepends=True)
-    return f"{code}\n\n# The same with {old} called {new}:\n{''.join(edited[:BEGUN])}"
+    edited = re.sub(rf"\b{old}\b", new, code)
+    return f"{code}\n\n# The same with {old} called {new}:\n{beginning(edited)}"
 
 
-for _, (node, code) in zip(range(COUNT), functions(), strict=False):
-    print(json.dumps({"prompt": prompt(node, code)}))
+def beginning(code: str) -> str:
+    return "".join(code.splitlines(keepends=True)[:BEGUN])
+
+
+def write(name: str, prompts: list[str]) -> None:
+    lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts]
+    Path(__file__).with_name(name).write_text("".join(lines))
+
+
+chosen = list(islice(functions(), COUNT))
+write("quotes.jsonl", [quote(code) for _, code in chosen])
+write("edits.jsonl", [edit(node, code) for node, code in chosen])
