@@ -179,11 +179,7 @@ __device__ __forceinline__ u32 load_shared2(u32 address) {
 }
 
 // True when it is in every lane. Polling until then keeps the warp together.
-#ifdef DIVERGE
-__device__ __forceinline__ bool everywhere(bool here) { return here; }
-#else
 __device__ __forceinline__ bool everywhere(bool here) { return __all_sync(~0u, here); }
-#endif
 
 // The same sum, to the bit, in every lane: neighbours first.
 __device__ __forceinline__ float warp_sum(float v) {
