@@ -117,7 +117,7 @@ class CudaBackend(Backend):
         self.rope = self.device.upload(layout.rope_table(self.context))
         self.stream_start = self.device.upload(layout.stream_start.astype(np.uint64))
         self.head_start = self.device.upload(layout.part_start[-1].astype(np.uint64))
-        self.exchange = self.device.allocate(layout.exchange_bytes)
+        self.exchange = self.device.allocate(layout.exchange.bytes)
         self.parts = self.device.allocate(layout.parts_bytes)
         self._reset_parts()
         self.pending = {n: self.device.allocate(b) for n, b in layout.pending_bytes().items()}
@@ -324,7 +324,7 @@ class CudaBackend(Backend):
         self._launch(state, tree, ARGMAX, stop_after=number)
         self.device.synchronize()
         self._reset_parts()  # a pass that stops inside a layer may leave some behind
-        c, n = self.config, len(tree)
+        c, n, exchange = self.config, len(tree), self.layout.exchange
         turn = int(layer or 0) % 2  # which copy of its exchanges the layer used
         before = sum(c.recurrent[: int(layer or 0)])
         mixer, mixer_turn = (
@@ -334,25 +334,27 @@ class CudaBackend(Backend):
             raw = self.pending["pending_raw"].read(np.float32, (self.layout.delta_layers, MAX_NODES, c.conv_channels))
             return {"qkv": raw[before, :n]}
         if op == "attention_in":
-            rows = self._exchanged(op, n, mixer_turn)
+            rows = exchange.row(self._copy(mixer_turn), op, n).view(np.float32)
             kv = c.kv_heads * c.head_dim
             sizes = {"q": 2 * c.heads * c.head_dim, "k": kv, "v": kv}
             ends = np.cumsum(list(sizes.values()))
             return {name: rows[:, e - s : e] for (name, s), e in zip(sizes.items(), ends, strict=True)}
         if kind == "mix":
-            y = self._exchanged(f"{mixer}_y", n, mixer_turn)
+            y = exchange.values(self._copy(mixer_turn), mixer, n)
             if op == "delta_mix":
-                squares = self._exchanged("delta_squares", n, mixer_turn).reshape(n, c.value_heads, -1).sum(axis=2)
+                squares = exchange.squares(self._copy(mixer_turn), mixer, n).view(np.float32)
+                squares = squares.reshape(n, c.value_heads, -1).sum(axis=2)
                 y = y.reshape(n, c.value_heads, STATE_DIM) / np.sqrt(squares / STATE_DIM + c.eps)[:, :, None]
             return {"y": y.reshape(n, -1)}
         if kind == "mlp_in":
-            return {"h": self._exchanged("h", n, turn)}
+            return {"h": exchange.values(self._copy(turn), "h", n)}
         # x travels times the weight of the norm that reads it
         if op == "mix_out":
-            return {"x": self._exchanged("mid", n, turn) / self._norm(f"blk.{layer}.post_attention_norm.weight")}
+            norm = self._norm(f"blk.{layer}.post_attention_norm.weight")
+            return {"x": exchange.values(self._copy(turn), "mid", n) / norm}
         following = 0 if op == "embed" else int(layer) + 1
         name = f"blk.{following}.attn_norm.weight" if following < c.layers else "output_norm.weight"
-        return {"x": self._exchanged("x", n, following % 2) / self._norm(name)}
+        return {"x": exchange.values(self._copy(following % 2), "x", n) / self._norm(name)}
 
     def _norm(self, name: str) -> np.ndarray:
         return self.vectors.read(np.float32, (self.config.hidden,), offset=self.layout.vector_start(name) * 4)
@@ -378,15 +380,9 @@ class CudaBackend(Backend):
             times.append(end.seconds_since(begin))
         return self.layout.stream_bytes / median(times[1:])
 
-    def _exchanged(self, name: str, nodes: int, copy: int) -> np.ndarray:
-        """What one copy of an exchange holds, a row a node."""
-        layout = self.layout
-        words = self.exchange.read(np.uint32, (2, MAX_NODES, layout.node_words))[copy, :nodes]
-        place = layout.exchanged[name]
-        rows = np.ascontiguousarray(words[:, place.start : place.stop])
-        if name in ("x", "mid", "delta_y", "attention_y", "h"):
-            return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        return rows.view(np.float32)
+    def _copy(self, copy: int) -> np.ndarray:
+        """The words of one copy of all exchanges."""
+        return self.exchange.read(np.uint32, (2, self.layout.exchange.bytes // 8))[copy]
 
     def _reset_parts(self) -> None:
         self.parts.fill_starts(NOT_YET, 1, self.parts.nbytes // 4)
@@ -444,7 +440,7 @@ class CudaBackend(Backend):
         request.parents[: len(tree)] = tree.parents.tolist()
         request.stop_ids[: len(stop)] = list(stop)
         request.feature_layers[: len(want.features)] = list(want.features)
-        self.exchange.fill_starts(NOT_YET, 2, len(tree) * self.layout.node_words)
+        self.exchange.fill_starts(NOT_YET, 2, -(-len(tree) // 8) * self.layout.exchange.octet_words)
         arguments = (self._params(state), request, draw or Draw())  # kernels for trees know of no draw
         self._kernel(len(tree)).launch(self.layout.sms, threads_of(self.architecture), *arguments, cooperative=True)
 

@@ -16,6 +16,7 @@ from warpsmith.model.config import Config
 from warpsmith.model.weights import expected_shapes
 
 WARPS, CHUNK_K, SLOT_BYTES = 8, 256, 16384
+CHAIN, CHUNK_WORDS = 4, 128  # of an exchange
 STREAM_TYPES = ("BF16", "Q8_0")  # WeightType of shape.cuh
 WIDE, NARROW = 16, 8  # rows of a unit
 LARGEST_HIDDEN = 16 * CHUNK_K  # MAX_CHUNKS of shared.cuh: a unit must fit in the registers
@@ -93,6 +94,66 @@ def stream_type(stored: Collection[str]) -> str:
     BF16."""
     (one, *others) = set(stored)
     return one if not others and one in STREAM_TYPES else "BF16"
+
+
+class Exchange:
+    """Where eight nodes' activations lie while SMs exchange them (see shape.cuh): f32 `rows` of so many words a node,
+    then `areas` of (bf16 values, sums of squares) a node."""
+
+    def __init__(self, rows: Mapping[str, int], areas: Mapping[str, tuple[int, int]]) -> None:
+        self.rows, self.areas = rows, areas
+        self.row_starts, self.node_words = _places({name: _on_lines(words) for name, words in rows.items()})
+        words = {n: 8 * _square_stride(s) + chunks_of(k) * WARPS * CHUNK_WORDS for n, (k, s) in areas.items()}
+        self.area_starts, area_words = _places(words)
+        self.octet_words = 8 * self.node_words + area_words
+
+    @property
+    def bytes(self) -> int:
+        return 2 * MAX_NODES // 8 * self.octet_words * 4
+
+    def row(self, copy: np.ndarray, name: str, nodes: int) -> np.ndarray:
+        """What one copy, as words, has of a kind of row: [nodes, words]."""
+        node = np.arange(nodes)[:, None]
+        at = self._octet(node) + node % 8 * self.node_words + self.row_starts[name]
+        return copy[at + np.arange(self.rows[name])]
+
+    def squares(self, copy: np.ndarray, name: str, nodes: int) -> np.ndarray:
+        node, count = np.arange(nodes)[:, None], self.areas[name][1]
+        return copy[self._area(name, node) + node % 8 * _square_stride(count) + np.arange(count)]
+
+    def values(self, copy: np.ndarray, name: str, nodes: int) -> np.ndarray:
+        """[nodes, k] in float32, out of the order of the mma's operands."""
+        node, (k_all, squares) = np.arange(nodes)[:, None], self.areas[name]
+        chunks, pair = chunks_of(k_all), np.arange(0, k_all, 2)
+        warp, chunk = pair // 32 // chunks, pair // 32 % chunks
+        before = chunk // CHAIN * CHAIN
+        place = before * WARPS + warp * np.minimum(CHAIN, chunks - before) + chunk - before
+        at = self._area(name, node) + 8 * _square_stride(squares) + node % 8 * 16
+        words = np.ascontiguousarray(copy[at + place * CHUNK_WORDS + pair % 32 // 2])
+        return (words.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+    def _octet(self, node: np.ndarray) -> np.ndarray:
+        return node // 8 * self.octet_words
+
+    def _area(self, name: str, node: np.ndarray) -> np.ndarray:
+        return self._octet(node) + 8 * self.node_words + self.area_starts[name]
+
+
+def _on_lines(words: int) -> int:
+    return -(-words // 32) * 32
+
+
+def _square_stride(squares: int) -> int:
+    return _on_lines(squares) + 16 if squares else 0
+
+
+def _places(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """Where each begins that lie one behind the other, and where the last one ends."""
+    starts, at = {}, 0
+    for name, size in sizes.items():
+        starts[name] = at
+        at += size
+    return starts, at
 
 
 class Layout:
@@ -240,36 +301,23 @@ class Layout:
     # -- exchanges ------------------------------------------------------------------------------------------------
 
     @cached_property
-    def exchanged(self) -> dict[str, range]:
-        """The words of every exchange inside a node's share of a copy (see shape.cuh)."""
+    def exchange(self) -> Exchange:
         c = self.config
-        sizes = {
-            "x": c.hidden // 2,
-            "x_squares": units_of(c.hidden, NARROW),
-            "mid": c.hidden // 2,
-            "mid_squares": units_of(c.hidden, NARROW),
-            "h": c.ffn // 2,
-            "delta_in": WIDE * units_of(c.conv_channels + c.value_dim + 2 * c.value_heads, WIDE),
-            "delta_y": c.value_dim // 2,
-            "delta_squares": self.blocks,
-            "attention_in": WIDE * units_of(2 * (c.heads + c.kv_heads) * c.head_dim, WIDE),
-            "attention_y": c.heads * c.head_dim // 2,
-            "stats": 2 * c.heads * self.splits,
-            "best": 2 * self.sms,
-        }
-        places, at = {}, 0
-        for name, words in sizes.items():
-            places[name] = range(at, at + words)
-            at += -(-words // 4) * 4
-        return places
-
-    @property
-    def node_words(self) -> int:
-        return -(-self.exchanged["best"].stop // 4) * 4
-
-    @property
-    def exchange_bytes(self) -> int:
-        return 2 * MAX_NODES * self.node_words * 4
+        return Exchange(
+            rows={
+                "delta_in": WIDE * units_of(c.conv_channels + c.value_dim + 2 * c.value_heads, WIDE),
+                "attention_in": WIDE * units_of(2 * (c.heads + c.kv_heads) * c.head_dim, WIDE),
+                "stats": 2 * c.heads * self.splits,
+                "best": 2 * self.sms,
+            },
+            areas={
+                "x": (c.hidden, units_of(c.hidden, NARROW)),
+                "mid": (c.hidden, units_of(c.hidden, NARROW)),
+                "h": (c.ffn, 0),
+                "delta": (c.value_dim, self.blocks),
+                "attention": (c.heads * c.head_dim, 0),
+            },
+        )
 
     @property
     def parts_bytes(self) -> int:

@@ -17,7 +17,7 @@ def memory_parts(layout: Layout, context: int) -> list[MemoryPart]:
     """The weights, one sequence of `context` tokens, and everything a forward pass writes."""
     c = layout.config
     states = layout.delta_bytes + layout.history_bytes
-    exchanges = layout.exchange_bytes + layout.parts_bytes
+    exchanges = layout.exchange.bytes + layout.parts_bytes
     outputs = MAX_NODES * 4 * (c.vocab + c.hidden * (1 + MAX_FEATURES))
     outputs += layout.drawing_bytes(context) + sum(top_bytes().values())
     tables = layout.rope_bytes(context) + STAGING_BYTES

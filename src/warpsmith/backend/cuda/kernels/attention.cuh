@@ -397,6 +397,6 @@ __device__ __forceinline__ void attention_merge(Block& b) {
         const float after = WIDTH == 1 ? __shfl_down_sync(~0u, y[0], 1) : y[WIDTH - 1];
         const u32 pair = pack_bf16(y[0], after), next = __shfl_down_sync(~0u, pair, 2 / WIDTH);
         if (b.lane % (4 / WIDTH) == 0)
-            publish8(b.words(ATTENTION_TURN, node, ATTENTION_Y_AT) + (head * HEAD_DIM + dim) / 2, b.other(ATTENTION_TURN), pair, next);
+            publish8(b.values<ATTENTION_DIM>(ATTENTION_TURN, node, ATTENTION_Y_AT, head * HEAD_DIM + dim), b.other(ATTENTION_TURN), pair, next);
     }
 }

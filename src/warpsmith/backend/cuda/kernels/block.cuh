@@ -12,6 +12,8 @@ struct Block {
     Shared& s;
     float* scratch;
     Ring ring;
+    Shelf shelf;
+    u32 gate;  // a barrier: the mixer's scratch is free
     int sm = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     u32 turns = 0;
     int buffer = 0;  // which half of the partial sums the next go to
@@ -21,14 +23,20 @@ struct Block {
     int nodes;
 
     __device__ Block(const Params& params, const Request& request, const Draw* how, Shared& shared, float* scratch_area,
-                     const Ring& r0)
-        : p(params), r(request), draw(how), s(shared), scratch(scratch_area), ring(r0), length(request.length),
+                     const Ring& r0, const Shelf& s0, u32 gate0)
+        : p(params), r(request), draw(how), s(shared), scratch(scratch_area), ring(r0), shelf(s0), gate(gate0), length(request.length),
           nodes(NODES == 1 ? 1 : request.nodes) {}
 
-    // Where a node's words of an exchange are, in the copy of this use; and how far the other copy is.
-    __device__ u32* words(Turn turn, int node, int at) const {
-        return p.exchange + ((turns & turn ? COPY_WORDS : 0) + node * NODE_WORDS + at);
+    // Where things are in the copy of this use: what an octet exchanges, from `at` on; a node's row; four of its values, from k
+    // on, of an activation with K of them. And how far the other copy is.
+    __device__ u32* octet(Turn turn, int node, int at) const {
+        return p.exchange + ((turns & turn ? COPY_WORDS : 0) + node / 8 * OCTET_WORDS + at);
     }
+    __device__ u32* words(Turn turn, int node, int at) const { return octet(turn, node, at) + node % 8 * NODE_WORDS; }
+    template <int K>
+    __device__ u32* values(Turn turn, int node, int at, int k) const { return octet(turn, node, at) + value_word(K, node, k); }
+    template <int COUNT>
+    __device__ u32* squares(Turn turn, int node, int at) const { return octet(turn, node, at) + node % 8 * square_stride(COUNT); }
     // The state a node keeps for its children: in shared memory as long as there is room. [8][64] float4
     __device__ float4* kept_state(int place, int block) const {
         if (place < KEPT_STATES) return (float4*)(scratch + (MIX_AT + DELTA_FLOATS) + place * STATE_FLOATS);

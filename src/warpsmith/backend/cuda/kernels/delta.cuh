@@ -105,8 +105,8 @@ __device__ __forceinline__ void delta_one(Block& b, int index, int block, const 
         for (int step = 1; step < COLUMNS; step *= 2) square += __shfl_xor_sync(~0u, square, step);
         const u32 pair = pack_bf16(gated, __shfl_down_sync(~0u, gated, 1)), next = __shfl_down_sync(~0u, pair, 2);
         if (b.lane < COLUMNS && mine % 4 == 0)
-            publish8(b.words(DELTA_TURN, 0, DELTA_Y_AT) + (block * COLUMNS + mine) / 2, b.other(DELTA_TURN), pair, next);
-        if (b.lane == 1) publish4(b.words(DELTA_TURN, 0, DELTA_SQUARES_AT) + block, b.other(DELTA_TURN), __float_as_uint(square));
+            publish8(b.values<VALUE_DIM>(DELTA_TURN, 0, DELTA_Y_AT, block * COLUMNS + mine), b.other(DELTA_TURN), pair, next);
+        if (b.lane == 1) publish4(b.squares<BLOCKS>(DELTA_TURN, 0, DELTA_SQUARES_AT) + block, b.other(DELTA_TURN), __float_as_uint(square));
     }
 }
 
@@ -115,13 +115,12 @@ __device__ __forceinline__ void delta_one(Block& b, int index, int block, const 
 // Rows of all nodes, a warp a node: q, k, and in lanes 0-3 v, 4-7 z, 8 the group with beta, 9 the one with fade.
 __device__ __forceinline__ void fetch_rows(Block& b, int index, int block, float* rows) {
     constexpr int AT_ONCE = larger(1, smaller(4, NODES / WARPS));
-    const u32* in = b.words(DELTA_TURN, 0, DELTA_IN_AT);
     const DeltaPlaces places(block);
     const int lane = min(b.lane, 9), last = lane < 4   ? places.v + lane * 4
                                            : lane < 8  ? places.z + (lane - 4) * 4
                                            : lane == 8 ? places.beta / 4 * 4
                                                        : places.fade / 4 * 4;
-    const u32* from[3] = {in + places.q + b.lane * 4, in + places.k + b.lane * 4, in + last};
+    const int from[3] = {places.q + b.lane * 4, places.k + b.lane * 4, last};
 #pragma unroll 1
     for (int base = b.warp; base < b.nodes || base < WARPS; base += AT_ONCE * WARPS) {
         uint4 got[AT_ONCE][3];
@@ -133,7 +132,7 @@ __device__ __forceinline__ void fetch_rows(Block& b, int index, int block, float
             for (int i = 0; i < AT_ONCE; i++)
 #pragma unroll
                 for (int kind = 0; kind < 3; kind++)
-                    got[i][kind] = load16(from[kind] + min(base + i * WARPS, b.nodes - 1) * NODE_WORDS);
+                    got[i][kind] = load16(b.words(DELTA_TURN, min(base + i * WARPS, b.nodes - 1), DELTA_IN_AT + from[kind]));
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++)
 #pragma unroll
@@ -271,9 +270,9 @@ __device__ __forceinline__ void delta_tree(Block& b, int index, int block, const
         for (int step = 1; step < COLUMNS; step *= 2) square += __shfl_xor_sync(~0u, square, step);
         const u32 pair = pack_bf16(gated, __shfl_down_sync(~0u, gated, 1)), next = __shfl_down_sync(~0u, pair, 2);
         if (live && mine % 4 == 0)
-            publish8(b.words(DELTA_TURN, node, DELTA_Y_AT) + (block * COLUMNS + mine) / 2, b.other(DELTA_TURN), pair, next);
+            publish8(b.values<VALUE_DIM>(DELTA_TURN, node, DELTA_Y_AT, block * COLUMNS + mine), b.other(DELTA_TURN), pair, next);
         if (live && mine == 1)
-            publish4(b.words(DELTA_TURN, node, DELTA_SQUARES_AT) + block, b.other(DELTA_TURN), __float_as_uint(square));
+            publish4(b.squares<BLOCKS>(DELTA_TURN, node, DELTA_SQUARES_AT) + block, b.other(DELTA_TURN), __float_as_uint(square));
     }
 }
 

@@ -56,11 +56,11 @@ __device__ __forceinline__ void embed(Block& b, const float* norm) {
         const float4 x0 = row.low, x1 = row.high;
         ((float4*)b.s.residual[unit][token])[0] = x0;
         ((float4*)b.s.residual[unit][token])[1] = x1;
-        u32* to = b.words(X_TURN, token, X_AT) + k / 2;
+        u32* to = b.values<HIDDEN>(X_TURN, token, X_AT, k);
         publish8(to, b.other(X_TURN), pack_bf16(x0.x * n0.x, x0.y * n0.y), pack_bf16(x0.z * n0.z, x0.w * n0.w));
         publish8(to + 2, b.other(X_TURN), pack_bf16(x1.x * n1.x, x1.y * n1.y), pack_bf16(x1.z * n1.z, x1.w * n1.w));
         const float low = fmaf(x0.x, x0.x, fmaf(x0.y, x0.y, fmaf(x0.z, x0.z, x0.w * x0.w)));
         const float high = fmaf(x1.x, x1.x, fmaf(x1.y, x1.y, fmaf(x1.z, x1.z, x1.w * x1.w)));
-        publish4(b.words(X_TURN, token, X_SQUARES_AT) + first + unit, b.other(X_TURN), __float_as_uint(low + high));
+        publish4(b.squares<HIDDEN_UNITS>(X_TURN, token, X_SQUARES_AT) + first + unit, b.other(X_TURN), __float_as_uint(low + high));
     }
 }

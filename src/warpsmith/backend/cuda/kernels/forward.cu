@@ -9,6 +9,8 @@
 #include "convolve.cuh"
 #include "delta.cuh"
 #include "embedding.cuh"
+#include "fetch.cuh"
+#include "residual.cuh"
 #include "sample.cuh"
 
 // Which worker takes which node of a DeltaNet layer, and when: a node goes on behind its parent if it is the first to, else
@@ -94,7 +96,7 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
         const int all = head ? HEAD_UNITS : mlp ? MLP_IN_UNITS : recurrent ? DELTA_IN_UNITS : ATTENTION_IN_UNITS;
         const int first = first_unit(all, b.sm), units = first_unit(all, b.sm + 1) - first;
         const StageTypes types = head ? head_types() : mlp ? mlp_in_types(layer) : in_types(layer);
-        const u32* x = mlp ? b.words(LAYER_TURN, 0, MID_AT) : b.words(X_TURN, 0, X_AT);
+        const u32* x = mlp ? b.octet(LAYER_TURN, 0, MID_AT) : b.octet(X_TURN, 0, X_AT);
         if (head) begin_head(b);
         const bool gather = recurrent && !mlp;
         if (gather) ask_for_taps(b, delta_index, vectors);
@@ -106,7 +108,7 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
                 up.x = __shfl_xor_sync(~0u, v.x, 1), up.y = __shfl_xor_sync(~0u, v.y, 1);
                 up.z = __shfl_xor_sync(~0u, v.z, 1), up.w = __shfl_xor_sync(~0u, v.w, 1);
                 if (live && quarter < 2)
-                    publish8(b.words(LAYER_TURN, token, H_AT) + (first + unit) * 4 + quarter * 2, b.other(LAYER_TURN),
+                    publish8(b.values<FFN>(LAYER_TURN, token, H_AT, (first + unit) * 8 + quarter * 4), b.other(LAYER_TURN),
                              pack_bf16(silu(v.x) * up.x, silu(v.y) * up.y), pack_bf16(silu(v.z) * up.z, silu(v.w) * up.w));
             } else if (live) {
                 const int row = (first + unit) * WIDE + quarter * 4;
@@ -131,8 +133,8 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
                 if (b.r.feature_layers[i] == layer) feature = b.p.out_features + (size_t)i * b.nodes * HIDDEN;
             vectors += recurrent ? DELTA_VECTORS : ATTENTION_VECTORS;
             b.turns ^= X_TURN;
-            project_to_residual<FFN, false>(b, mlp_out_types(layer), b.words(LAYER_TURN, 0, H_AT), nullptr, b.words(X_TURN, 0, X_AT),
-                                            b.words(X_TURN, 0, X_SQUARES_AT), b.other(X_TURN), vectors + MIX_NORM, feature);
+            project_to_residual<FFN, false>(b, mlp_out_types(layer), b.octet(LAYER_TURN, 0, H_AT), nullptr,
+                                            {X_TURN, X_AT, X_SQUARES_AT, vectors + MIX_NORM, feature});
             b.turns ^= LAYER_TURN;
         } else {
             if (recurrent) {
@@ -144,14 +146,14 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
                 attention_merge(b);
             }
             STAGE_DONE;
-            const u32* squares = recurrent ? b.words(DELTA_TURN, 0, DELTA_SQUARES_AT) : nullptr;
-            const u32* y = recurrent ? b.words(DELTA_TURN, 0, DELTA_Y_AT) : b.words(ATTENTION_TURN, 0, ATTENTION_Y_AT);
-            u32 *mid = b.words(LAYER_TURN, 0, MID_AT), *mid_squares = b.words(LAYER_TURN, 0, MID_SQUARES_AT);
+            if (FETCHES) open_shelf(b);
+            const u32* squares = recurrent ? b.octet(DELTA_TURN, 0, DELTA_SQUARES_AT) : nullptr;
+            const u32* y = recurrent ? b.octet(DELTA_TURN, 0, DELTA_Y_AT) : b.octet(ATTENTION_TURN, 0, ATTENTION_Y_AT);
+            const ToResidual mid = {LAYER_TURN, MID_AT, MID_SQUARES_AT, vectors + MLP_NORM, nullptr};
             if (VALUE_DIM == ATTENTION_DIM || recurrent)
-                project_to_residual<VALUE_DIM, true>(b, mix_out_types(layer), y, squares, mid, mid_squares, b.other(LAYER_TURN), vectors + MLP_NORM, nullptr);
+                project_to_residual<VALUE_DIM, true>(b, mix_out_types(layer), y, squares, mid);
             else
-                project_to_residual<ATTENTION_DIM, false>(b, mix_out_types(layer), y, nullptr, mid, mid_squares, b.other(LAYER_TURN), vectors + MLP_NORM,
-                                                          nullptr);
+                project_to_residual<ATTENTION_DIM, false>(b, mix_out_types(layer), y, nullptr, mid);
             b.turns ^= recurrent ? DELTA_TURN : ATTENTION_TURN;
         }
         STAGE_DONE;
@@ -208,14 +210,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     extern __shared__ __align__(128) u8 memory[];
     Shared& shared = *(Shared*)(memory + SHARED_AT);
     Ring ring(shared_address(memory), shared_address(memory + BARRIERS_AT));
+    const Shelf shelf(shared_address(memory + SCRATCH_AT + SHELF_AT * 4), shared_address(memory + SHELF_BARRIERS_AT));
+    const u32 gate = shared_address(memory + GATE_AT);
     if (threadIdx.x == 0) {
         ring.init();
+        if (FETCHES) {
+            shelf.init();
+            barrier_init(gate, WARPS);
+        }
+        show_barriers();
         shared.stopped = 0;
     }
     __syncthreads();
+    constexpr int OTHERS_REGISTERS = FETCHES ? 40 : 24;  // of a thread that does not consume
     if (threadIdx.x >= CONSUMERS) {
-        leave_registers();
-        if (threadIdx.x - CONSUMERS < COPY_LANES) {
+        leave_registers<OTHERS_REGISTERS>();
+        const int other = threadIdx.x - CONSUMERS;
+        if (other < COPY_LANES) {
             Producer producer(ring, &shared.stopped);
             const u8* stream = params.stream + params.stream_start[blockIdx.x];
 #pragma unroll 1
@@ -223,9 +234,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
                 if (!producer.token(stream)) break;
             producer.drain();
         }
+        if constexpr (FETCHES)
+            if (other >= 32 && other < 64) Fetcher(params, shelf, gate, &shared.stopped, request.nodes).run();
         return;
     }
-    take_registers();
-    Block block(params, request, draw, shared, (float*)(memory + SCRATCH_AT), ring);
+    take_registers<240 - (OTHERS_REGISTERS - 24) / 2>();
+    Block block(params, request, draw, shared, (float*)(memory + SCRATCH_AT), ring, shelf, gate);
     consume(block);
 }

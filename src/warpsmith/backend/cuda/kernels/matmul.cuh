@@ -12,32 +12,8 @@
 #pragma once
 #include "weights.cuh"
 
-// With many tokens, polling for all of them would fill the way they come on. So poll for one, the last to be published;
-// the others are probably there then. COUNT chunks from k0 on, `BYTES` a lane.
-template <int COUNT, int BYTES>
-__device__ __forceinline__ void wait_for_one(const Block& b, const u32* from, int k0, int k_end, int token) {
-    constexpr int LANES = 64 / BYTES;  // of a chunk
-    const int k = k0 + b.lane * (BYTES / 2);
-    const u32* at = from + token * NODE_WORDS + k / 2;
-    Watchdog dog;
-    bool came;
-    do {
-        came = true;
-        if (b.lane < LANES) {
-            u32 got[COUNT];
-#pragma unroll
-            for (int c = 0; c < COUNT; c++) got[c] = k + c * 32 < k_end ? load8(at + c * 16).x : 0;
-#pragma unroll
-            for (int c = 0; c < COUNT; c++) came &= got[c] != NOT_YET;
-        }
-        dog.check();
-    } while (!everywhere(came));
-}
-
-// --- many units over normed x ---------------------------------------------------------------------------------------
-
 // What a warp needs of an octet of tokens: their values at its k, and the sums of squares of its slice of x, which a
-// token's four lanes share. Columns past the last token may hold anything.
+// token's four lanes share. Columns past the last token are that one again.
 template <int CHUNKS>
 struct Octet {
     static constexpr int EACH = (CHUNKS + 3) / 4;  // groups of four units
@@ -47,19 +23,21 @@ struct Octet {
     __device__ __forceinline__ void forget() {
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++) a[c] = {NOT_YET, NOT_YET, NOT_YET, NOT_YET};
-#pragma unroll
-        for (int i = 0; i < EACH; i++) squares[i] = {NOT_YET, NOT_YET, NOT_YET, NOT_YET};
     }
-    __device__ __forceinline__ void load(const Block& b, const u32* x, const u32* x_squares, int first) {
-        const int token = min(first + (b.lane >> 2), b.nodes - 1), q = b.lane & 3, k0 = b.warp * (CHUNKS * 32) + q * 8;
-        const u32* at = x + token * NODE_WORDS + k0 / 2;
+    // `values` and `sums` are the octet's; get(address) loads 16 bytes.
+    template <class At, class Get>
+    __device__ __forceinline__ void load(const Block& b, int first, At values, At sums, Get get) {
+        const int token = min(b.lane >> 2, b.nodes - 1 - first), q = b.lane & 3;
 #pragma unroll
-        for (int c = 0; c < CHUNKS; c++) a[c] = HIDDEN % CHUNK_K == 0 || k0 + c * 32 < HIDDEN ? load16(at + c * 16) : uint4{};
+        for (int c = 0; c < CHUNKS; c++) {
+            const bool live = HIDDEN % CHUNK_K == 0 || (b.warp * CHUNKS + c) * 32 + q * 8 < HIDDEN;
+            a[c] = live ? get(values + chunk_place(CHUNKS, b.warp, c) * CHUNK_WORDS + token * 16 + q * 4) : uint4{};
+        }
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             const int group = i * 4 + q, unit = (b.warp * CHUNKS + group) * 4;
             const bool live = (CHUNKS % 4 == 0 || group < CHUNKS) && (HIDDEN % CHUNK_K == 0 || unit < HIDDEN_UNITS);
-            squares[i] = live ? load16(x_squares + token * NODE_WORDS + unit) : uint4{};
+            squares[i] = live ? get(sums + token * square_stride(HIDDEN_UNITS) + unit) : uint4{};
         }
     }
     __device__ __forceinline__ bool came() const {
@@ -68,7 +46,23 @@ struct Octet {
         for (int c = 0; c < CHUNKS; c++) all &= came8(a[c]);
 #pragma unroll
         for (int i = 0; i < EACH; i++) all &= came4(squares[i]);
-        return all;
+        return everywhere(all);
+    }
+    __device__ __forceinline__ void poll(const Block& b, const u32* x, const u32* x_squares, int first) {
+        const int at = first / 8 * OCTET_WORDS;
+        Watchdog dog;
+        do {
+            load(b, first, x + at, x_squares + at, [](const u32* from) { return load16(from); });
+            dog.check();
+        } while (!came());
+    }
+    // From the shelf's slot `ahead`; or, if it was fetched too early, from where it comes.
+    __device__ __forceinline__ void take(const Block& b, int ahead, const u32* x, const u32* x_squares, int first) {
+        b.shelf.wait(ahead);
+        const SharedWords slot = {b.shelf.data(ahead)};
+        load(b, first, slot + SHELF_SQUARE_WORDS, slot + (SHELF_SQUARE_WORDS - square_words(HIDDEN_UNITS)),
+             [](SharedWords from) { return load_shared16(from.address); });
+        if (!came()) poll(b, x, x_squares, first);
     }
     __device__ __forceinline__ void keep_squares(Block& b, int first) const {
         float sum = 0.0f;
@@ -108,62 +102,49 @@ __device__ __forceinline__ float4 sum_parts(const float* at, int stride) {
 // Stage: units of `types` from `first_unit` on. `finish(live, unit, token, quarter, v, kept)` for four rows of a token at a time,
 // all lanes of a warp, `live` or not; `unit` counts from 0; quarters 0 and 2 of a unit are in neighbouring lanes, and 1 and 3.
 // A `gather` in a tree first writes them to `kept`, where a token's ancestors are then found ROW_STRIDE floats a token apart.
+//
+// A tree goes octet by octet, and some warps finish one while the others are at the next: its first nodes are with the next stage
+// before the last are done with this one.
 template <class Finish>
 __device__ __forceinline__ void multiply_normed(Block& b, StageTypes types, int first_unit, int units, const u32* x,
                                                 const u32* squares, bool gather, Finish finish) {
     constexpr int CHUNKS = chunks_of(HIDDEN), AT_ONCE = UNITS_AT_ONCE;
     static_assert(CHUNKS <= MAX_CHUNKS, "a unit must fit in the registers");
     b.norm ^= 1;
-    Octet<CHUNKS> octet[OCTETS];
-#pragma unroll
-    for (int o = 0; o < OCTETS; o++) octet[o].forget();
+    Octet<CHUNKS> octet;
+    octet.forget();
+    int step = 0;
 #pragma unroll 1
     for (int base = 0, count; base < units; base += count) {
         const Run run = types.run<WIDE>(first_unit + base, first_unit + units);
         count = min(units_at_once(run.type), run.units);
+        const bool last = base + count == units;
         u32 w[wide_registers(CHUNKS)];
         take_wide<CHUNKS>(b, run, w);
         if (base == 0) {
-            copies_done();  // what the last step of the stage needs
-            b.sync();       // polling would hold up the loads of a warp that comes late
+            copies_done();               // what the last step of the stage needs
+            if (!FETCHES) b.sync();      // polling would hold up the loads of a warp that comes late
         }
 #pragma unroll 1
-        for (int first = 0; first < b.nodes; first += TOKENS_AT_ONCE) {
-            if (base == 0 || NODES > TOKENS_AT_ONCE) {
-                if (NODES > 8 && b.nodes > 8 && base == 0) wait_for_one<CHUNKS, 16>(b, x, b.warp * (CHUNKS * 32), HIDDEN, min(first + TOKENS_AT_ONCE, b.nodes) - 1);
-                Watchdog dog;
-                bool came;
-                do {
-                    came = true;
-#pragma unroll
-                    for (int o = 0; o < OCTETS; o++)
-                        if (o == 0 || first + o * 8 < b.nodes) octet[o].load(b, x, squares, first + o * 8);
-#pragma unroll
-                    for (int o = 0; o < OCTETS; o++)
-                        if (o == 0 || first + o * 8 < b.nodes) came &= octet[o].came();
-                    dog.check();
-                } while (!everywhere(came));
-                if (base == 0) {
-#pragma unroll
-                    for (int o = 0; o < OCTETS; o++)
-                        if (o == 0 || first + o * 8 < b.nodes) octet[o].keep_squares(b, first + o * 8);
-                }
+        for (int first = 0; first < b.nodes; first += 8, step++) {
+            if constexpr (FETCHES) {
+                octet.take(b, last ? 0 : first / 8, x, squares, first);
+                if (last) b.shelf.release(1, 0);
+            } else if (base == 0 || NODES > 8) {
+                octet.poll(b, x, squares, first);
             }
-            if (first == 0 && base == 0) b.mark();
+            if (base == 0) octet.keep_squares(b, first);
+            if (step == 0) b.mark();
             float* partial = b.scratch + b.buffer * PARTIAL_FLOATS;
-#pragma unroll
-            for (int o = 0; o < OCTETS; o++) {
-                if (o > 0 && first + o * 8 >= b.nodes) break;
-                float* mine = partial + (b.warp * TOKENS_AT_ONCE + o * 8 + (b.lane & 3) * 2) * ROW_STRIDE + (b.lane >> 2);
-                const int tokens = b.nodes - first - o * 8 - (b.lane & 3) * 2;  // of this lane's two
-                multiply_wide<CHUNKS>(run.type, w, octet[o].a, [&](int u, float4 sum) {
-                    if (tokens > 0) mine[u * WIDE] = sum.x, mine[u * WIDE + 8] = sum.z;
-                    if (NODES > 1 && tokens > 1) mine[ROW_STRIDE + u * WIDE] = sum.y, mine[ROW_STRIDE + u * WIDE + 8] = sum.w;
-                });
-            }
-            if (first == 0 && base == 0) b.mark();
+            float* mine = partial + (b.warp * TOKENS_AT_ONCE + (b.lane & 3) * 2) * ROW_STRIDE + (b.lane >> 2);
+            const int tokens = b.nodes - first - (b.lane & 3) * 2;  // of this lane's two
+            multiply_wide<CHUNKS>(run.type, w, octet.a, [&](int u, float4 sum) {
+                if (tokens > 0) mine[u * WIDE] = sum.x, mine[u * WIDE + 8] = sum.z;
+                if (NODES > 1 && tokens > 1) mine[ROW_STRIDE + u * WIDE] = sum.y, mine[ROW_STRIDE + u * WIDE + 8] = sum.w;
+            });
+            if (step == 0) b.mark();
             b.sync();
-            if (first == 0 && base == 0) b.mark();
+            if (step == 0) b.mark();
             constexpr int WARP_STRIDE = TOKENS_AT_ONCE * ROW_STRIDE;
             if constexpr (NODES == 1) {  // every warp has half a unit, two lanes
                 if (b.warp < 2 * count) {
@@ -171,205 +152,23 @@ __device__ __forceinline__ void multiply_normed(Block& b, StageTypes types, int 
                     const float4 sum = sum_parts<WARPS>(partial + unit * WIDE + quarter * 4, WARP_STRIDE);
                     finish(b.lane < 2, base + unit, 0, quarter, scaled(sum, inverse_rms(b, 0)), nullptr);
                 }
-                b.buffer ^= 1;
-            } else {  // a few lanes a token
+            } else {  // a few lanes a token, AT_ONCE warps in turn
                 constexpr int LANES = 4 * AT_ONCE, TOKENS = 32 / LANES;
-                const int quarter = (b.lane >> 1 & 1) + 2 * (b.lane & 1), unit = b.lane / 4 % AT_ONCE, here = min(TOKENS_AT_ONCE, b.nodes - first);
-                static_assert(NODES * ROW_STRIDE <= PARTIAL_FLOATS, "the half of the partial sums that is not in use keeps a row a token");
-                float* kept = b.scratch + (b.buffer ^ 1) * PARTIAL_FLOATS + unit * WIDE + quarter * 4;
-#pragma unroll 1
-                for (int round = gather ? 0 : 1; round < 2; round++) {
-#pragma unroll 1
-                    for (int t0 = b.warp * TOKENS; t0 < here; t0 += WARPS * TOKENS) {
-                        const int token = min(t0 + b.lane / LANES, here - 1);
-                        float4* mine = (float4*)(kept + (first + token) * ROW_STRIDE);
-                        if (round == 1 && gather) {
-                            finish(unit < count && t0 + b.lane / LANES < here, base + unit, first + token, quarter, *mine, kept);
-                            continue;
-                        }
-                        const float4 sum = sum_parts<WARPS>(partial + token * ROW_STRIDE + unit * WIDE + quarter * 4, WARP_STRIDE);
-                        const float4 v = scaled(sum, inverse_rms(b, first + token));
-                        if (round == 0)
-                            *mine = v;
-                        else
-                            finish(unit < count && t0 + b.lane / LANES < here, base + unit, first + token, quarter, v, kept);
-                    }
-                    if (round == 0) b.sync();
+                const int quarter = (b.lane >> 1 & 1) + 2 * (b.lane & 1), unit = b.lane / 4 % AT_ONCE;
+                const int worker = (b.warp + step * AT_ONCE) % WARPS, mine = first + worker * TOKENS + b.lane / LANES;
+                const bool works = worker < AT_ONCE && first + worker * TOKENS < b.nodes, live = unit < count && mine < b.nodes;
+                const int token = min(mine, b.nodes - 1);
+                float* kept = b.scratch + KEPT_ROWS_AT + unit * WIDE + quarter * 4;
+                float4 v = {};
+                if (works) {
+                    const float4 sum = sum_parts<WARPS>(partial + (token - first) * ROW_STRIDE + unit * WIDE + quarter * 4, WARP_STRIDE);
+                    v = scaled(sum, inverse_rms(b, token));
+                    if (gather) *(float4*)(kept + token * ROW_STRIDE) = v;
                 }
-                if (!gather) b.buffer ^= 1;  // else the barrier has freed this half already
+                if (gather) b.sync();
+                if (works) finish(live, base + unit, token, quarter, v, kept);
             }
+            b.buffer ^= 1;
         }
-    }
-}
-
-// --- one unit of a projection back to the residual stream -----------------------------------------------------------
-
-// The scales of DeltaNet outputs, 1 / rms of a head: from the sums of squares of its blocks. A chain of chunks is one
-// head's or lies inside one. For HEADS_HERE heads, each by two of a token's four lanes.
-template <int HEADS_HERE>
-struct HeadScales {
-    static_assert(BLOCKS_PER_HEAD == 8, "two groups of four words a head");
-    static constexpr int EACH = (HEADS_HERE + 1) / 2;
-    uint4 got[EACH];
-    float inverse[EACH];
-
-    // `squares` is null where nothing is to be scaled.
-    __device__ void load(const Block& b, const u32* squares, int token, int head) {
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            const int h = min(head + min(i * 2 + ((b.lane & 3) >> 1), HEADS_HERE - 1), VALUE_HEADS - 1);  // past the end: zeros
-            got[i] = squares ? load16(squares + token * NODE_WORDS + h * BLOCKS_PER_HEAD + (b.lane & 1) * 4) : uint4{};
-        }
-    }
-    __device__ bool came() const {
-        bool all = true;
-#pragma unroll
-        for (int i = 0; i < EACH; i++) all &= came4(got[i]);
-        return all;
-    }
-    __device__ void finish(bool scaled) {
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            const float4 v = floats(got[i]);
-            float sum = (v.x + v.y) + (v.z + v.w);
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            inverse[i] = scaled ? rsqrtf(sum / STATE_DIM + EPS) : 1.0f;
-        }
-    }
-    // for the two tokens whose sums this lane holds
-    __device__ float2 at(int pair, int chain) const {
-        const int source = pair * 8 + (chain & 1) * 2;
-        return {__shfl_sync(~0u, inverse[chain >> 1], source), __shfl_sync(~0u, inverse[chain >> 1], source + 4)};
-    }
-};
-struct NoScales {
-    __device__ void load(const Block&, const u32*, int, int) {}
-    __device__ bool came() const { return true; }
-    __device__ void finish(bool) {}
-    __device__ float2 at(int, int) const { return {1.0f, 1.0f}; }
-};
-template <bool SCALED, int HEADS_HERE>
-struct ScalesOf {
-    typedef HeadScales<HEADS_HERE> type;
-};
-template <int HEADS_HERE>
-struct ScalesOf<false, HEADS_HERE> {
-    typedef NoScales type;
-};
-
-// What a warp needs of one token, or of eight, for COUNT chunks from k0 on (see weights.cuh).
-template <int COUNT, int K, bool SCALED>
-struct Inputs {
-    static constexpr int EACH = NARROW_WORDS;
-    u32 a[COUNT][EACH];
-    typename ScalesOf<SCALED, (COUNT + CHAIN - 1) / CHAIN>::type scales;
-
-    __device__ __forceinline__ void load(const Block& b, const u32* from, const u32* squares, int k0, int first) {
-        const int token = NODES == 1 ? 0 : min(first + (b.lane >> 2), b.nodes - 1), k = k0 + (b.lane & 3) * 8;
-        const u32* at = from + token * NODE_WORDS + (k + (NODES == 1 ? (b.lane >> 4) * 4 : 0)) / 2;
-#pragma unroll
-        for (int c = 0; c < COUNT; c++) {
-            const bool live = K % CHUNK_K == 0 || k + c * 32 < K;
-            if constexpr (NODES == 1) {
-                const uint2 got = live ? load8(at + c * 16) : uint2{};
-                a[c][0] = got.x, a[c][1] = got.y;
-            } else {
-                const uint4 got = live ? load16(at + c * 16) : uint4{};
-                a[c][0] = got.x, a[c][1] = got.y, a[c][EACH - 2] = got.z, a[c][EACH - 1] = got.w;
-            }
-        }
-        scales.load(b, squares, token, k0 / STATE_DIM);
-    }
-    __device__ __forceinline__ bool came() const {
-        bool all = scales.came();
-#pragma unroll
-        for (int c = 0; c < COUNT; c++) all &= a[c][0] != NOT_YET & a[c][EACH - 2] != NOT_YET;
-        return all;
-    }
-};
-
-// COUNT chunks of one unit for all tokens, some octets at a time; the sums are part `part` of the unit's.
-template <int COUNT, int K, bool SCALED>
-__device__ __forceinline__ void multiply_unit(Block& b, int type, const u32* from, const u32* squares, int k0, int part) {
-    constexpr int AT_ONCE = octets_at_once(COUNT);
-    u32 w[narrow_registers(COUNT)];
-    take_narrow<COUNT>(b, type, w);
-    b.sync();  // polling would hold up the loads of a warp that comes late
-    float* partial = b.scratch + b.buffer * PARTIAL_FLOATS + part * NODES * UNIT_STRIDE;
-#pragma unroll 1
-    for (int first = 0; first < b.nodes; first += 8 * AT_ONCE) {
-        Inputs<COUNT, K, SCALED> inputs[AT_ONCE];
-        if (NODES > 8 && b.nodes > 8) wait_for_one<COUNT, 8>(b, from, k0, K, min(first + 8 * AT_ONCE, b.nodes) - 1);
-        Watchdog dog;
-        bool came;
-        do {
-            came = true;
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++)  // past the last token: that one again
-                inputs[i].load(b, from, squares, k0, first + i * 8);
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) came &= inputs[i].came();
-            dog.check();
-        } while (!everywhere(came));
-        if (first == 0) b.mark();
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            if (i > 0 && first + i * 8 >= b.nodes) break;
-            inputs[i].scales.finish(squares);
-            const int q = b.lane & 3, token = first + i * 8 + q * 2;
-            const float2 total = multiply_narrow<COUNT>(
-                type, w, inputs[i].a, q, [&](int chain) { return inputs[i].scales.at(NODES == 1 ? q & 1 : q, chain); });
-            float* mine = partial + token * UNIT_STRIDE + (b.lane >> 2);
-            if (token < b.nodes) mine[0] = total.x;
-            if (NODES > 1 && token + 1 < b.nodes) mine[UNIT_STRIDE] = total.y;
-        }
-    }
-}
-
-// A projection back to the residual stream. SCALED: if there are `squares`, the inputs are DeltaNet outputs before their head
-// norm, whose 1 / rms multiplies the sums over a head. The new residual is kept; times the next norm's weight, in bf16, it is published with
-// the sum of its squares; and it is stored as a feature if asked.
-template <int K, bool SCALED>
-__device__ __forceinline__ void project_to_residual(Block& b, StageTypes types, const u32* from, const u32* squares, u32* out, u32* out_squares,
-                                                    int other, const float* next_norm, float* feature) {
-    constexpr int CHUNKS = chunks_of(K), PARTS = parts_of(K);
-    constexpr int WHOLE = slot_chunks(has(NARROW_TYPES, Q8_0) ? Q8_0 : BF16, NARROW);  // slots
-    constexpr int BLOCK = (CHUNKS + PARTS / WARPS - 1) / (PARTS / WARPS) + WHOLE - 1 & ~(WHOLE - 1);
-    const int first = first_unit(HIDDEN_UNITS, b.sm), units = first_unit(HIDDEN_UNITS, b.sm + 1) - first;
-    static_assert((CHUNKS + BLOCK - 1) / BLOCK == PARTS / WARPS, "every part must be written");
-    static_assert(!SCALED || CHUNKS % CHAIN == 0 || CHAIN % CHUNKS == 0, "a chain of chunks must lie in one head");
-    const int k0 = b.warp * (CHUNKS * 32), type = types.run<NARROW>(0, 1).type;
-#pragma unroll 1
-    for (int unit = 0; unit < units; unit++) {
-        const int half = b.lane & 1, row = (first + unit) * 8 + half * 4;
-        const float4 norm = __ldg((const float4*)(next_norm + row));
-#pragma unroll 1
-        for (int block = 0; block < CHUNKS / BLOCK; block++)
-            multiply_unit<BLOCK < CHUNKS ? BLOCK : CHUNKS, K, SCALED>(b, type, from, squares, k0 + block * BLOCK * 32,
-                                                                      block * WARPS + b.warp);
-        if constexpr (CHUNKS % BLOCK != 0)
-            multiply_unit<CHUNKS % BLOCK, K, SCALED>(b, type, from, squares, k0 + CHUNKS / BLOCK * BLOCK * 32,
-                                                     CHUNKS / BLOCK * WARPS + b.warp);
-        b.mark();
-        b.sync();
-        b.mark();
-        const float* partial = b.scratch + b.buffer * PARTIAL_FLOATS;
-        if (b.warp * 16 < b.nodes) {  // two lanes a token
-            const int token = min((int)threadIdx.x >> 1, b.nodes - 1);
-            const bool live = (int)threadIdx.x < 2 * b.nodes;
-            const float4 sum = sum_parts<PARTS>(partial + token * UNIT_STRIDE + half * 4, NODES * UNIT_STRIDE);
-            float4* own = (float4*)b.s.residual[unit][token] + half;
-            const float4 x = add(*own, sum);
-            float square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, x.w * x.w)));
-            square += __shfl_xor_sync(~0u, square, 1);
-            if (live) {
-                *own = x;
-                publish8(out + token * NODE_WORDS + row / 2, other, pack_bf16(x.x * norm.x, x.y * norm.y),
-                         pack_bf16(x.z * norm.z, x.w * norm.w));
-                if (half == 0) publish4(out_squares + token * NODE_WORDS + first + unit, other, __float_as_uint(square));
-                if (feature) *(float4*)(feature + (size_t)token * HIDDEN + row) = x;
-            }
-        }
-        b.buffer ^= 1;
     }
 }

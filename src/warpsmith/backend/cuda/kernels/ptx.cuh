@@ -28,6 +28,13 @@ __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
+// The copy engine must see new barriers.
+__device__ __forceinline__ void show_barriers() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(barrier) : "memory");
 }
@@ -65,6 +72,14 @@ __device__ __forceinline__ void copy_slot(u32 dst, const void* src, u32 bytes, u
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                  ::"r"(dst), "l"(src), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
+// The same for what will be read more than once.
+__device__ __forceinline__ void copy_slot(u32 dst, const void* src, u32 bytes, u32 barrier) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(dst), "l"(src), "r"(bytes), "r"(barrier) : "memory");
+}
+// What this thread wrote to shared memory comes before what the copy engine will write there.
+__device__ __forceinline__ void before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 constexpr u32 COPY_LANES = 1;
 #else
 // A whole warp copies, 16 bytes a lane at a time.
@@ -86,10 +101,14 @@ __device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;
 
 // A group of four warps takes more registers, or leaves them to others.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 240;"); }
-__device__ __forceinline__ void leave_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 24;"); }
+template <int COUNT>
+__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+template <int COUNT>
+__device__ __forceinline__ void leave_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 #else
+template <int COUNT>
 __device__ __forceinline__ void take_registers() {}
+template <int COUNT>
 __device__ __forceinline__ void leave_registers() {}
 #endif
 
@@ -156,6 +175,11 @@ __device__ __forceinline__ u32 multiply_bf16(u32 a, u32 b) {
 __device__ __forceinline__ float bf16_low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float bf16_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
+// A place in shared memory, in words.
+struct SharedWords {
+    u32 address;
+    __device__ SharedWords operator+(int words) const { return {address + words * 4}; }
+};
 __device__ __forceinline__ uint4 load_shared16(u32 address) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));

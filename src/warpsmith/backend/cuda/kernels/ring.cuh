@@ -12,32 +12,30 @@ constexpr int ARRIVALS = WARPS * 32;
 constexpr int ARRIVALS = WARPS;
 #endif
 
-struct Ring {
-    u32 slots, full, empty;  // shared addresses: RING_SLOTS * SLOT_BYTES, then two barriers a slot
+template <int SLOTS, int BYTES>
+struct RingOf {
+    u32 slots, full, empty;  // shared addresses: SLOTS * BYTES, and two barriers a slot
     int slot = 0;
     u32 parity = 0;
 
-    __device__ Ring(u32 base, u32 barriers) : slots(base), full(barriers), empty(barriers + 8 * RING_SLOTS) {}
+    __device__ RingOf(u32 base, u32 barriers) : slots(base), full(barriers), empty(barriers + 8 * SLOTS) {}
 
     __device__ void init() const {
 #pragma unroll 1
-        for (int i = 0; i < RING_SLOTS; i++) {
+        for (int i = 0; i < SLOTS; i++) {
             barrier_init(full + 8 * i, COPY_LANES);
             barrier_init(empty + 8 * i, ARRIVALS);
         }
-#if __CUDA_ARCH__ >= 900  // the copy engine must see the barriers
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
     }
     __device__ void advance() {
-        if (++slot == RING_SLOTS) slot = 0, parity ^= 1;
+        if (++slot == SLOTS) slot = 0, parity ^= 1;
     }
     // consumers, a warp at a time: slots `ahead` of the current one
-    __device__ int index(int ahead) const { return slot + ahead < RING_SLOTS ? slot + ahead : slot + ahead - RING_SLOTS; }
+    __device__ int index(int ahead) const { return slot + ahead < SLOTS ? slot + ahead : slot + ahead - SLOTS; }
     __device__ void wait(int ahead) const {
-        barrier_wait(full + 8 * index(ahead), slot + ahead < RING_SLOTS ? parity : parity ^ 1);
+        barrier_wait(full + 8 * index(ahead), slot + ahead < SLOTS ? parity : parity ^ 1);
     }
-    __device__ u32 data(int ahead) const { return slots + index(ahead) * SLOT_BYTES; }
+    __device__ u32 data(int ahead) const { return slots + index(ahead) * BYTES; }
     // `after` is 0 and must come from what was read last: an arrival may overtake loads that are still queued behind the
     // polling of other warps, and then the slot would be filled again before it is read.
     __device__ void release(int count, u32 after) {
@@ -52,6 +50,9 @@ struct Ring {
         if (slot < count) parity ^= 1;
     }
 };
+
+typedef RingOf<RING_SLOTS, SLOT_BYTES> Ring;
+typedef RingOf<SHELF_SLOTS, SHELF_SLOT_BYTES> Shelf;  // activations, see fetch.cuh
 
 struct Producer {
     Ring ring;

@@ -69,25 +69,44 @@ constexpr int KEYS = 16;                          // keys of an attention chunk:
 constexpr int SPLITS = 128 / KV_HEADS;            // chunk c belongs to split c mod SPLITS, whatever the chip
 constexpr int ATTENTION_ITEMS = KV_HEADS * SPLITS;
 
-// --- what a node's activations take in an exchange area, in 4-byte words (see exchange.cuh) -------------------------
+// --- exchanges: what eight nodes' activations take, in 4-byte words (see exchange.cuh) --------------------------------
+// First a row a node of all that is f32. Then an area for each kind of activation that a matrix product reads: sums of squares
+// if there are any, a row a node; and bf16 values in the order of the mma's B operand, 512 bytes a chunk: [node][4][8 k].
+// Chunks lie four by four (a piece: what all warps need for a chain of sums), the warps' slices of K beside each other.
 __host__ __device__ constexpr int aligned(int words) { return (words + 3) / 4 * 4; }
-constexpr int MAX_NODES = 64;
+__host__ __device__ constexpr int on_lines(int words) { return (words + 31) / 32 * 32; }  // of 128 bytes
+constexpr int MAX_NODES = 64, CHUNK_WORDS = 128, CHAIN = 4;  // CHAIN: chunks summed inside the mma
 constexpr int Y_DIM = VALUE_DIM > ATTENTION_DIM ? VALUE_DIM : ATTENTION_DIM;
-constexpr int X_AT = 0;                                           // bf16 x times the next norm's weight [HIDDEN]
-constexpr int X_SQUARES_AT = X_AT + aligned(HIDDEN / 2);          // sum of squares of 8 rows of x [HIDDEN_UNITS]
-constexpr int MID_AT = X_SQUARES_AT + aligned(HIDDEN_UNITS);      // the same after the mixer
-constexpr int MID_SQUARES_AT = MID_AT + aligned(HIDDEN / 2);
-static_assert(MID_SQUARES_AT - MID_AT == X_SQUARES_AT - X_AT, "squares lie at the same place");
-constexpr int H_AT = MID_SQUARES_AT + aligned(HIDDEN_UNITS);      // bf16 silu(gate) * up [FFN]
-constexpr int DELTA_IN_AT = H_AT + aligned(FFN / 2);              // f32 projections into the mixer
-constexpr int DELTA_Y_AT = DELTA_IN_AT + DELTA_IN_UNITS * WIDE;   // bf16 mixer output [VALUE_DIM]
-constexpr int DELTA_SQUARES_AT = DELTA_Y_AT + VALUE_DIM / 2;      // sum of squares of a block's outputs [BLOCKS]
-constexpr int ATTENTION_IN_AT = DELTA_SQUARES_AT + aligned(BLOCKS);
-constexpr int ATTENTION_Y_AT = ATTENTION_IN_AT + ATTENTION_IN_UNITS * WIDE;
-constexpr int STATS_AT = ATTENTION_Y_AT + ATTENTION_DIM / 2;      // {maximum, sum} of a split [HEADS][SPLITS][2]
-constexpr int BEST_AT = STATS_AT + HEADS * SPLITS * 2;            // {id, logit} of each SM's best token [SMS][2]
-constexpr int NODE_WORDS = BEST_AT + aligned(SMS * 2);
-constexpr int COPY_WORDS = MAX_NODES * NODE_WORDS;
+__host__ __device__ constexpr int square_stride(int squares) { return squares ? on_lines(squares) + 16 : 0; }  // keeps the banks apart
+__host__ __device__ constexpr int square_words(int squares) { return 8 * square_stride(squares); }
+__host__ __device__ constexpr int area_words(int k, int squares) { return square_words(squares) + chunks_of(k) * WARPS * CHUNK_WORDS; }
+__host__ __device__ constexpr int pieces_of(int k) { return (chunks_of(k) + CHAIN - 1) / CHAIN; }
+// Where chunk `c` of a warp's slice lies, in chunks.
+__host__ __device__ constexpr int chunk_place(int chunks, int warp, int c) {
+    const int before = c / CHAIN * CHAIN, left = chunks - before;
+    return before * WARPS + warp * (left < CHAIN ? left : CHAIN) + c - before;
+}
+// Where a node's value lies among the values of an area.
+__host__ __device__ constexpr int value_word(int k_all, int node, int k) {
+    const int chunks = chunks_of(k_all);
+    return chunk_place(chunks, k / 32 / chunks, k / 32 % chunks) * CHUNK_WORDS + node % 8 * 16 + k % 32 / 2;
+}
+
+constexpr int DELTA_IN_AT = 0;                                                         // f32 projections into the mixer
+constexpr int ATTENTION_IN_AT = DELTA_IN_AT + on_lines(DELTA_IN_UNITS * WIDE);
+constexpr int STATS_AT = ATTENTION_IN_AT + on_lines(ATTENTION_IN_UNITS * WIDE);        // {maximum, sum} of a split [HEADS][SPLITS][2]
+constexpr int BEST_AT = STATS_AT + on_lines(HEADS * SPLITS * 2);                       // {id, logit} of each SM's best token [SMS][2]
+constexpr int NODE_WORDS = BEST_AT + on_lines(SMS * 2);
+
+constexpr int X_SQUARES_AT = 8 * NODE_WORDS, X_AT = X_SQUARES_AT + square_words(HIDDEN_UNITS);  // x times the next norm's weight
+constexpr int MID_SQUARES_AT = X_SQUARES_AT + area_words(HIDDEN, HIDDEN_UNITS);                 // the same after the mixer
+constexpr int MID_AT = MID_SQUARES_AT + square_words(HIDDEN_UNITS);
+constexpr int H_AT = MID_SQUARES_AT + area_words(HIDDEN, HIDDEN_UNITS);                         // silu(gate) * up [FFN]
+constexpr int DELTA_SQUARES_AT = H_AT + area_words(FFN, 0);                                     // of a block's outputs [BLOCKS]
+constexpr int DELTA_Y_AT = DELTA_SQUARES_AT + square_words(BLOCKS);                             // mixer output [VALUE_DIM]
+constexpr int ATTENTION_Y_AT = DELTA_SQUARES_AT + area_words(VALUE_DIM, BLOCKS);
+constexpr int OCTET_WORDS = ATTENTION_Y_AT + area_words(ATTENTION_DIM, 0);
+constexpr int COPY_WORDS = MAX_NODES / 8 * OCTET_WORDS;
 
 // --- vectors: the small F32 weights, layer after layer --------------------------------------------------------------
 constexpr int DELTA_VECTORS = 2 * HIDDEN + 4 * CONV_CHANNELS + 2 * VALUE_HEADS + STATE_DIM;

@@ -32,24 +32,43 @@ struct __align__(16) Shared {
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 __host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
 
-// What a warp holds in registers at once (see matmul.cuh): units of 16 rows and octets of tokens for those, octets for the
-// chunks of a unit of 8 rows.
+// Units of 16 rows that a warp holds in registers at once (see matmul.cuh).
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-constexpr int WEIGHT_QUADS = NODES <= 8 ? 32 : 16, TOKEN_QUADS = 16, INPUT_QUADS = 28;
+constexpr int WEIGHT_QUADS = 32;
 #else
-constexpr int WEIGHT_QUADS = 16, TOKEN_QUADS = 8, INPUT_QUADS = 12;
+constexpr int WEIGHT_QUADS = 16;
 #endif
-constexpr int UNITS_AT_ONCE = smaller(NODES <= 8 ? 4 : 2, larger(1, WEIGHT_QUADS / (2 * chunks_of(HIDDEN))));
-constexpr int OCTETS = NODES == 1 ? 1 : smaller(smaller(4, NODES / 8), larger(1, TOKEN_QUADS / chunks_of(HIDDEN)));
-constexpr int TOKENS_AT_ONCE = NODES == 1 ? 1 : OCTETS * 8;
+constexpr int UNITS_AT_ONCE = smaller(4, larger(1, WEIGHT_QUADS / (2 * chunks_of(HIDDEN))));
+constexpr int TOKENS_AT_ONCE = NODES == 1 ? 1 : 8;
 constexpr int MAX_CHUNKS = 16;
-__host__ __device__ constexpr int octets_at_once(int chunks) { return larger(1, smaller(NODES / 8, INPUT_QUADS / chunks)); }
-
-// partial sums, twice: of UNITS_AT_ONCE units and TOKENS_AT_ONCE tokens, or of one unit of 8 rows and all tokens
 __host__ __device__ constexpr int parts_of(int k) { return WARPS * ((chunks_of(k) + MAX_CHUNKS - 1) / MAX_CHUNKS); }
+// Chunks of a unit that are in registers together; a unit's parts are the sums over such a block by each warp.
+template <int K>
+struct NarrowBlocks {
+    static constexpr int CHUNKS = chunks_of(K), PARTS = parts_of(K);
+    static constexpr int WHOLE = slot_chunks(has(NARROW_TYPES, Q8_0) ? Q8_0 : BF16, NARROW);  // slots
+    static constexpr int EACH = (CHUNKS + PARTS / WARPS - 1) / (PARTS / WARPS) + WHOLE - 1 & ~(WHOLE - 1);
+    static constexpr int COUNT = (CHUNKS + EACH - 1) / EACH;
+    static_assert(COUNT == PARTS / WARPS, "every part must be written");
+};
+// On sm_90a a warp fetches a tree's activations for all others (see fetch.cuh), if all of x fits on its shelf.
+constexpr int SHELF_SLOTS = 4;
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr bool FETCHES = NODES > 1 && NODES / 8 * pieces_of(HIDDEN) <= SHELF_SLOTS && parts_of(VALUE_DIM) == WARPS && SHARED_MEMORY > (200 << 10);
+#else
+constexpr bool FETCHES = false;
+#endif
+
+// Partial sums, twice: of UNITS_AT_ONCE units and TOKENS_AT_ONCE tokens, or of one unit of 8 rows and all tokens. A tree's
+// rows behind them, for the convolution; then the shelf.
 constexpr int ROW_STRIDE = UNITS_AT_ONCE * WIDE + 4, UNIT_STRIDE = 12;  // floats a token; keep the banks apart
 constexpr int PARTIAL_FLOATS =
     larger(WARPS * TOKENS_AT_ONCE * ROW_STRIDE, larger(parts_of(FFN), parts_of(Y_DIM)) * NODES * UNIT_STRIDE);
+constexpr int KEPT_ROWS_AT = 2 * PARTIAL_FLOATS, SHELF_AT = on_lines(KEPT_ROWS_AT + (NODES == 1 ? 0 : NODES * ROW_STRIDE));
+constexpr int SHELF_SQUARE_WORDS = larger(square_words(HIDDEN_UNITS), square_words(BLOCKS));
+constexpr int SHELF_SLOT_BYTES = (SHELF_SQUARE_WORDS + CHAIN * WARPS * CHUNK_WORDS) * 4;
+constexpr int SHELF_FLOATS = FETCHES ? SHELF_SLOTS * SHELF_SLOT_BYTES / 4 : 0;
+constexpr int PRODUCT_FLOATS = SHELF_AT + SHELF_FLOATS;
 // DeltaNet: see delta.cuh
 constexpr int ROW_FLOATS = 2 * STATE_DIM + 4 * COLUMNS + 8, DELTA_FLOATS = NODES == 1 ? 2 * COLUMNS : NODES * ROW_FLOATS;
 // attention: see attention.cuh
@@ -64,12 +83,12 @@ constexpr int KV_ROW = HEAD_DIM / 2 + 4;                                // words
 constexpr int ATTENTION_FLOATS = Q_FLOATS + SCORE_FLOATS + SHARE_FLOATS + aligned(QUERIES) + QUERY_TILES * 16 * FRESH_SCORES +
                                  2 * FRESH_SCORES * KV_ROW + 2 * KEYS * KV_ROW;
 // A build for one node has room for every stage's scratch side by side, and needs no barrier between them.
-constexpr int MIX_AT = NODES == 1 ? 2 * PARTIAL_FLOATS : 0;
+constexpr int MIX_AT = NODES == 1 ? PRODUCT_FLOATS : 0;
 constexpr int MIX_FLOATS = larger(larger(DELTA_FLOATS, ATTENTION_FLOATS), SAMPLE_FLOATS);
-constexpr int SCRATCH_FLOATS = larger(2 * PARTIAL_FLOATS, MIX_AT + MIX_FLOATS);
+constexpr int SCRATCH_FLOATS = larger(PRODUCT_FLOATS, MIX_AT + MIX_FLOATS);
 constexpr int STATE_FLOATS = COLUMNS * STATE_DIM;
 
-constexpr int ROOM = SHARED_MEMORY - (int)sizeof(Shared) - SCRATCH_FLOATS * 4 - 64;
+constexpr int ROOM = SHARED_MEMORY - (int)sizeof(Shared) - SCRATCH_FLOATS * 4 - 96 - 16 * SHELF_SLOTS;
 constexpr int WANTED_SLOTS = NODES == 1 ? 13 : NODES == 8 ? 10 : NODES == 16 ? 8 : 6;
 constexpr int SLOT_COST = SLOT_BYTES + 16;  // with its two barriers
 static_assert(ROOM >= 2 * SLOT_COST, "the ring needs two slots");
@@ -79,4 +98,5 @@ constexpr int SHARED_AT = (SCRATCH_AT + SCRATCH_FLOATS * 4 + 15 + (NODES == 1 ? 
 // What a tree's rows leave of the scratch, and what is left besides, holds states of nodes where chains branch off.
 constexpr int KEPT_AT = SCRATCH_AT + (MIX_AT + DELTA_FLOATS) * 4, KEPT_STATES = NODES == 1 ? 0 : (SHARED_AT - KEPT_AT) / (STATE_FLOATS * 4);
 constexpr int BARRIERS_AT = SHARED_AT + ((int)sizeof(Shared) + 15) / 16 * 16;
-static_assert(BARRIERS_AT + 16 * RING_SLOTS <= SHARED_MEMORY, "all of it must fit");
+constexpr int SHELF_BARRIERS_AT = BARRIERS_AT + 16 * RING_SLOTS, GATE_AT = SHELF_BARRIERS_AT + 16 * SHELF_SLOTS;
+static_assert(GATE_AT + 8 <= SHARED_MEMORY, "all of it must fit");

@@ -19,8 +19,6 @@
 #pragma once
 #include "block.cuh"
 
-constexpr int CHAIN = 4;  // chunks summed inside the mma; and whose sum a DeltaNet head's scale multiplies
-
 __device__ __forceinline__ float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 __device__ __forceinline__ float4 scaled(float4 a, float s) { return {a.x * s, a.y * s, a.z * s, a.w * s}; }
 
@@ -197,22 +195,23 @@ __device__ __forceinline__ void multiply_wide(int type, const u32 (&w)[wide_regi
 // What a lane has of a chunk's activations, in words: of one token its first four k or its last, of eight tokens both.
 constexpr int NARROW_WORDS = NODES == 1 ? 2 : 4;
 
-// This warp's share of COUNT chunks of a unit of 8 rows: the sums of row l / 4 for tokens 2 q and the next, the first four k
-// and the last summed apart, then added. scale(i): of chain i, for both tokens.
-template <int TYPE, int COUNT, class Scale>
-__device__ __forceinline__ float2 multiply_narrow(const u32 (&all)[narrow_registers(COUNT)], const u32 (&x)[COUNT][NARROW_WORDS], int q,
-                                                  Scale scale) {
-    constexpr int TILE = registers_of(TYPE, NARROW), LAST = NARROW_WORDS - 2;
-    // Where a mma's result is: for one token in lanes 0 and 1 of four at the first four k, in 2 and 3 at the last.
-    const auto at_first = [&](const float (&sum)[4]) -> float2 { return {NODES > 1 || q < 2 ? sum[0] : sum[2], sum[1]}; };
-    const auto at_last = [&](const float (&sum)[4]) -> float2 { return {sum[2], sum[3]}; };
+// This warp's share of a unit of 8 rows, chain by chain: the sums of row l / 4 for tokens 2 q and the next, over the first four
+// k and over the last.
+struct NarrowSums {
     float2 early = {}, late = {};
-#pragma unroll
-    for (int chain = 0; chain * CHAIN < COUNT; chain++) {
+
+    // `chunks` of a chain, whose sum is multiplied by `by`, for both tokens.
+    template <int TYPE>
+    __device__ __forceinline__ void add(const u32* all, const u32 (*x)[NARROW_WORDS], int chunks, int q, float2 by) {
+        constexpr int TILE = registers_of(TYPE, NARROW), LAST = NARROW_WORDS - 2;
+        // Where a mma's result is: for one token in lanes 0 and 1 of four at the first four k, in 2 and 3 at the last.
+        const auto at_first = [&](const float (&sum)[4]) -> float2 { return {NODES > 1 || q < 2 ? sum[0] : sum[2], sum[1]}; };
+        const auto at_last = [&](const float (&sum)[4]) -> float2 { return {sum[2], sum[3]}; };
         float2 first = {}, last = {};
         float low[4] = {}, high[4] = {};
 #pragma unroll
-        for (int c = chain * CHAIN; c < chain * CHAIN + CHAIN && c < COUNT; c++) {
+        for (int c = 0; c < CHAIN; c++) {
+            if (c >= chunks) break;
             const u32* w = all + c * TILE;
             if constexpr (TYPE == BF16) {
                 mma(low, w[0], w[1], w[2], w[3], x[c][0], x[c][1]);
@@ -233,22 +232,20 @@ __device__ __forceinline__ float2 multiply_narrow(const u32 (&all)[narrow_regist
             }
         }
         if (TYPE == BF16) first = at_first(low), last = at_last(high);
-        const float2 by = scale(chain);
         early = {fmaf(by.x, first.x, early.x), fmaf(by.y, first.y, early.y)};
         late = {fmaf(by.x, last.x, late.x), fmaf(by.y, last.y, late.y)};
     }
-    if (TYPE == Q8_0) early = {early.x * LOWER, early.y * LOWER}, late = {late.x * LOWER, late.y * LOWER};
-    if (NODES == 1) late.x = __shfl_xor_sync(~0u, early.x, 2);
-    return {early.x + late.x, early.y + late.y};
-}
-template <int COUNT, class Scale>
-__device__ __forceinline__ float2 multiply_narrow(int type, const u32 (&w)[narrow_registers(COUNT)], const u32 (&x)[COUNT][NARROW_WORDS],
-                                                  int q, Scale scale) {
-    float2 total = {};
-    if (type == Q8_0) {
-        if constexpr (has(NARROW_TYPES, Q8_0)) total = multiply_narrow<Q8_0, COUNT>(w, x, q, scale);
-    } else {
-        if constexpr (has(NARROW_TYPES, BF16)) total = multiply_narrow<BF16, COUNT>(w, x, q, scale);
+    // Chain `chain` of the registers that hold a unit's chunks.
+    __device__ __forceinline__ void add(int type, const u32* all, int chain, const u32 (*x)[NARROW_WORDS], int chunks, int q, float2 by) {
+        if (type == Q8_0) {
+            if constexpr (has(NARROW_TYPES, Q8_0)) add<Q8_0>(all + chain * CHAIN * registers_of(Q8_0, NARROW), x, chunks, q, by);
+        } else {
+            if constexpr (has(NARROW_TYPES, BF16)) add<BF16>(all + chain * CHAIN * registers_of(BF16, NARROW), x, chunks, q, by);
+        }
     }
-    return total;
-}
+    __device__ __forceinline__ float2 total(int type) {
+        if (type == Q8_0) early = {early.x * LOWER, early.y * LOWER}, late = {late.x * LOWER, late.y * LOWER};
+        if (NODES == 1) late.x = __shfl_xor_sync(~0u, early.x, 2);
+        return {early.x + late.x, early.y + late.y};
+    }
+};
