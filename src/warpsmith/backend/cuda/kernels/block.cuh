@@ -29,11 +29,6 @@ struct Block {
     __device__ u32* words(Turn turn, int node, int at) const {
         return p.exchange + ((turns & turn ? COPY_WORDS : 0) + node * NODE_WORDS + at);
     }
-    // The state a node keeps for its children: in shared memory as long as there is room. [8][64] float4
-    __device__ float4* kept_state(int place, int block) const {
-        if (place < KEPT_STATES) return (float4*)(scratch + (MIX_AT + DELTA_FLOATS) + place * STATE_FLOATS);
-        return (float4*)(p.branch_state + ((size_t)block * MAX_NODES + place) * STATE_FLOATS);
-    }
     __device__ int other(Turn turn) const { return turns & turn ? -COPY_WORDS : COPY_WORDS; }
 
     // Every stage starts with this. Without it the compiler computes addresses of all stages before the layer loop and
