@@ -7,8 +7,8 @@
 // A block is 16 columns of S (16 of a head's 128 value channels). The sum over a column's 128 rows goes by sixteen parts (part p:
 // rows 4p .. 4p+3 and 64 + 4p .. 64 + 4p+3), neighbours first; who adds them up does not matter for the bits.
 // One node: a warp has two columns, a lane a part; q and k come straight into registers.
-// A tree: four warps are a worker and have all columns, a lane two parts of one; two workers walk chains of the tree at the
-// same time. A node's state comes from its parent's: in registers along a chain, kept where a chain branches off.
+// A tree: two warps are a worker and have all columns, a lane two parts of two (what a lane takes from shared memory must serve
+// two columns: it is what limits the recurrence); four workers walk chains of the tree at the same time. A node's state comes from its parent's: in registers along a chain, kept where a chain branches off.
 // The head's rms needs all 8 of its blocks: each publishes its sum of squares, the next stage divides.
 // Bytes: 8 KB of state a block read and written.
 // Scratch: one node: gated outputs and their squares [2][16]. A tree: a row a node (q, k, v, silu(z), write, o, gates).
@@ -126,10 +126,10 @@ __device__ __forceinline__ void wait_for_sign(const Block& b, const int& sign) {
     } while (!everywhere(given == b.epoch));
 }
 
-// Rows of a worker's nodes, octet by octet, a warp two nodes: the first worker has the first octet and can start with it, the
-// second the others. In registers: q, k, and in lanes 0-3 v, 4-7 z, 8 the group with beta, 9 the one with fade.
-__device__ __forceinline__ void fetch_rows(Block& b, int index, int block, int worker, float* rows) {
-    constexpr int AT_ONCE = 2;
+// Rows, octet by octet, a warp two nodes: the first four warps have the first octet and can start with it, the others the rest.
+// In registers: q, k, and in lanes 0-3 v, 4-7 z, 8 the group with beta, 9 the one with fade.
+__device__ __forceinline__ void fetch_rows(Block& b, int index, int block, float* rows) {
+    constexpr int AT_ONCE = 8 / FETCHERS;
     const u32* in = b.words(DELTA_TURN, 0, DELTA_IN_AT);
     const DeltaPlaces places(block);
     const int lane = min(b.lane, 9), last = lane < 4   ? places.v + lane * 4
@@ -137,9 +137,9 @@ __device__ __forceinline__ void fetch_rows(Block& b, int index, int block, int w
                                            : lane == 8 ? places.beta / 4 * 4
                                                        : places.fade / 4 * 4;
     const u32* from[3] = {in + places.q + b.lane * 4, in + places.k + b.lane * 4, in + last};
-    const int quarter = b.warp % WORKER_WARPS, end = worker == 0 ? min(8, b.nodes) : b.nodes;
+    const int team = b.warp / FETCHERS, mine = b.warp % FETCHERS, end = team == 0 ? min(8, b.nodes) : b.nodes;
 #pragma unroll 1
-    for (int first = worker * 8; first < end; first += 8) {
+    for (int first = team * 8; first < end; first += 8) {
         uint4 got[AT_ONCE][3];
         Watchdog dog;
         bool came;
@@ -149,38 +149,50 @@ __device__ __forceinline__ void fetch_rows(Block& b, int index, int block, int w
             for (int i = 0; i < AT_ONCE; i++)
 #pragma unroll
                 for (int kind = 0; kind < 3; kind++)
-                    got[i][kind] = load16(from[kind] + min(first + quarter + i * WORKER_WARPS, b.nodes - 1) * NODE_WORDS);
+                    got[i][kind] = load16(from[kind] + min(first + mine + i * FETCHERS, b.nodes - 1) * NODE_WORDS);
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++)
 #pragma unroll
                 for (int kind = 0; kind < 3; kind++) came &= came16(got[i][kind]);
             dog.check();
         } while (!everywhere(came));
+        float kk[AT_ONCE], qq[AT_ONCE], qk[AT_ONCE], value[AT_ONCE];  // lane 8: beta, 9: fade
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
-            const int node = first + quarter + i * WORKER_WARPS;
+            const float4 q = floats(got[i][0]), k = floats(got[i][1]);
+            kk[i] = dot4(k, k), qq[i] = dot4(q, q), qk[i] = dot4(q, k);
+        }
+#pragma unroll
+        for (int step = 16, n = 0; n < 5; n++, step = step == 16 ? 1 : 2 * step)
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                kk[i] += __shfl_xor_sync(~0u, kk[i], step);
+                qq[i] += __shfl_xor_sync(~0u, qq[i], step);
+                qk[i] += __shfl_xor_sync(~0u, qk[i], step);
+            }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const int node = first + mine + i * FETCHERS;
             if (node >= b.nodes) break;
             const float4 q = floats(got[i][0]), k = floats(got[i][1]), rest = floats(got[i][2]);
-            float kk = dot4(k, k), qq = dot4(q, q), qk = dot4(q, k);
-#pragma unroll
-            for (int step = 16, n = 0; n < 5; n++, step = step == 16 ? 1 : 2 * step) {
-                kk += __shfl_xor_sync(~0u, kk, step);
-                qq += __shfl_xor_sync(~0u, qq, step);
-                qk += __shfl_xor_sync(~0u, qk, step);
-            }
-            const float rk = inverse_norm(kk), rq = inverse_norm(qq) * QUERY_SCALE;
+            const float rk = inverse_norm(kk[i]), rq = inverse_norm(qq[i]) * QUERY_SCALE;
             float* row = rows + node * ROW_FLOATS;
             ((float4*)row)[b.lane] = q;
             ((float4*)(row + K_ROW))[b.lane] = k;
             if (b.lane < 8) ((float4*)(row + V_ROW))[b.lane] = rest;
             const int gate = (b.lane == 8 ? places.beta : places.fade) % 4;
-            const float value = gate == 0 ? rest.x : gate == 1 ? rest.y : gate == 2 ? rest.z : rest.w;
-            if (b.lane == 8) row[GATES_ROW + 1] = value, row[GATES_ROW + 2] = rk;
-            if (b.lane == 9) row[GATES_ROW] = value, row[GATES_ROW + 3] = rq, row[GATES_ROW + 4] = qk * rq * rk;
-            if (b.lane == 9) b.p.pending_fade[((size_t)index * BLOCKS + block) * MAX_NODES + node] = value;
-            if (float4* key = pending_key(b, index, block, node)) key[b.lane] = k;
+            value[i] = gate == 0 ? rest.x : gate == 1 ? rest.y : gate == 2 ? rest.z : rest.w;
+            if (b.lane == 8) row[GATES_ROW + 1] = value[i], row[GATES_ROW + 2] = rk;
+            if (b.lane == 9) row[GATES_ROW] = value[i], row[GATES_ROW + 3] = rq, row[GATES_ROW + 4] = qk[i] * rq * rk;
         }
-        give_sign(b, b.s.came[first / 8][quarter]);
+        give_sign(b, b.s.came[first / 8][mine]);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {  // for `commit`
+            const int node = first + mine + i * FETCHERS;
+            if (node >= b.nodes) break;
+            if (float4* key = pending_key(b, index, block, node)) key[b.lane] = floats(got[i][1]);
+            if (b.lane == 9) b.p.pending_fade[((size_t)index * BLOCKS + block) * MAX_NODES + node] = value[i];
+        }
     }
 }
 
@@ -196,16 +208,16 @@ struct Row {
     }
     static __device__ constexpr int place(int i) { return i % 2 + i / 2 * 16; }
 };
-// This lane's share of a column's sum.
+// A lane's share of a column's sum.
 __device__ __forceinline__ float two_parts(const float4 (&a)[4], const float4 (&s)[4]) {
     return (dot4(a[0], s[0]) + dot4(a[2], s[2])) + (dot4(a[1], s[1]) + dot4(a[3], s[3]));
 }
 
-// This lane's part, every WORKER_WARPS * 32, of the state a node keeps for its children: in shared memory as long as there is
-// room. `use` is compiled for both kinds of memory.
+// A lane's part, every 64, of the state a node keeps for its children: in shared memory as long as there is room. `use` is
+// compiled for both kinds of memory.
 template <class Use>
 __device__ __forceinline__ void with_kept_state(const Block& b, int place, int block, Use use) {
-    const int mine = b.warp % WORKER_WARPS * 32 + b.lane;
+    const int mine = b.warp % 2 * 32 + b.lane;
     if (place < KEPT_STATES)
         use((float4*)(b.scratch + (MIX_AT + DELTA_FLOATS) + place * STATE_FLOATS) + mine);
     else
@@ -215,20 +227,23 @@ __device__ __forceinline__ void with_kept_state(const Block& b, int place, int b
 __device__ __forceinline__ void delta_tree(Block& b, int index, int block, const float* vectors) {
     float* rows = b.scratch + MIX_AT;  // [nodes][ROW_FLOATS]
     const size_t at = (size_t)index * BLOCKS + block;
-    const int worker = b.warp / WORKER_WARPS, quarter = b.warp % WORKER_WARPS, column = quarter * 4 + b.lane % 4, parts = b.lane / 4 * 2;
-    const float4* committed = (const float4*)(b.p.delta + (at * COLUMNS + column) * STATE_DIM) + parts;
-    float4 s[4];
+    // A lane has two columns, its own and its neighbour's across four lanes, which has them the other way round.
+    const int worker = b.warp / 2, half = b.warp % 2, parts = b.lane / 4 * 2, column = half * 8 + b.lane % 4 * 2 + (b.lane >> 2 & 1);
+    float4 s[2][4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) s[i] = worker == 0 ? committed[Row::place(i)] : float4{};  // the root's
+    for (int c = 0; c < 2; c++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            s[c][i] = worker == 0 ? ((const float4*)(b.p.delta + (at * COLUMNS + (column ^ c)) * STATE_DIM) + parts)[Row::place(i)] : float4{};
     const float2 weight = __ldg((const float2*)(vectors + GATED_NORM_AT + block * COLUMNS % STATE_DIM) + threadIdx.x % 8);
     b.sync();  // the scratch held partial sums
     b.epoch++;
-    fetch_rows(b, index, block, worker, rows);
+    fetch_rows(b, index, block, rows);
     b.mark();
     int node = b.s.first[worker], come = 0;
     const auto wait_for_row = [&](int wanted) {
         if (wanted < come) return;
-        wait_for_sign(b, b.s.came[wanted / 8][b.lane % WORKER_WARPS]);
+        wait_for_sign(b, b.s.came[wanted / 8][b.lane % FETCHERS]);
         come = wanted / 8 * 8 + 8;
     };
     Step next = b.s.steps[max(node, 0)];
@@ -244,30 +259,32 @@ __device__ __forceinline__ void delta_tree(Block& b, int index, int block, const
         next = b.s.steps[max(node, 0)];  // the next node's row is on its way while this one is worked on
         wait_for_row(node);
         coming = Row(rows + max(node, 0) * ROW_FLOATS, parts, column);
-        if (step.source >= 0) {  // a chain branches off, perhaps from the other worker's
-            wait_for_sign(b, b.s.kept[step.source][quarter]);
+        if (step.source >= 0) {  // a chain branches off, perhaps from another worker's
+            wait_for_sign(b, b.s.kept[step.source][half]);
             with_kept_state(b, step.source, block, [&](const float4* from) {
 #pragma unroll
-                for (int i = 0; i < 4; i++) s[i] = from[i * WORKER_WARPS * 32];
+                for (int i = 0; i < 4; i++) s[0][i] = from[i * 64], s[1][i] = from[(i + 4) * 64];
             });
         }
-        float ks = two_parts(row.k, s), qs = two_parts(row.q, s);
-#pragma unroll
-        for (int lanes = 4; lanes < 32; lanes *= 2)
-            ks += __shfl_xor_sync(~0u, ks, lanes), qs += __shfl_xor_sync(~0u, qs, lanes);
+        float ks = two_parts(row.k, s[0]), qs = two_parts(row.q, s[0]);
+        ks += __shfl_xor_sync(~0u, two_parts(row.k, s[1]), 4), qs += __shfl_xor_sync(~0u, two_parts(row.q, s[1]), 4);
+        ks += __shfl_xor_sync(~0u, ks, 8), qs += __shfl_xor_sync(~0u, qs, 8);
+        ks += __shfl_xor_sync(~0u, ks, 16), qs += __shfl_xor_sync(~0u, qs, 16);
         const float fade = row.gates.x, rk = row.gates.z;
         const Outcome made(ks, qs, row.v, fade, row.gates.y, rk, row.gates.w, row.qk);
-        const float write = made.write * rk;
+        const float write[2] = {made.write * rk, __shfl_xor_sync(~0u, made.write * rk, 4)};
 #pragma unroll
-        for (int i = 0; i < 4; i++) s[i] = update_state(s[i], fade, row.k[i], write);
+        for (int c = 0; c < 2; c++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) s[c][i] = update_state(s[c][i], fade, row.k[i], write[c]);
         if (step.keep >= 0) {
             with_kept_state(b, step.keep, block, [&](float4* to) {
 #pragma unroll
-                for (int i = 0; i < 4; i++) to[i * WORKER_WARPS * 32] = s[i];
+                for (int i = 0; i < 4; i++) to[i * 64] = s[0][i], to[(i + 4) * 64] = s[1][i];
             });
-            give_sign(b, b.s.kept[step.keep][quarter]);
+            give_sign(b, b.s.kept[step.keep][half]);
         }
-        if (b.lane < 4) mine[OUT_ROW + column] = made.out, mine[WRITE_ROW + column] = write;
+        if (b.lane < 8) mine[OUT_ROW + column] = made.out, mine[WRITE_ROW + column] = write[0];
     }
     b.mark();
     b.sync();

@@ -9,7 +9,7 @@
 struct __align__(16) Step {
     int source, keep, next, time;
 };
-constexpr int WORKERS = 2, WORKER_WARPS = WARPS / WORKERS;                       // see delta.cuh
+constexpr int WORKERS = WARPS / 2, FETCHERS = WARPS / 2;                         // see delta.cuh
 constexpr int IN_ROWS = (DELTA_IN_UNITS + SMS - 1) / SMS * WIDE;                 // of a DeltaNet projection, an SM's at most
 
 struct __align__(16) Shared {
@@ -20,7 +20,7 @@ struct __align__(16) Shared {
     Step steps[NODES];
     float squares[2][NODES][WARPS];        // each warp's share of a norm's sum of squares
     int first[WORKERS];                    // each worker's first node
-    int came[(NODES + 7) / 8][WORKER_WARPS], kept[NODES][WORKER_WARPS];  // signs: rows of an octet, a kept state's columns
+    int came[(NODES + 7) / 8][FETCHERS], kept[NODES][2];  // signs: an octet's rows, the halves of a kept state
     int token[NODES], depth[NODES];
     int path[NODES][4];                    // a node's nearest ancestors: itself, parent, ... ; -1 - i: i before the root
     u8 ancestor[NODES][NODES];             // [node][depth]
