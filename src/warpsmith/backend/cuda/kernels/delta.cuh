@@ -7,8 +7,9 @@
 // A block is 16 columns of S (16 of a head's 128 value channels). The sum over a column's 128 rows goes by sixteen parts (part p:
 // rows 4p .. 4p+3 and 64 + 4p .. 64 + 4p+3), neighbours first; who adds them up does not matter for the bits.
 // One node: a warp has two columns, a lane a part; q and k come straight into registers.
-// A tree: two warps are a worker and have all columns, a lane two parts of two (what a lane takes from shared memory must serve
-// two columns: it is what limits the recurrence); four workers walk chains of the tree at the same time. A node's state comes from its parent's: in registers along a chain, kept where a chain branches off.
+// A tree: two warps are a worker and have all columns, a lane two parts of two of them, so that q and k once taken from shared
+// memory serve both; four workers walk chains of the tree at the same time, and start when the rows they need are there.
+// A node's state comes from its parent's: in registers along a chain, kept where a chain branches off.
 // The head's rms needs all 8 of its blocks: each publishes its sum of squares, the next stage divides.
 // Bytes: 8 KB of state a block read and written.
 // Scratch: one node: gated outputs and their squares [2][16]. A tree: a row a node (q, k, v, silu(z), write, o, gates).
@@ -228,13 +229,15 @@ __device__ __forceinline__ void delta_tree(Block& b, int index, int block, const
     float* rows = b.scratch + MIX_AT;  // [nodes][ROW_FLOATS]
     const size_t at = (size_t)index * BLOCKS + block;
     // A lane has two columns, its own and its neighbour's across four lanes, which has them the other way round.
-    const int worker = b.warp / 2, half = b.warp % 2, parts = b.lane / 4 * 2, column = half * 8 + b.lane % 4 * 2 + (b.lane >> 2 & 1);
+    const int worker = b.warp / 2, half = b.warp % 2, parts = b.lane / 4 * 2;
+    const int column = half * 8 + b.lane % 4 * 2 + (b.lane >> 2 & 1);
     float4 s[2][4];
 #pragma unroll
-    for (int c = 0; c < 2; c++)
+    for (int c = 0; c < 2; c++) {
+        const float4* committed = (const float4*)(b.p.delta + (at * COLUMNS + (column ^ c)) * STATE_DIM) + parts;
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            s[c][i] = worker == 0 ? ((const float4*)(b.p.delta + (at * COLUMNS + (column ^ c)) * STATE_DIM) + parts)[Row::place(i)] : float4{};
+        for (int i = 0; i < 4; i++) s[c][i] = worker == 0 ? committed[Row::place(i)] : float4{};  // the root's
+    }
     const float2 weight = __ldg((const float2*)(vectors + GATED_NORM_AT + block * COLUMNS % STATE_DIM) + threadIdx.x % 8);
     b.sync();  // the scratch held partial sums
     b.epoch++;
@@ -297,7 +300,8 @@ __device__ __forceinline__ void delta_tree(Block& b, int index, int block, const
         if (first + b.warp * 4 >= b.nodes) break;
         const bool live = node < b.nodes;
         const float* made = rows + min(node, b.nodes - 1) * ROW_FLOATS + mine * 2;
-        const float2 out = *(const float2*)(made + OUT_ROW), z = *(const float2*)(made + Z_ROW), write = *(const float2*)(made + WRITE_ROW);
+        const float2 out = *(const float2*)(made + OUT_ROW), z = *(const float2*)(made + Z_ROW);
+        const float2 write = *(const float2*)(made + WRITE_ROW);
         const u32 pair = pack_bf16(out.x * weight.x * z.x, out.y * weight.y * z.y), after = __shfl_down_sync(~0u, pair, 1);
         float square = __fmul_rn(out.x, out.x) + __fmul_rn(out.y, out.y);  // not fused: one node's are not
 #pragma unroll
