@@ -107,7 +107,7 @@ def stage_marks(config: Config, nodes: int) -> list[tuple[str, str]]:
             parts = (
                 ("rows", "recurrence", "barrier", "publish")
                 if nodes == 1
-                else ("rows", "barrier", "recurrence", "barrier 2", "publish")
+                else ("first rows", "signs", "recurrence", "barrier", "publish")
             )
             marks += [("delta_mix", part) for part in parts]
         else:

@@ -37,11 +37,6 @@ struct Block {
     __device__ u32* values(Turn turn, int node, int at, int k) const { return octet(turn, node, at) + value_word(K, node, k); }
     template <int COUNT>
     __device__ u32* squares(Turn turn, int node, int at) const { return octet(turn, node, at) + node % 8 * square_stride(COUNT); }
-    // The state a node keeps for its children: in shared memory as long as there is room. [8][64] float4
-    __device__ float4* kept_state(int place, int block) const {
-        if (place < KEPT_STATES) return (float4*)(scratch + (MIX_AT + DELTA_FLOATS) + place * STATE_FLOATS);
-        return (float4*)(p.branch_state + ((size_t)block * MAX_NODES + place) * STATE_FLOATS);
-    }
     __device__ int other(Turn turn) const { return turns & turn ? -COPY_WORDS : COPY_WORDS; }
 
     // Every stage starts with this. Without it the compiler computes addresses of all stages before the layer loop and

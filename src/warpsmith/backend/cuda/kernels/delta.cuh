@@ -7,8 +7,9 @@
 // A block is 16 columns of S (16 of a head's 128 value channels). The sum over a column's 128 rows goes by sixteen parts (part p:
 // rows 4p .. 4p+3 and 64 + 4p .. 64 + 4p+3), neighbours first; who adds them up does not matter for the bits.
 // One node: a warp has two columns, a lane a part; q and k come straight into registers.
-// A tree: two warps are a worker and have all columns, a lane one part of four; four workers walk chains of the tree at the
-// same time. A node's state comes from its parent's: in registers along a chain, kept where a chain branches off.
+// A tree: two warps are a worker and have all columns, a lane two parts of two of them, so that q and k once taken from shared
+// memory serve both; four workers walk chains of the tree at the same time, and start when the rows they need are there.
+// A node's state comes from its parent's: in registers along a chain, kept where a chain branches off.
 // The head's rms needs all 8 of its blocks: each publishes its sum of squares, the next stage divides.
 // Bytes: 8 KB of state a block read and written.
 // Scratch: one node: gated outputs and their squares [2][16]. A tree: a row a node (q, k, v, silu(z), write, o, gates).
@@ -112,17 +113,33 @@ __device__ __forceinline__ void delta_one(Block& b, int index, int block, const 
 
 // --- a tree ---------------------------------------------------------------------------------------------------------
 
-// Rows of all nodes, a warp a node: q, k, and in lanes 0-3 v, 4-7 z, 8 the group with beta, 9 the one with fade.
+// Signs in shared memory: a warp's writes before it are there, for DeltaNet block `epoch`.
+__device__ __forceinline__ void give_sign(const Block& b, int& sign) {
+    __syncwarp();
+    if (b.lane == 0) asm volatile("st.release.cta.shared.b32 [%0], %1;" ::"r"(shared_address(&sign)), "r"(b.epoch) : "memory");
+}
+__device__ __forceinline__ void wait_for_sign(const Block& b, const int& sign) {
+    int given;
+    Watchdog dog;
+    do {
+        asm volatile("ld.acquire.cta.shared.b32 %0, [%1];" : "=r"(given) : "r"(shared_address(&sign)) : "memory");
+        dog.check();
+    } while (!everywhere(given == b.epoch));
+}
+
+// Rows, octet by octet, a warp two nodes: the first four warps have the first octet and can start with it, the others the rest.
+// In registers: q, k, and in lanes 0-3 v, 4-7 z, 8 the group with beta, 9 the one with fade.
 __device__ __forceinline__ void fetch_rows(Block& b, int index, int block, float* rows) {
-    constexpr int AT_ONCE = larger(1, smaller(4, NODES / WARPS));
+    constexpr int AT_ONCE = 8 / FETCHERS;
     const DeltaPlaces places(block);
     const int lane = min(b.lane, 9), last = lane < 4   ? places.v + lane * 4
                                            : lane < 8  ? places.z + (lane - 4) * 4
                                            : lane == 8 ? places.beta / 4 * 4
                                                        : places.fade / 4 * 4;
     const int from[3] = {places.q + b.lane * 4, places.k + b.lane * 4, last};
+    const int team = b.warp / FETCHERS, mine = b.warp % FETCHERS, end = team == 0 ? min(8, b.nodes) : b.nodes;
 #pragma unroll 1
-    for (int base = b.warp; base < b.nodes || base < WARPS; base += AT_ONCE * WARPS) {
+    for (int first = team * 8; first < end; first += 8) {
         uint4 got[AT_ONCE][3];
         Watchdog dog;
         bool came;
@@ -132,147 +149,167 @@ __device__ __forceinline__ void fetch_rows(Block& b, int index, int block, float
             for (int i = 0; i < AT_ONCE; i++)
 #pragma unroll
                 for (int kind = 0; kind < 3; kind++)
-                    got[i][kind] = load16(b.words(DELTA_TURN, min(base + i * WARPS, b.nodes - 1), DELTA_IN_AT + from[kind]));
+                    got[i][kind] = load16(b.words(DELTA_TURN, min(first + mine + i * FETCHERS, b.nodes - 1), DELTA_IN_AT + from[kind]));
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++)
 #pragma unroll
                 for (int kind = 0; kind < 3; kind++) came &= came16(got[i][kind]);
             dog.check();
         } while (!everywhere(came));
-        if (base == b.warp) b.sync();  // the scratch held partial sums
+        float kk[AT_ONCE], qq[AT_ONCE], qk[AT_ONCE], value[AT_ONCE];  // lane 8: beta, 9: fade
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
-            const int node = base + i * WARPS;
+            const float4 q = floats(got[i][0]), k = floats(got[i][1]);
+            kk[i] = dot4(k, k), qq[i] = dot4(q, q), qk[i] = dot4(q, k);
+        }
+#pragma unroll
+        for (int step = 16, n = 0; n < 5; n++, step = step == 16 ? 1 : 2 * step)
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                kk[i] += __shfl_xor_sync(~0u, kk[i], step);
+                qq[i] += __shfl_xor_sync(~0u, qq[i], step);
+                qk[i] += __shfl_xor_sync(~0u, qk[i], step);
+            }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const int node = first + mine + i * FETCHERS;
             if (node >= b.nodes) break;
             const float4 q = floats(got[i][0]), k = floats(got[i][1]), rest = floats(got[i][2]);
-            float kk = dot4(k, k), qq = dot4(q, q), qk = dot4(q, k);
-#pragma unroll
-            for (int step = 16, n = 0; n < 5; n++, step = step == 16 ? 1 : 2 * step) {
-                kk += __shfl_xor_sync(~0u, kk, step);
-                qq += __shfl_xor_sync(~0u, qq, step);
-                qk += __shfl_xor_sync(~0u, qk, step);
-            }
-            const float rk = inverse_norm(kk), rq = inverse_norm(qq) * QUERY_SCALE;
+            const float rk = inverse_norm(kk[i]), rq = inverse_norm(qq[i]) * QUERY_SCALE;
             float* row = rows + node * ROW_FLOATS;
             ((float4*)row)[b.lane] = q;
             ((float4*)(row + K_ROW))[b.lane] = k;
             if (b.lane < 8) ((float4*)(row + V_ROW))[b.lane] = rest;
             const int gate = (b.lane == 8 ? places.beta : places.fade) % 4;
-            const float value = gate == 0 ? rest.x : gate == 1 ? rest.y : gate == 2 ? rest.z : rest.w;
-            if (b.lane == 8) row[GATES_ROW + 1] = value, row[GATES_ROW + 2] = rk;
-            if (b.lane == 9) row[GATES_ROW] = value, row[GATES_ROW + 3] = rq, row[GATES_ROW + 4] = qk * rq * rk;
-            if (float4* key = pending_key(b, index, block, node)) key[b.lane] = k;
+            value[i] = gate == 0 ? rest.x : gate == 1 ? rest.y : gate == 2 ? rest.z : rest.w;
+            if (b.lane == 8) row[GATES_ROW + 1] = value[i], row[GATES_ROW + 2] = rk;
+            if (b.lane == 9) row[GATES_ROW] = value[i], row[GATES_ROW + 3] = rq, row[GATES_ROW + 4] = qk[i] * rq * rk;
+        }
+        give_sign(b, b.s.came[first / 8][mine]);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {  // for `commit`
+            const int node = first + mine + i * FETCHERS;
+            if (node >= b.nodes) break;
+            if (float4* key = pending_key(b, index, block, node)) key[b.lane] = floats(got[i][1]);
+            if (b.lane == 9) b.p.pending_fade[((size_t)index * BLOCKS + block) * MAX_NODES + node] = value[i];
         }
     }
 }
 
-// A row as a lane needs it: its part of q and k, the gates, v of its column.
+// A row as a lane needs it: q and k of its two parts (their first halves, then their second), the gates, v of its column.
 struct Row {
-    float4 q0, q1, k0, k1, gates;
+    float4 q[4], k[4], gates;
     float qk, v;
-    __device__ Row(const float* row, int part, int column) {
-        const float4 *q = (const float4*)row + part, *k = (const float4*)(row + K_ROW) + part;
-        q0 = q[0], q1 = q[16], k0 = k[0], k1 = k[16], gates = *(const float4*)(row + GATES_ROW);
-        qk = row[GATES_ROW + 4], v = row[V_ROW + column];
+    __device__ __forceinline__ Row(const float* row, int parts, int column) {
+        const float4 *q_row = (const float4*)row + parts, *k_row = (const float4*)(row + K_ROW) + parts;
+#pragma unroll
+        for (int i = 0; i < 4; i++) k[i] = k_row[place(i)], q[i] = q_row[place(i)];
+        gates = *(const float4*)(row + GATES_ROW), qk = row[GATES_ROW + 4], v = row[V_ROW + column];
     }
+    static __device__ constexpr int place(int i) { return i % 2 + i / 2 * 16; }
 };
+// A lane's share of a column's sum.
+__device__ __forceinline__ float two_parts(const float4 (&a)[4], const float4 (&s)[4]) {
+    return (dot4(a[0], s[0]) + dot4(a[2], s[2])) + (dot4(a[1], s[1]) + dot4(a[3], s[3]));
+}
+
+// A lane's part, every 64, of the state a node keeps for its children: in shared memory as long as there is room. `use` is
+// compiled for both kinds of memory.
+template <class Use>
+__device__ __forceinline__ void with_kept_state(const Block& b, int place, int block, Use use) {
+    const int mine = b.warp % 2 * 32 + b.lane;
+    if (place < KEPT_STATES)
+        use((float4*)(b.scratch + (MIX_AT + DELTA_FLOATS) + place * STATE_FLOATS) + mine);
+    else
+        use((float4*)(b.p.branch_state + ((size_t)block * MAX_NODES + place) * STATE_FLOATS) + mine);
+}
 
 __device__ __forceinline__ void delta_tree(Block& b, int index, int block, const float* vectors) {
     float* rows = b.scratch + MIX_AT;  // [nodes][ROW_FLOATS]
     const size_t at = (size_t)index * BLOCKS + block;
-    const int worker = b.warp >> 1, half = b.warp & 1, part = b.lane & 15, columns = (half * 2 + (b.lane >> 4)) * 4;
-    const float4* committed = (const float4*)(b.p.delta + (at * COLUMNS + columns) * STATE_DIM) + part;
-    float4 s[4][2];  // of four columns
+    // A lane has two columns, its own and its neighbour's across four lanes, which has them the other way round.
+    const int worker = b.warp / 2, half = b.warp % 2, parts = b.lane / 4 * 2;
+    const int column = half * 8 + b.lane % 4 * 2 + (b.lane >> 2 & 1);
+    float4 s[2][4];
 #pragma unroll
-    for (int c = 0; c < 4; c++)
+    for (int c = 0; c < 2; c++) {
+        const float4* committed = (const float4*)(b.p.delta + (at * COLUMNS + (column ^ c)) * STATE_DIM) + parts;
 #pragma unroll
-        for (int i = 0; i < 2; i++) s[c][i] = worker == 0 ? committed[c * (STATE_DIM / 4) + i * 16] : float4{};  // the root's
-    const float weight = __ldg(vectors + GATED_NORM_AT + (block * COLUMNS + (threadIdx.x & 15)) % STATE_DIM);
+        for (int i = 0; i < 4; i++) s[c][i] = worker == 0 ? committed[Row::place(i)] : float4{};  // the root's
+    }
+    const float2 weight = __ldg((const float2*)(vectors + GATED_NORM_AT + block * COLUMNS % STATE_DIM) + threadIdx.x % 8);
+    b.sync();  // the scratch held partial sums
+    b.epoch++;
     fetch_rows(b, index, block, rows);
     b.mark();
-    b.sync();
-    b.mark();
-
-    // Eight sums over sixteen lanes, k^T S and q^T S of four columns: at every step a lane passes on half of what it has, so
-    // that in the end it has one, of this kind and column.
-    const bool is_query = b.lane & 1, late_pair = b.lane & 2, late = b.lane & 4;
-    const int column = columns + (late_pair ? 2 : 0) + (late ? 1 : 0);
-    const int lane_of_worker = half * 32 + b.lane;
-    b.epoch++;
-    int node = b.s.first[worker];
+    int node = b.s.first[worker], come = 0;
+    const auto wait_for_row = [&](int wanted) {
+        if (wanted < come) return;
+        wait_for_sign(b, b.s.came[wanted / 8][b.lane % FETCHERS]);
+        come = wanted / 8 * 8 + 8;
+    };
     Step next = b.s.steps[max(node, 0)];
-    Row coming(rows + max(node, 0) * ROW_FLOATS, part, column);
-#pragma unroll 1
+    wait_for_row(max(node, 0));
+    b.mark();
+    Row coming(rows + max(node, 0) * ROW_FLOATS, parts, column);
+#pragma unroll 2
     while (node >= 0) {
         const Step step = next;
         const Row row = coming;
         float* mine = rows + node * ROW_FLOATS;
         node = step.next;
         next = b.s.steps[max(node, 0)];  // the next node's row is on its way while this one is worked on
-        coming = Row(rows + max(node, 0) * ROW_FLOATS, part, column);
+        wait_for_row(node);
+        coming = Row(rows + max(node, 0) * ROW_FLOATS, parts, column);
         if (step.source >= 0) {  // a chain branches off, perhaps from another worker's
-            const volatile int* kept = &b.s.kept[step.source][half];
-            Watchdog dog;
-            while (*kept != b.epoch) dog.check();
-            __syncwarp();
-            const float4* from = b.kept_state(step.source, block) + lane_of_worker;
+            wait_for_sign(b, b.s.kept[step.source][half]);
+            with_kept_state(b, step.source, block, [&](const float4* from) {
 #pragma unroll
-            for (int c = 0; c < 4; c++) s[c][0] = from[c * 64], s[c][1] = from[(c + 4) * 64];
+                for (int i = 0; i < 4; i++) s[0][i] = from[i * 64], s[1][i] = from[(i + 4) * 64];
+            });
         }
-        float ks[4], qs[4];
-#pragma unroll
-        for (int c = 0; c < 4; c++) {
-            ks[c] = dot4(row.k0, s[c][0]) + dot4(row.k1, s[c][1]);
-            qs[c] = dot4(row.q0, s[c][0]) + dot4(row.q1, s[c][1]);
-        }
-        float four[4], two[2];
-#pragma unroll
-        for (int c = 0; c < 4; c++) four[c] = (is_query ? qs[c] : ks[c]) + __shfl_xor_sync(~0u, is_query ? ks[c] : qs[c], 1);
+        float ks = two_parts(row.k, s[0]), qs = two_parts(row.q, s[0]);
+        ks += __shfl_xor_sync(~0u, two_parts(row.k, s[1]), 4), qs += __shfl_xor_sync(~0u, two_parts(row.q, s[1]), 4);
+        ks += __shfl_xor_sync(~0u, ks, 8), qs += __shfl_xor_sync(~0u, qs, 8);
+        ks += __shfl_xor_sync(~0u, ks, 16), qs += __shfl_xor_sync(~0u, qs, 16);
+        const float fade = row.gates.x, rk = row.gates.z;
+        const Outcome made(ks, qs, row.v, fade, row.gates.y, rk, row.gates.w, row.qk);
+        const float write[2] = {made.write * rk, __shfl_xor_sync(~0u, made.write * rk, 4)};
 #pragma unroll
         for (int c = 0; c < 2; c++)
-            two[c] = (late_pair ? four[c + 2] : four[c]) + __shfl_xor_sync(~0u, late_pair ? four[c] : four[c + 2], 2);
-        float sum = (late ? two[1] : two[0]) + __shfl_xor_sync(~0u, late ? two[0] : two[1], 4);
-        sum += __shfl_xor_sync(~0u, sum, 8);
-        const float other = __shfl_xor_sync(~0u, sum, 1), fade = row.gates.x, rk = row.gates.z;
-        const Outcome made(is_query ? other : sum, is_query ? sum : other, row.v, fade, row.gates.y, rk, row.gates.w, row.qk);
-        const float write = made.write * rk;
 #pragma unroll
-        for (int c = 0; c < 4; c++) {
-            const float w = __shfl_sync(~0u, write, (b.lane & 16) + (c & 2) + (c & 1) * 4);
-            s[c][0] = update_state(s[c][0], fade, row.k0, w), s[c][1] = update_state(s[c][1], fade, row.k1, w);
-        }
+            for (int i = 0; i < 4; i++) s[c][i] = update_state(s[c][i], fade, row.k[i], write[c]);
         if (step.keep >= 0) {
-            float4* to = b.kept_state(step.keep, block) + lane_of_worker;
+            with_kept_state(b, step.keep, block, [&](float4* to) {
 #pragma unroll
-            for (int c = 0; c < 4; c++) to[c * 64] = s[c][0], to[(c + 4) * 64] = s[c][1];
-            __threadfence_block();
-            __syncwarp();
-            if (b.lane == 0) *(volatile int*)&b.s.kept[step.keep][half] = b.epoch;
+                for (int i = 0; i < 4; i++) to[i * 64] = s[0][i], to[(i + 4) * 64] = s[1][i];
+            });
+            give_sign(b, b.s.kept[step.keep][half]);
         }
-        if ((part & 9) == 0) mine[OUT_ROW + column] = made.out, mine[WRITE_ROW + column] = write;
+        if (b.lane < 8) mine[OUT_ROW + column] = made.out, mine[WRITE_ROW + column] = write[0];
     }
     b.mark();
     b.sync();
     b.mark();
 
-    // Gate and publish: sixteen lanes a node.
+    // Gate and publish: eight lanes a node, two columns each.
 #pragma unroll 1
-    for (int first = 0; first < b.nodes; first += CONSUMERS / COLUMNS) {
-        const int node = first + threadIdx.x / COLUMNS, mine = threadIdx.x & 15;
-        if (first + b.warp * 2 >= b.nodes) break;
+    for (int first = 0; first < b.nodes; first += CONSUMERS / 8) {
+        const int node = first + threadIdx.x / 8, mine = threadIdx.x % 8;
+        if (first + b.warp * 4 >= b.nodes) break;
         const bool live = node < b.nodes;
-        const float* made = rows + min(node, b.nodes - 1) * ROW_FLOATS;
-        const float out = made[OUT_ROW + mine], gated = out * weight * made[Z_ROW + mine];
-        if (live) b.p.pending_write[(at * MAX_NODES + node) * COLUMNS + mine] = made[WRITE_ROW + mine];
-        if (live && mine == 2) b.p.pending_fade[at * MAX_NODES + node] = made[GATES_ROW];
-        float square = __fmul_rn(out, out);  // not fused with the first sum: one node's is not
+        const float* made = rows + min(node, b.nodes - 1) * ROW_FLOATS + mine * 2;
+        const float2 out = *(const float2*)(made + OUT_ROW), z = *(const float2*)(made + Z_ROW);
+        const float2 write = *(const float2*)(made + WRITE_ROW);
+        const u32 pair = pack_bf16(out.x * weight.x * z.x, out.y * weight.y * z.y), after = __shfl_down_sync(~0u, pair, 1);
+        float square = __fmul_rn(out.x, out.x) + __fmul_rn(out.y, out.y);  // not fused: one node's are not
 #pragma unroll
-        for (int step = 1; step < COLUMNS; step *= 2) square += __shfl_xor_sync(~0u, square, step);
-        const u32 pair = pack_bf16(gated, __shfl_down_sync(~0u, gated, 1)), next = __shfl_down_sync(~0u, pair, 2);
-        if (live && mine % 4 == 0)
-            publish8(b.values<VALUE_DIM>(DELTA_TURN, node, DELTA_Y_AT, block * COLUMNS + mine), b.other(DELTA_TURN), pair, next);
+        for (int step = 1; step < 8; step *= 2) square += __shfl_xor_sync(~0u, square, step);
+        if (live && mine % 2 == 0)
+            publish8(b.values<VALUE_DIM>(DELTA_TURN, node, DELTA_Y_AT, block * COLUMNS + mine * 2), b.other(DELTA_TURN), pair, after);
         if (live && mine == 1)
             publish4(b.squares<BLOCKS>(DELTA_TURN, node, DELTA_SQUARES_AT) + block, b.other(DELTA_TURN), __float_as_uint(square));
+        if (live) ((float2*)b.p.pending_write)[(at * MAX_NODES + node) * (COLUMNS / 2) + mine] = write;
     }
 }
 

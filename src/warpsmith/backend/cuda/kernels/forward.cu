@@ -69,7 +69,8 @@ __device__ __forceinline__ void prepare_tree(Block& b) {
     }
     b.sync();
     if (NODES > 1) {
-        if (threadIdx.x < b.nodes) b.s.kept[threadIdx.x][0] = b.s.kept[threadIdx.x][1] = 0;
+        if (threadIdx.x < sizeof(b.s.came) / 4) b.s.came[0][threadIdx.x] = 0;
+        if (threadIdx.x < sizeof(b.s.kept) / 4) b.s.kept[0][threadIdx.x] = 0;
         if (threadIdx.x == 0) deal_nodes(b);
     }
     b.sync();

@@ -9,7 +9,7 @@
 struct __align__(16) Step {
     int source, keep, next, time;
 };
-constexpr int WORKERS = WARPS / 2;                                               // see delta.cuh
+constexpr int WORKERS = WARPS / 2, FETCHERS = WARPS / 2;                         // see delta.cuh
 constexpr int IN_ROWS = (DELTA_IN_UNITS + SMS - 1) / SMS * WIDE;                 // of a DeltaNet projection, an SM's at most
 
 struct __align__(16) Shared {
@@ -19,7 +19,8 @@ struct __align__(16) Shared {
     float gate_weights[2 * VALUE_HEADS];   // dt, then a
     Step steps[NODES];
     float squares[2][NODES][WARPS];        // each warp's share of a norm's sum of squares
-    int first[WORKERS], kept[NODES][2];    // each worker's first node; when each half of a kept state was made (Block::epoch)
+    int first[WORKERS];                    // each worker's first node
+    int came[(NODES + 7) / 8][FETCHERS], kept[NODES][2];  // signs: an octet's rows, the halves of a kept state
     int token[NODES], depth[NODES];
     int path[NODES][4];                    // a node's nearest ancestors: itself, parent, ... ; -1 - i: i before the root
     u8 ancestor[NODES][NODES];             // [node][depth]
