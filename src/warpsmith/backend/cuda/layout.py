@@ -255,6 +255,7 @@ class Layout:
             "attention_in": WIDE * units_of(2 * (c.heads + c.kv_heads) * c.head_dim, WIDE),
             "attention_y": c.heads * c.head_dim // 2,
             "stats": 2 * c.heads * self.splits,
+            "attention_rows": (c.heads + 2 * c.kv_heads) * c.head_dim // 2,
             "best": 2 * self.sms,
         }
         places, at = {}, 0
@@ -273,8 +274,8 @@ class Layout:
 
     @property
     def parts_bytes(self) -> int:
-        """Attention's partial sums."""
-        return MAX_NODES * self.config.heads * self.splits * HEAD_DIM * 4
+        """Attention's means of every split, in fp16."""
+        return MAX_NODES * self.config.heads * self.splits * HEAD_DIM * 2
 
     @property
     def samples(self) -> bool:
