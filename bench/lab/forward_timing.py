@@ -111,7 +111,8 @@ def stage_marks(config: Config, nodes: int) -> list[tuple[str, str]]:
             )
             marks += [("delta_mix", part) for part in parts]
         else:
-            marks += [("attention_parts", "all"), ("attention_merge", "all")]
+            parts = ("parts", "merge") if nodes == 1 else ("rows", "parts", "merge")
+            marks += [(f"attention_{part}", "all") for part in parts]
         for stage in (f"{kind}_out", "mlp_in", "mlp_out"):
             marks += [(stage, part) for part in MATMUL]
     return marks

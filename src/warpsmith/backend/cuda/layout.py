@@ -308,6 +308,7 @@ class Layout:
                 "delta_in": WIDE * units_of(c.conv_channels + c.value_dim + 2 * c.value_heads, WIDE),
                 "attention_in": WIDE * units_of(2 * (c.heads + c.kv_heads) * c.head_dim, WIDE),
                 "stats": 2 * c.heads * self.splits,
+                "attention_rows": (c.heads + 2 * c.kv_heads) * c.head_dim // 2,
                 "best": 2 * self.sms,
             },
             areas={
@@ -321,8 +322,8 @@ class Layout:
 
     @property
     def parts_bytes(self) -> int:
-        """Attention's partial sums."""
-        return MAX_NODES * self.config.heads * self.splits * HEAD_DIM * 4
+        """Attention's means of every split, in fp16."""
+        return MAX_NODES * self.config.heads * self.splits * HEAD_DIM * 2
 
     @property
     def samples(self) -> bool:

@@ -1,125 +1,180 @@
 // Gated attention over any length, split by absolute position.
 //
 // Keys come in chunks of 16 positions; chunk c belongs to split c mod SPLITS, whatever the chip and however many nodes.
-// An item is one key head and one split: it walks its chunks in order with an online softmax for the GROUP query heads
-// of up to 8 nodes, and publishes unnormalised sums with their maximum and weight. A second step merges the splits in a
-// fixed order, divides, and applies the output gate.
+// An item is one key head, one split and some nodes: it walks its chunks in order with an online softmax for the GROUP query
+// heads of its nodes, and publishes weighted means of the values with their maximum and weight. A last step merges the splits
+// in a fixed order and applies the output gate.
+// In a tree the rows of q, k and v are normed and rotated by one warp each first, which spreads them over all SMs, and
+// published in fp16; one node's are made by the items themselves, which saves an exchange.
 // Scores come from mma (16 queries x 8 keys x 16 dimensions, fp16 in, f32 sums): an element depends on its query and its key
-// alone. A drafted key is held against all queries apart from the chunks; each node then picks its ancestors' scores, at
-// their positions. From there on a key is worked on in chunk p / 16 at place p mod 16, whether it is committed or drafted,
+// alone. A drafted key is held against all queries apart from the chunks, and its scores are written for its descendants,
+// at its position. From there on a key is worked on in chunk p / 16 at place p mod 16, whether it is committed or drafted,
 // so plain and tree runs agree to the bit.
-// Bytes: 1 KB of fp16 keys and values a position and key head, read once for 8 nodes.
-// Their weighted sums come from mma as well (16 queries x 8 dimensions x 16 keys), a warp 32 dimensions; where a chunk has
-// drafted keys, once a node, with that node's own values.
-// Scratch: q [tiles][8 chunks][2][32 lanes] uint4 in the order of the mma's A operand, scores [queries][16], their softmax
-// weights in fp16, factors that keep older sums in step [queries], scores of drafted keys [queries][nodes], drafted keys and
-// values [nodes][2], the chunk's values [2][16].
+// Weighted sums come from mma as well (16 queries x 8 dimensions x 16 keys), a warp 32 dimensions; where a chunk has drafted
+// keys, once a node, with that node's own values and the other nodes' weights zero.
+// Bytes: 1 KB of fp16 keys and values a position and key head, straight into the operands' registers.
+// Scratch: rows of q [tiles][16], drafted keys and values [nodes][2]; then for every chunk at work scores [tiles][16][16], their
+// softmax weights in fp16, and factors that keep older sums in step [tiles][16]; last what makes means of the sums.
 #pragma once
 #include "block.cuh"
 
 static_assert(HEAD_DIM == 256 && ROTARY == 64, "a lane has eight dimensions; the rotated ones are in lanes 0 to 7");
 static_assert(HEAD_DIM == 32 * WARPS, "a warp has 32 dimensions of the sums");
-constexpr float ATTENTION_SCALE = 0.0625f;  // 256 ** -0.5
+static_assert(SPLITS * KEYS >= MAX_NODES + KEYS, "a split has drafted keys in one chunk only");
+constexpr float ATTENTION_SCALE = 0.0625f * 1.44269504f;  // 256 ** -0.5, and scores are to base 2
+constexpr float LARGEST_HALF = 65504.0f;
 
 struct AttentionScratch {
-    uint4* q;
+    u32 *q, *fresh;
     float* scores;
     u16* shares;
-    float *factors, *fresh_scores;
-    u32 *fresh, *values;
+    float *factors, *inverses;
 
     __device__ explicit AttentionScratch(float* at)
-        : q((uint4*)at), scores(at + Q_FLOATS), shares((u16*)(scores + SCORE_FLOATS)), factors(scores + SCORE_FLOATS + SHARE_FLOATS),
-          fresh_scores(factors + aligned(QUERIES)), fresh((u32*)(fresh_scores + QUERY_TILES * 16 * FRESH_SCORES)),
-          values(fresh + 2 * FRESH_SCORES * KV_ROW) {}
+        : q((u32*)at), fresh(q + QUERIES * KV_ROW), scores((float*)(fresh + 2 * FRESH_NODES * KV_ROW)),
+          shares((u16*)(scores + CHUNKS_AT_ONCE * QUERIES * SCORE_ROW)), factors((float*)(shares + CHUNKS_AT_ONCE * QUERIES * SHARE_ROW)),
+          inverses(factors + CHUNKS_AT_ONCE * QUERIES) {}
     __device__ u32* fresh_key(int node) const { return fresh + node * 2 * KV_ROW; }
     __device__ u32* fresh_value(int node) const { return fresh + (node * 2 + 1) * KV_ROW; }
 };
 
-// One warp makes ROWS rows of a node, from `first` on: GROUP query heads, then the key, then the value. Eight dimensions a
-// lane, normed and rotated except for the value. Keys and values only if the item has use for them.
-template <int ROWS>
-__device__ __forceinline__ void make_rows(const Block& b, const AttentionScratch& at, int kv_head, size_t head_at, int node,
-                                          int base, int first, bool holds_new, const float* vectors, u32* keys, u32* values) {
+// One warp makes a row of a node, eight dimensions a lane: rows are all query heads, then all keys, then all values. Normed and
+// rotated, except for a value, which is kept finite: in a tree it is multiplied by other nodes' zeros.
+__device__ __forceinline__ uint4 make_row(const Block& b, int node, int row, const float* vectors) {
+    const bool is_query = row < HEADS, is_value = row >= HEADS + KV_HEADS;
     const int position = b.length + (NODES == 1 ? 0 : b.s.depth[node]);
     // pairs (j, j + 32): lanes 0..3 hold the first of a pair, lanes 4..7 the second
     const float4* low = (const float4*)(b.p.rope + (position & 63) * 32 + (b.lane & 3) * 8);
     const float4* high = (const float4*)(b.p.rope + (64 + (position >> 6)) * 32 + (b.lane & 3) * 8);
-    float4 rope_low[4], rope_high[4];  // asked for now, used once the rows are here
+    float4 rope_low[4], rope_high[4];  // asked for now, used once the row is here
 #pragma unroll
     for (int i = 0; i < 4; i++) rope_low[i] = __ldg(low + i), rope_high[i] = __ldg(high + i);
-    const float4 *q_norm = (const float4*)(vectors + Q_NORM_AT) + b.lane * 2, *k_norm = (const float4*)(vectors + K_NORM_AT) + b.lane * 2;
-    const bool has_query = first < GROUP, has_key = first + ROWS > GROUP;
-    const float4 q0 = has_query ? __ldg(q_norm) : float4{}, q1 = has_query ? __ldg(q_norm + 1) : float4{};
-    const float4 k0 = has_key ? __ldg(k_norm) : float4{}, k1 = has_key ? __ldg(k_norm + 1) : float4{};
-    const u32* in = b.words(ATTENTION_TURN, node, ATTENTION_IN_AT) + b.lane * 8;
-    uint4 got[ROWS][2];
+    const float4* norm = (const float4*)(vectors + (is_query ? Q_NORM_AT : K_NORM_AT)) + b.lane * 2;
+    const float4 w0 = __ldg(norm), w1 = __ldg(norm + 1);
+    const u32* from = b.words(ATTENTION_TURN, node, ATTENTION_IN_AT) + b.lane * 8 +
+                      (is_query ? row * 2 * HEAD_DIM : 2 * ATTENTION_DIM + (row - HEADS) * HEAD_DIM);
+    uint4 got[2];
     Watchdog dog;
-    bool came;
     do {
-        came = true;
-#pragma unroll
-        for (int i = 0; i < ROWS; i++) {
-            const int row = first + i, over = row - GROUP;  // 0: the key, 1: the value
-            const u32* from = in + (over < 0 ? (kv_head * GROUP + row) * 2 * HEAD_DIM
-                                             : 2 * ATTENTION_DIM + (over * KV_HEADS + kv_head) * HEAD_DIM);
-            got[i][0] = load16(from), got[i][1] = load16(from + 4);
-        }
-#pragma unroll
-        for (int i = 0; i < ROWS; i++) came &= came16(got[i][0]) & came16(got[i][1]);
+        got[0] = load16(from), got[1] = load16(from + 4);
         dog.check();
-    } while (!everywhere(came));
-    float cosine[8], sine[8];
+    } while (!everywhere(came16(got[0]) & came16(got[1])));
+    const float4 a = floats(got[0]), c = floats(got[1]);
+    float v[8] = {a.x, a.y, a.z, a.w, c.x, c.y, c.z, c.w};
+    if (is_value) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float4 a = rope_low[i], c = rope_high[i];
-        cosine[2 * i] = a.x * c.x - a.y * c.y, sine[2 * i] = a.y * c.x + a.x * c.y;
-        cosine[2 * i + 1] = a.z * c.z - a.w * c.w, sine[2 * i + 1] = a.w * c.z + a.z * c.w;
+        for (int j = 0; j < 8; j++) v[j] = fminf(fmaxf(v[j], -LARGEST_HALF), LARGEST_HALF);
+    } else {
+        float cosine[8], sine[8];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float4 l = rope_low[i], h = rope_high[i];
+            cosine[2 * i] = l.x * h.x - l.y * h.y, sine[2 * i] = l.y * h.x + l.x * h.y;
+            cosine[2 * i + 1] = l.z * h.z - l.w * h.w, sine[2 * i + 1] = l.w * h.z + l.z * h.w;
+        }
+        float square = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 8; j++) square = fmaf(v[j], v[j], square);
+        const float scale = rsqrtf(warp_sum(square) / HEAD_DIM + EPS);
+        v[0] *= scale * w0.x, v[1] *= scale * w0.y, v[2] *= scale * w0.z, v[3] *= scale * w0.w;
+        v[4] *= scale * w1.x, v[5] *= scale * w1.y, v[6] *= scale * w1.z, v[7] *= scale * w1.w;
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const float other = __shfl_xor_sync(~0u, v[j], 4);
+            if (b.lane < 8) v[j] = b.lane < 4 ? v[j] * cosine[j] - other * sine[j] : v[j] * cosine[j] + other * sine[j];
+            if (is_query) v[j] *= ATTENTION_SCALE;
+        }
     }
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-        const int row = first + i, over = row - GROUP;
-        if (over >= 0 && !holds_new) break;
-        const float4 a = floats(got[i][0]), c = floats(got[i][1]);
-        float v[8] = {a.x, a.y, a.z, a.w, c.x, c.y, c.z, c.w};
-        if (over < 1) {
-            const float4 w0 = over < 0 ? q0 : k0, w1 = over < 0 ? q1 : k1;
-            float square = 0.0f;
-#pragma unroll
-            for (int j = 0; j < 8; j++) square = fmaf(v[j], v[j], square);
-            const float scale = rsqrtf(warp_sum(square) / HEAD_DIM + EPS);
-            v[0] *= scale * w0.x, v[1] *= scale * w0.y, v[2] *= scale * w0.z, v[3] *= scale * w0.w;
-            v[4] *= scale * w1.x, v[5] *= scale * w1.y, v[6] *= scale * w1.z, v[7] *= scale * w1.w;
-#pragma unroll
-            for (int j = 0; j < 8; j++) {
-                const float other = __shfl_xor_sync(~0u, v[j], 4);
-                if (b.lane < 8) v[j] = b.lane < 4 ? v[j] * cosine[j] - other * sine[j] : v[j] * cosine[j] + other * sine[j];
-                if (over < 0) v[j] *= ATTENTION_SCALE;
-            }
-        }
-        const uint4 packed = {pack_half(v[0], v[1]), pack_half(v[2], v[3]), pack_half(v[4], v[5]), pack_half(v[6], v[7])};
-        if (over < 0) {
-            // lane 4 c + q has chunk c's dimensions 8 q ..: the first four for one mma, the last for a second
-            const int query = (node - base) * GROUP + row, upper = query % 16 / 8;
-            u32* to = (u32*)(at.q + (query / 16 * 8 + b.lane / 4) * 64 + query % 8 * 4 + b.lane % 4) + upper;
-            to[0] = packed.x, to[2] = packed.y;
-            to[128] = packed.z, to[130] = packed.w;
-        } else {
-            u32* to = b.decoding() ? (over ? values : keys) + (size_t)position * (HEAD_DIM / 2)
-                                   : (over ? b.p.pending_values : b.p.pending_keys) + (head_at * MAX_NODES + node) * (HEAD_DIM / 2);
-            *(uint4*)(to + b.lane * 4) = packed;
-            *(uint4*)((over ? at.fresh_value(node) : at.fresh_key(node)) + b.lane * 4) = packed;
-        }
+    return {pack_half(v[0], v[1]), pack_half(v[2], v[3]), pack_half(v[4], v[5]), pack_half(v[6], v[7])};
+}
+
+// A row of a drafted or decoded key or value, where it is kept.
+__device__ __forceinline__ void keep_row(const Block& b, int index, int node, int row, uint4 packed) {
+    const bool is_value = row >= HEADS + KV_HEADS;
+    const size_t head_at = (size_t)index * KV_HEADS + (row - HEADS) % KV_HEADS;
+    u32* to = b.decoding() ? (is_value ? b.p.values : b.p.keys) + (head_at * b.p.context + b.length) * (HEAD_DIM / 2)
+                           : (is_value ? b.p.pending_values : b.p.pending_keys) + (head_at * MAX_NODES + node) * (HEAD_DIM / 2);
+    *(uint4*)(to + b.lane * 4) = packed;
+}
+
+// Step of a tree: its rows, a warp each.
+__device__ __forceinline__ void attention_rows(Block& b, int index, const float* vectors) {
+#pragma unroll 1
+    for (int task = b.warp * SMS + b.sm; task < b.nodes * ATTENTION_ROWS; task += WARPS * SMS) {
+        const int node = task / ATTENTION_ROWS, row = task % ATTENTION_ROWS;
+        const uint4 packed = make_row(b, node, row, vectors);
+        u32* to = b.words(ATTENTION_TURN, node, ATTENTION_ROWS_AT) + row * (HEAD_DIM / 2) + b.lane * 4;
+        publish16(to, b.other(ATTENTION_TURN), packed);
+        if (row >= HEADS) keep_row(b, index, node, row, packed);
     }
 }
 
-// 16 queries against 8 keys: lane l has key l / 4 at dimensions 8 (l mod 4) .. of every chunk of 32. Four sums, then one.
-__device__ __forceinline__ float4 score_tile(const uint4* q, const uint4 (&key)[8], int lane) {
+// The rows a pass over nodes [first, first + count) of an item uses, and all drafted keys and values if it is the first that
+// does: into shared memory.
+__device__ __forceinline__ void fetch_rows(const Block& b, const AttentionScratch& at, int kv_head, int first, int count, bool fresh) {
+    constexpr int EACH = (QUERY_TILES * TILE_NODES * GROUP + WARPS - 1) / WARPS, DRAFTED = (2 * NODES + WARPS - 1) / WARPS;
+    static_assert(WARPS % 2 == 0, "a warp has keys or values");
+    // a warp's query i is of this node and head; its drafted row i is of node warp / 2 + i * WARPS / 2
+    const auto node_of = [&](int i) { return WARPS % GROUP == 0 ? b.warp / GROUP + i * (WARPS / GROUP) : (b.warp + i * WARPS) / GROUP; };
+    const auto head_of = [&](int i) { return WARPS % GROUP == 0 ? b.warp % GROUP : (b.warp + i * WARPS) % GROUP; };
+    const int drafted = fresh ? b.nodes - (b.warp >> 1) : 0;
+    const auto row_at = [&](int node, int row) { return load16(b.words(ATTENTION_TURN, node, ATTENTION_ROWS_AT) + row * (HEAD_DIM / 2) + b.lane * 4); };
+    const auto query = [&](int i) { return row_at(first + node_of(i), kv_head * GROUP + head_of(i)); };
+    const auto drafted_row = [&](int i) { return row_at((b.warp >> 1) + i * (WARPS / 2), HEADS + (b.warp & 1) * KV_HEADS + kv_head); };
+    Watchdog dog;
+    {  // polling for all of it would fill the way it comes on: the last row first
+        int last = 0;
+#pragma unroll
+        for (int i = 1; i < EACH; i++)
+            if (node_of(i) < count) last = i;
+        if (node_of(0) < count)
+            while (!everywhere(came16(query(last)))) dog.check();
+    }
+    uint4 got[EACH], got_drafted[DRAFTED];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) got[i] = {NOT_YET, NOT_YET, NOT_YET, NOT_YET};
+#pragma unroll
+    for (int i = 0; i < DRAFTED; i++) got_drafted[i] = {NOT_YET, NOT_YET, NOT_YET, NOT_YET};
+    bool came;
+    do {  // what has not come yet
+        came = true;
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            if (node_of(i) < count && !came16(got[i])) got[i] = query(i);
+#pragma unroll
+        for (int i = 0; i < DRAFTED; i++)
+            if (i * (WARPS / 2) < drafted && !came16(got_drafted[i])) got_drafted[i] = drafted_row(i);
+#pragma unroll
+        for (int i = 0; i < EACH; i++) came &= node_of(i) >= count || came16(got[i]);
+#pragma unroll
+        for (int i = 0; i < DRAFTED; i++) came &= i * (WARPS / 2) >= drafted || came16(got_drafted[i]);
+        dog.check();
+    } while (!everywhere(came));
+    b.sync();  // what the scratch holds may still be read
+    u32 *q = at.q + b.lane * 4, *k = at.fresh + b.warp * KV_ROW + b.lane * 4;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int node = node_of(i), place = 16 % GROUP == 0 ? b.warp + i * WARPS : node / TILE_NODES * 16 + node % TILE_NODES * GROUP + head_of(i);
+        if (node < count) *(uint4*)(q + place * KV_ROW) = got[i];
+    }
+    if (fresh) {
+#pragma unroll
+        for (int i = 0; i < DRAFTED; i++)
+            if (i * (WARPS / 2) < drafted) *(uint4*)(k + i * WARPS * KV_ROW) = got_drafted[i];
+    }
+}
+
+// 16 queries against 8 keys: lane l has key l / 4 at dimensions 8 (l mod 4) .. of every 32. Four sums, then one. Of rows l / 4
+// and + 8, columns 2 (l mod 4) and the next.
+template <class Key>
+__device__ __forceinline__ float4 score_tile(const u32* q, Key key, int lane) {
+    const uint4 *low = (const uint4*)(q + (lane >> 2) * KV_ROW) + (lane & 3), *high = low + 8 * (KV_ROW / 4);
     float sum[4][4] = {};
 #pragma unroll
     for (int c = 0; c < 8; c++) {
-        mma_half(sum[c % 4], q[c * 64 + lane], key[c].x, key[c].y);
-        mma_half(sum[c % 4], q[c * 64 + 32 + lane], key[c].z, key[c].w);
+        const uint4 a = low[c * 4], d = high[c * 4], k = key(c);
+        mma_half(sum[c % 4], {a.x, d.x, a.y, d.y}, k.x, k.y);
+        mma_half(sum[c % 4], {a.z, d.z, a.w, d.w}, k.z, k.w);
     }
     float total[4];
 #pragma unroll
@@ -127,175 +182,210 @@ __device__ __forceinline__ float4 score_tile(const uint4* q, const uint4 (&key)[
     return {total[0], total[1], total[2], total[3]};
 }
 
-__device__ __forceinline__ void attention_item(Block& b, int index, int item, const float* vectors) {
-    const int kv_head = item / SPLITS, split = item % SPLITS;
+// Values as the B operand: the lane has dimensions 4 (l / 4) .. + 3 of the warp's 32, keys 2 (l mod 4), + 1, + 8, + 9. Column
+// l / 4 of sum n is dimension 4 (l / 4) + n, so that a lane's sums of a row are dimensions 8 (l mod 4) .. + 7.
+__device__ __forceinline__ void add_values(float (&acc)[4][4], uint4 share, const uint2 (&v)[4]) {
+    mma_half(acc[0], share, __byte_perm(v[0].x, v[1].x, 0x5410), __byte_perm(v[2].x, v[3].x, 0x5410));
+    mma_half(acc[1], share, __byte_perm(v[0].x, v[1].x, 0x7632), __byte_perm(v[2].x, v[3].x, 0x7632));
+    mma_half(acc[2], share, __byte_perm(v[0].y, v[1].y, 0x5410), __byte_perm(v[2].y, v[3].y, 0x5410));
+    mma_half(acc[3], share, __byte_perm(v[0].y, v[1].y, 0x7632), __byte_perm(v[2].y, v[3].y, 0x7632));
+}
+
+// One key head and split for the nodes of `all_tiles` tiles of queries from `first_tile` on.
+__device__ __forceinline__ void attention_item(Block& b, int index, int kv_head, int split, int first_tile, int all_tiles, int chunks,
+                                               const float* vectors) {
     const AttentionScratch at(b.scratch + MIX_AT);
-    const size_t head_at = (size_t)index * KV_HEADS + kv_head, cache_at = head_at * b.p.context * (HEAD_DIM / 2);
-    u32 *keys = b.p.keys + cache_at, *values = b.p.values + cache_at;
+    const size_t cache_at = ((size_t)index * KV_HEADS + kv_head) * b.p.context * (HEAD_DIM / 2);
+    const u32 *keys = b.p.keys + cache_at, *values = b.p.values + cache_at;
+    const int last_chunk = split + (chunks - 1 - split) / SPLITS * SPLITS, newest = max(b.length - 1, 0);
+    const bool holds_new = last_chunk >= b.length / KEYS;  // then it is the last one, where keys are drafted
 
-    int deepest = 0;
-    if (NODES > 1) {
-#pragma unroll 1
-        for (int node = 0; node < b.nodes; node++) deepest = max(deepest, b.s.depth[node]);
-    }
-    const int end = b.length + deepest + 1, chunks = (end + KEYS - 1) / KEYS;
-    if (split >= chunks) return;
-    const int first_new = b.length / KEYS, last_new = (end - 1) / KEYS;
-    bool holds_new = false;
-#pragma unroll 1
-    for (int n = first_new; n <= last_new; n++) holds_new |= n % SPLITS == split;
-
-    // Scores: warp w has tile w / 2 and half of the keys. Values on their way to shared memory: two pieces a thread.
-    constexpr int SCORERS = 2 * QUERY_TILES;
-    static_assert(SCORERS <= WARPS, "a warp half a tile");
-    const int tile = b.warp >> 1, half = b.warp & 1;
-    uint4 key[8], value[2];
-    const auto fetch = [&](int chunk) {
-        const int position = chunk * KEYS + half * 8 + (b.lane >> 2);
-        const uint4* row = (const uint4*)(keys + (size_t)position * (HEAD_DIM / 2)) + (b.lane & 3);
+    // Scores: a warp has half the keys of a chunk, for one tile of queries, or for every fourth.
+    constexpr int STEP = CHUNKS_AT_ONCE * SPLITS, SCORES = QUERIES * SCORE_ROW;
+    const int row = b.lane >> 2, column = b.lane & 3, half = b.warp & 1;
+    const int own_chunk = CHUNKS_AT_ONCE == 1 ? 0 : b.warp / (2 * QUERY_TILES);
+    const int own_tile = CHUNKS_AT_ONCE == 1 ? b.warp >> 1 : (b.warp >> 1) % QUERY_TILES;
+    const auto place = [&](int i) { return column * 2 + (i & 1) + (i >> 1) * 8; };  // of the keys whose values a lane has
+    uint4 key[8];
+    uint2 coming[CHUNKS_AT_ONCE][4] = {};
+    const auto fetch = [&](int first) {  // what is not committed is not used: any row will do
+        const int position = min((first + own_chunk * SPLITS) * KEYS + half * 8 + row, newest);
+        const uint4* from = (const uint4*)(keys + (size_t)position * (HEAD_DIM / 2)) + column;
 #pragma unroll
-        for (int c = 0; c < 8; c++) key[c] = b.warp < SCORERS && position < b.length ? __ldcg(row + c * 4) : uint4{};
+        for (int c = 0; c < 8; c++) key[c] = __ldcg(from + c * 4);
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int from = chunk * KEYS + b.warp * 2 + i;
-            value[i] = from < b.length ? __ldcg((const uint4*)(values + (size_t)from * (HEAD_DIM / 2)) + b.lane) : uint4{};
+        for (int c = 0; c < CHUNKS_AT_ONCE; c++) {
+            if (c > 0 && first + c * SPLITS >= chunks) break;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int from = min((first + c * SPLITS) * KEYS + place(i), newest);
+                coming[c][i] = __ldcg((const uint2*)(values + (size_t)from * (HEAD_DIM / 2) + b.warp * 16) + row);
+            }
         }
     };
 
 #pragma unroll 1
-    for (int base = 0; base < b.nodes; base += TOGETHER_NODES) {
-        const int count = min(TOGETHER_NODES, b.nodes - base), queries = count * GROUP;
-        if (base > 0) b.sync();  // q of the nodes before
-        fetch(split);            // committed keys do not wait for anything
+    for (int tile0 = 0; tile0 < all_tiles; tile0 += QUERY_TILES) {
+        const int tiles = min(QUERY_TILES, all_tiles - tile0), first_node = (first_tile + tile0) * TILE_NODES;
+        // the nodes of a lane's two rows of a tile
+        const int node_low = first_node + row / GROUP, node_high = first_node + (8 % GROUP == 0 ? row / GROUP + 8 / GROUP : (row + 8) / GROUP);
+        const auto depth_of = [&](int node) { return NODES == 1 ? 0 : b.s.depth[min(node, b.nodes - 1)]; };
+        fetch(split);  // committed keys do not wait for anything
         if constexpr (NODES == 1) {
             static_assert(NODES > 1 || GROUP + 2 <= WARPS, "a warp a row");
-            if (b.warp < GROUP + (holds_new ? 2 : 0))
-                make_rows<1>(b, at, kv_head, head_at, 0, 0, b.warp, holds_new, vectors, keys, values);
+            const int over = b.warp - GROUP;  // 0: the key, 1: the value
+            if (b.warp < GROUP + (holds_new ? 2 : 0)) {
+                const int made = over < 0 ? kv_head * GROUP + b.warp : HEADS + over * KV_HEADS + kv_head;
+                const uint4 packed = make_row(b, 0, made, vectors);
+                *(uint4*)((over < 0 ? at.q + b.warp * KV_ROW : at.fresh + over * KV_ROW) + b.lane * 4) = packed;
+                if (over >= 0) keep_row(b, index, 0, made, packed);
+            }
         } else {
-#pragma unroll 1
-            for (int i = b.warp; i < count; i += WARPS)
-                make_rows<GROUP + 2>(b, at, kv_head, head_at, base + i, base, 0, holds_new, vectors, keys, values);
+            fetch_rows(b, at, kv_head, first_node, min(tiles * TILE_NODES, b.nodes - first_node), holds_new && tile0 == 0);
         }
         b.sync();
 
-        float peak[QUERY_TILES], weight[QUERY_TILES];  // of query threadIdx / 16, and of every sixteenth on
-        float sum[QUERY_TILES][4][4] = {};             // rows l / 4 and + 8, dimensions 2 (l mod 4) and the next of 4 octets
-#pragma unroll
-        for (int t = 0; t < QUERY_TILES; t++) peak[t] = MINUS_INFINITY, weight[t] = 0.0f;
-        int turn = 0;
+        const int query = b.warp * 8 + row;  // whose softmax this lane has a part in: four keys of a chunk
+        float peak = MINUS_INFINITY, weight = 0.0f;
+        float sum[QUERY_TILES][4][4] = {};
 #pragma unroll 1
-        for (int chunk = split; chunk < chunks; chunk += SPLITS, turn ^= 1) {
-            const bool committed = (chunk + 1) * KEYS <= b.length;  // every key of the chunk is every node's
-            u32* chunk_values = at.values + turn * KEYS * KV_ROW;
-            const auto keep = [&](float* to, int stride, float4 s) {  // rows l / 4 and + 8, columns 2 (l mod 4) and the next
-                float* mine = to + (b.lane >> 2) * stride + (b.lane & 3) * 2;
-                *(float2*)mine = {s.x, s.y};
-                *(float2*)(mine + 8 * stride) = {s.z, s.w};
-            };
-#pragma unroll
-            for (int i = 0; i < 2; i++) *(uint4*)(chunk_values + (b.warp * 2 + i) * KV_ROW + b.lane * 4) = value[i];
-            if (b.warp < SCORERS)
-                keep(at.scores + tile * 16 * KEYS + half * 8, KEYS, score_tile(at.q + tile * 512, key, b.lane));
-            if (!committed) {
-                const int octets = (base + count + 7) / 8;
+        for (int first = split; first < chunks; first += STEP) {
+            const int own = first + own_chunk * SPLITS;
+            const bool drafted = holds_new && first + STEP > last_chunk;  // among this step's
+            if (own < chunks) {
 #pragma unroll 1
-                for (int task = (b.warp + WARPS - SCORERS) % WARPS; task < octets * QUERY_TILES; task += WARPS) {
-                    const int octet = task / QUERY_TILES, t = task % QUERY_TILES;
-                    const uint4* row = (const uint4*)at.fresh_key(octet * 8 + (b.lane >> 2)) + (b.lane & 3);
-#pragma unroll
-                    for (int c = 0; c < 8; c++) key[c] = row[c * 4];
-                    keep(at.fresh_scores + t * 16 * FRESH_SCORES + octet * 8, FRESH_SCORES, score_tile(at.q + t * 512, key, b.lane));
-                }
-            }
-            if (chunk + SPLITS < chunks) fetch(chunk + SPLITS);
-            b.sync();
-#pragma unroll
-            for (int t = 0; t < QUERY_TILES; t++) {
-                if (t * 16 + b.warp * 2 >= queries) break;
-                const int query = t * 16 + threadIdx.x / KEYS, place = threadIdx.x % KEYS, position = chunk * KEYS + place;
-                const int node = base + min(query, queries - 1) / GROUP;
-                const int last = b.length + (NODES == 1 ? 0 : b.s.depth[node]);
-                const bool live = query < queries && last >= chunk * KEYS;  // the node sees keys of this chunk
-                float mine = MINUS_INFINITY;
-                if (live && position <= last)
-                    mine = position < b.length ? at.scores[query * KEYS + place]
-                                               : at.fresh_scores[query * FRESH_SCORES +
-                                                                 (NODES == 1 ? 0 : b.s.ancestor[node][position - b.length])];
-                float top = mine;
-#pragma unroll
-                for (int step = 1; step < KEYS; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-                top = fmaxf(top, peak[t]);
-                const float p = live ? __expf(mine - top) : 0.0f;
-                float total = p;
-#pragma unroll
-                for (int step = 1; step < KEYS; step *= 2) total += __shfl_xor_sync(~0u, total, step);
-                if (live) {
-                    const float kept = __expf(peak[t] - top);
-                    weight[t] = fmaf(weight[t], kept, total);
-                    peak[t] = top;
-                    at.shares[query * KEYS + place] = (u16)pack_half(p, 0.0f);
-                    if (place == 0) at.factors[query] = kept;
-                }
-            }
-            b.sync();
-            // Value rows as the B operand: lane l gives row l mod 16 of an octet of dimensions, or of the next one.
-            const int place = b.lane & 15, octet = b.warp * 16 + (b.lane >> 4) * 4;
-#pragma unroll
-            for (int t = 0; t < QUERY_TILES; t++) {
-                const int row = t * 16 + (b.lane >> 2);
-                const float low = at.factors[min(row, queries - 1)], high = at.factors[min(row + 8, queries - 1)];
-                const uint4 share = load_matrices(at.shares + (t * 16 + place) * KEYS + (b.lane >> 4) * 8);
-                const auto add_values = [&](const u32* mine, float (&acc)[4][4]) {
-                    const uint4 a = load_transposed(mine + octet), c = load_transposed(mine + octet + 8);
-#pragma unroll
-                    for (int n = 0; n < 4; n++)
-                        acc[n][0] *= low, acc[n][1] *= low, acc[n][2] *= high, acc[n][3] *= high;
-                    mma_half(acc[0], share, a.x, a.y), mma_half(acc[1], share, a.z, a.w);
-                    mma_half(acc[2], share, c.x, c.y), mma_half(acc[3], share, c.z, c.w);
-                };
-                if (committed) {
-                    add_values(chunk_values + place * KV_ROW, sum[t]);
-                } else {
-                    constexpr int TILE_NODES = 16 / GROUP < TOGETHER_NODES ? 16 / GROUP : TOGETHER_NODES;
-                    static_assert(16 % GROUP == 0 || QUERY_TILES == 1, "a node's queries lie in one tile");
-#pragma unroll 1
-                    for (int i = t * (16 / GROUP); i < min(count, t * (16 / GROUP) + TILE_NODES); i++) {
-                        const int last = b.length + (NODES == 1 ? 0 : b.s.depth[base + i]), position = chunk * KEYS + place;
-                        if (last < chunk * KEYS) continue;
-                        const u32* mine = chunk_values + place * KV_ROW;  // past the last key: zeros
-                        if (position >= b.length && position <= last)
-                            mine = at.fresh_value(NODES == 1 ? 0 : b.s.ancestor[base + i][position - b.length]);
-                        float own[4][4];
-#pragma unroll
-                        for (int n = 0; n < 4; n++)
-#pragma unroll
-                            for (int j = 0; j < 4; j++) own[n][j] = sum[t][n][j];
-                        add_values(mine, own);
-#pragma unroll
-                        for (int n = 0; n < 4; n++)
-#pragma unroll
-                            for (int j = 0; j < 4; j++)
-                                if ((row + (j < 2 ? 0 : 8)) / GROUP == i) sum[t][n][j] = own[n][j];
+                for (int t = own_tile; t < tiles; t += WARPS / 2) {
+                    const float4 s = score_tile(at.q + t * 16 * KV_ROW, [&](int c) { return key[c]; }, b.lane);
+                    float* to = at.scores + own_chunk * SCORES + (t * 16 + row) * SCORE_ROW + half * 8 + column * 2;
+                    if (!(drafted && own == last_chunk)) {
+                        *(float2*)to = {s.x, s.y};
+                        *(float2*)(to + 8 * SCORE_ROW) = {s.z, s.w};
+                    } else {  // committed keys; and none past a node's own
+                        const int above = own * KEYS + half * 8 + column * 2 - b.length;  // the root
+                        const int low = depth_of(node_low + t * TILE_NODES), high = depth_of(node_high + t * TILE_NODES);
+                        if (above < 0 || above > low) to[0] = above < 0 ? s.x : MINUS_INFINITY;
+                        if (above + 1 < 0 || above + 1 > low) to[1] = above + 1 < 0 ? s.y : MINUS_INFINITY;
+                        if (above < 0 || above > high) to[8 * SCORE_ROW] = above < 0 ? s.z : MINUS_INFINITY;
+                        if (above + 1 < 0 || above + 1 > high) to[8 * SCORE_ROW + 1] = above + 1 < 0 ? s.w : MINUS_INFINITY;
                     }
                 }
             }
+            if (drafted) {  // by those warps first that have fewest of the others
+                const int octets = (b.nodes + 7) / 8, offset = b.length - last_chunk * KEYS;
+                float* to = at.scores + (CHUNKS_AT_ONCE == 1 ? 0 : (last_chunk - first) / SPLITS) * SCORES + row * SCORE_ROW;
+#pragma unroll 1
+                for (int task = (b.warp + 2 * (WARPS - tiles)) % WARPS; task < octets * tiles; task += WARPS) {
+                    const int octet = task / tiles, t = task % tiles;
+                    const uint4* from = (const uint4*)at.fresh_key(octet * 8 + row) + column;
+                    const float4 s = score_tile(at.q + t * 16 * KV_ROW, [&](int c) { return from[c * 4]; }, b.lane);
+                    const float four[4] = {s.x, s.y, s.z, s.w};
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {  // where it is an ancestor of the query's node
+                        const int ancestor = octet * 8 + column * 2 + (i & 1), node = min((i < 2 ? node_low : node_high) + t * TILE_NODES, b.nodes - 1);
+                        const int depth = depth_of(ancestor), at_place = offset + depth;
+                        const bool is = NODES == 1 ? ancestor == 0
+                                                   : ancestor < b.nodes && depth <= b.s.depth[node] && b.s.ancestor[node][depth] == ancestor;
+                        if (is && at_place >= 0 && at_place < KEYS) to[(t * 16 + (i >> 1) * 8) * SCORE_ROW + at_place] = four[i];
+                    }
+                }
+            }
+            uint2 value[CHUNKS_AT_ONCE][4];
+#pragma unroll
+            for (int c = 0; c < CHUNKS_AT_ONCE; c++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) value[c][i] = coming[c][i];
+            if (first + STEP < chunks) fetch(first + STEP);
+            b.sync();
+            if (b.warp * 8 < tiles * 16) {
+#pragma unroll
+                for (int c = 0; c < CHUNKS_AT_ONCE; c++) {
+                    if (c > 0 && first + c * SPLITS >= chunks) break;
+                    const float4 s = *(const float4*)(at.scores + c * SCORES + query * SCORE_ROW + column * 4);
+                    float top = fmaxf(fmaxf(s.x, s.y), fmaxf(s.z, s.w));
+                    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+                    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+                    top = fmaxf(top, peak);
+                    const float p0 = power_of_2(s.x - top), p1 = power_of_2(s.y - top), p2 = power_of_2(s.z - top), p3 = power_of_2(s.w - top);
+                    *(uint2*)(at.shares + (c * QUERIES + query) * SHARE_ROW + column * 4) = {pack_half(p0, p1), pack_half(p2, p3)};
+                    float total = (p0 + p1) + (p2 + p3);
+                    total += __shfl_xor_sync(~0u, total, 1);
+                    total += __shfl_xor_sync(~0u, total, 2);
+                    const float kept = power_of_2(peak - top);
+                    weight = fmaf(weight, kept, total);
+                    peak = top;
+                    if (column == 0) at.factors[c * QUERIES + query] = kept;
+                }
+                if (first + STEP >= chunks && column == 0) at.inverses[query] = reciprocal(weight);
+            }
+            b.sync();
+#pragma unroll
+            for (int c = 0; c < CHUNKS_AT_ONCE; c++) {
+                if (c > 0 && first + c * SPLITS >= chunks) break;
+                u32 share[QUERY_TILES][4];
+#pragma unroll
+                for (int t = 0; t < QUERY_TILES; t++) {
+                    const float* factors = at.factors + c * QUERIES + t * 16 + row;
+                    const float low = factors[0], high = factors[8];
+                    const uint4 a = load_matrices(at.shares + (c * QUERIES + t * 16 + (b.lane & 15)) * SHARE_ROW + (b.lane >> 4) * 8);
+                    share[t][0] = a.x, share[t][1] = a.y, share[t][2] = a.z, share[t][3] = a.w;
+                    if (first > split || c > 0) {
+#pragma unroll
+                        for (int n = 0; n < 4; n++) sum[t][n][0] *= low, sum[t][n][1] *= low, sum[t][n][2] *= high, sum[t][n][3] *= high;
+                    }
+                }
+                if (!(drafted && first + c * SPLITS == last_chunk)) {
+#pragma unroll
+                    for (int t = 0; t < QUERY_TILES; t++) add_values(sum[t], {share[t][0], share[t][1], share[t][2], share[t][3]}, value[c]);
+                    continue;
+                }
+                const int above = last_chunk * KEYS + column * 2 - b.length;  // the root
+                const u32* fresh_values = at.fresh_value(0) + b.warp * 16 + row * 2;
+                const auto gather = [&](int node, uint2 (&mine)[4]) {
+                    const int known = min(node, b.nodes - 1), depth = depth_of(node);
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        const int ancestor = above + (j & 1) + (j >> 1) * 8;
+                        const int source = NODES == 1 ? 0 : b.s.ancestor[known][max(0, min(ancestor, depth))];
+                        mine[j] = ancestor < 0 ? value[c][j] : *(const uint2*)(fresh_values + source * 2 * KV_ROW);
+                    }
+                };
+                uint2 next[4];
+                gather(first_node, next);
+#pragma unroll
+                for (int t = 0; t < QUERY_TILES; t++)
+#pragma unroll 1
+                    for (int i = 0; i < TILE_NODES; i++) {
+                        const int node = first_node + t * TILE_NODES + i;
+                        if (t >= tiles || node >= b.nodes) break;
+                        uint2 mine[4];
+#pragma unroll
+                        for (int j = 0; j < 4; j++) mine[j] = next[j];
+                        if (NODES > 1) gather(node + 1, next);
+                        const bool low = node_low - first_node == i, high = node_high - first_node == i;
+                        add_values(sum[t], {low ? share[t][0] : 0, high ? share[t][1] : 0, low ? share[t][2] : 0, high ? share[t][3] : 0}, mine);
+                    }
+            }
         }
 
+        const auto publishes = [&](int node) { return node < b.nodes && split * KEYS <= b.length + depth_of(node); };
+        if (b.warp * 8 < tiles * 16 && column == 0) {
+            const int within = query % 16, node = first_node + query / 16 * TILE_NODES + within / GROUP, head = kv_head * GROUP + within % GROUP;
+            if (within < TILE_NODES * GROUP && publishes(node))
+                publish8(b.words(ATTENTION_TURN, node, STATS_AT) + (head * SPLITS + split) * 2, b.other(ATTENTION_TURN), __float_as_uint(peak),
+                         __float_as_uint(weight));
+        }
 #pragma unroll
-        for (int t = 0; t < QUERY_TILES; t++) {
-            const int query = t * 16 + threadIdx.x / KEYS, node = base + min(query, queries - 1) / GROUP;
-            if (threadIdx.x % KEYS == 0 && query < queries && split * KEYS <= b.length + b.s.depth[node])
-                publish8(b.words(ATTENTION_TURN, node, STATS_AT) + ((kv_head * GROUP + query % GROUP) * SPLITS + split) * 2,
-                         b.other(ATTENTION_TURN), __float_as_uint(peak[t]), __float_as_uint(weight[t]));
+        for (int u = 0; u < 2; u++) {
+            const int node = u == 0 ? node_low : node_high, head = kv_head * GROUP + (8 % GROUP == 0 ? row : row + u * 8) % GROUP;
+            u32* to = b.p.parts + (((size_t)node * HEADS + head) * SPLITS + split) * (HEAD_DIM / 2) + b.warp * 16 + column * 4;
+            const bool real = u * 8 + row < TILE_NODES * GROUP;
 #pragma unroll
-            for (int upper = 0; upper < 2; upper++) {
-                const int row = t * 16 + upper * 8 + (b.lane >> 2), owner = base + min(row, queries - 1) / GROUP;
-                if (row >= queries || split * KEYS > b.length + b.s.depth[owner]) continue;
-                u32* to = b.p.parts + (((size_t)owner * HEADS + kv_head * GROUP + row % GROUP) * SPLITS + split) * HEAD_DIM +
-                          b.warp * 32 + (b.lane & 3) * 2;
-#pragma unroll
-                for (int n = 0; n < 4; n++)
-                    store8(to + n * 8, __float_as_uint(sum[t][n][upper * 2]), __float_as_uint(sum[t][n][upper * 2 + 1]));
+            for (int t = 0; t < QUERY_TILES; t++) {
+                if (t >= tiles || !real || !publishes(node + t * TILE_NODES)) continue;
+                const float inverse = at.inverses[t * 16 + u * 8 + row];
+                const auto mean = [&](int n, int j) { return sum[t][n][u * 2 + j] * inverse; };
+                store16(to + t * (TILE_NODES * HEADS * SPLITS * HEAD_DIM / 2), pack_half(mean(0, 0), mean(1, 0)), pack_half(mean(2, 0), mean(3, 0)),
+                        pack_half(mean(0, 1), mean(1, 1)), pack_half(mean(2, 1), mean(3, 1)));
             }
         }
     }
@@ -303,100 +393,103 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int item, co
 
 // Stage: this SM's items.
 __device__ __forceinline__ void attention_parts(Block& b, int index, const float* vectors) {
-    const int first = first_unit(ATTENTION_ITEMS, b.sm), end = first_unit(ATTENTION_ITEMS, b.sm + 1);
+    const int deepest = NODES == 1 ? 0 : b.s.deepest, chunks = (b.length + deepest) / KEYS + 1, splits = min(SPLITS, chunks);
+    int groups = 1, tiles = 1, all_tiles = 1;  // where there are few splits, more SMs share the nodes
+    if (NODES > 1) {
+        all_tiles = (b.nodes + TILE_NODES - 1) / TILE_NODES;
 #pragma unroll 1
-    for (int item = first; item < end; item++) {
-        if (NODES > 1 || item > first) b.sync();  // what the scratch holds may still be read
-        attention_item(b, index, item, vectors);
+        while (groups < all_tiles && (groups + 1) * splits * KV_HEADS <= SMS) groups++;
+        tiles = (all_tiles + groups - 1) / groups;
+    }
+#pragma unroll 1
+    for (int item = b.sm; item < groups * splits * KV_HEADS; item += SMS) {
+        int split = item / KV_HEADS, first_tile = 0;
+#pragma unroll 1
+        while (split >= splits) split -= splits, first_tile += tiles;
+        if (NODES == 1 && item > b.sm) b.sync();  // what the scratch holds may still be read
+        if (first_tile < all_tiles)
+            attention_item(b, index, item % KV_HEADS, split, first_tile, min(tiles, all_tiles - first_tile), chunks, vectors);
     }
     if (NODES > 1) b.sync();
 }
 
-// Stage: merge the splits in their order, gate, publish. A warp takes a piece of a node's head, a lane WIDTH dimensions.
+// Stage: merge the splits in their order, gate, publish. A warp takes 64 dimensions of a node's head, a lane eight of them in
+// every fourth split.
 __device__ __forceinline__ void attention_merge(Block& b) {
-    constexpr int WIDTH = NODES == 1 ? 1 : 2, PIECES = HEAD_DIM / (32 * WIDTH), AT_ONCE = 32, EACH = SPLITS / 32;
-    static_assert(SPLITS % AT_ONCE == 0, "whole groups of splits");
-    const int tasks = b.nodes * HEADS * PIECES;
+    constexpr int PIECES = HEAD_DIM / 64, ROUNDS = SPLITS / 4, EACH = SPLITS / 32;
+    static_assert(SPLITS % 32 == 0, "a lane looks after whole splits");
+    const int tasks = b.nodes * HEADS * PIECES, quarter = b.lane >> 3;
 #pragma unroll 1
     for (int task = b.warp * SMS + b.sm; task < tasks; task += WARPS * SMS) {
-        const int node = task / (HEADS * PIECES), head = task / PIECES % HEADS, dim = task % PIECES * (32 * WIDTH) + b.lane * WIDTH;
+        const int node = task / (HEADS * PIECES), head = task / PIECES % HEADS, piece = task % PIECES;
+        const int dim = piece * 64 + (b.lane & 7) * 8 + (quarter >> 1) * 4 + (quarter & 1) * 2;  // the lane's two in the end
         const int splits = min(SPLITS, (b.length + (NODES == 1 ? 0 : b.s.depth[node])) / KEYS + 1);
         const u32* stats_at = b.words(ATTENTION_TURN, node, STATS_AT) + head * SPLITS * 2;
         const u32* gate_at = b.words(ATTENTION_TURN, node, ATTENTION_IN_AT) + (head * 2 + 1) * HEAD_DIM + dim;
-        u32* part = b.p.parts + ((size_t)node * HEADS + head) * SPLITS * HEAD_DIM + dim;
-        float share[EACH] = {}, weight = 0.0f, sum[WIDTH] = {};
-        uint2 stats[EACH] = {};
-        u32 gates[WIDTH] = {};
-#pragma unroll 1
-        for (int first = 0; first < splits; first += AT_ONCE) {
-            u32 got[AT_ONCE][WIDTH];
-            Watchdog dog;
-            bool came;
-            do {  // the group's sums; with the first everything else
-                came = true;
-                if (first == 0) {
+        u32* part = b.p.parts + (((size_t)node * HEADS + head) * SPLITS + quarter) * (HEAD_DIM / 2) + piece * 32 + (b.lane & 7) * 4;
+        uint2 stats[EACH], gates = {NOT_YET, NOT_YET};
+        uint4 got[ROUNDS];
 #pragma unroll
-                    for (int i = 0; i < EACH; i++) stats[i] = load8(stats_at + min(i * 32 + b.lane, splits - 1) * 2);
+        for (int i = 0; i < EACH; i++) stats[i] = {NOT_YET, NOT_YET};
 #pragma unroll
-                    for (int w = 0; w < WIDTH; w++) gates[w] = load4(gate_at + w);
-                }
+        for (int i = 0; i < ROUNDS; i++) got[i] = {NOT_YET, NOT_YET, NOT_YET, NOT_YET};
+        Watchdog dog;
+        bool came;
+        do {  // what has not come yet
+            came = true;
 #pragma unroll
-                for (int i = 0; i < AT_ONCE; i++) {
-                    const u32* at = part + min(first + i, splits - 1) * HEAD_DIM;
-                    if constexpr (WIDTH == 1) {
-                        got[i][0] = load4(at);
-                    } else {
-                        const uint2 two = load8(at);
-                        got[i][0] = two.x, got[i][WIDTH - 1] = two.y;
-                    }
-                }
-                if (first == 0) {
+            for (int i = 0; i < EACH; i++)
+                if (stats[i].x == NOT_YET) stats[i] = load8(stats_at + min(i * 32 + b.lane, splits - 1) * 2);
+            if (gates.x == NOT_YET) gates = load8(gate_at);
 #pragma unroll
-                    for (int i = 0; i < EACH; i++) came &= stats[i].x != NOT_YET;
-#pragma unroll
-                    for (int w = 0; w < WIDTH; w++) came &= gates[w] != NOT_YET;
-                }
-#pragma unroll
-                for (int i = 0; i < AT_ONCE; i++) came &= got[i][0] != NOT_YET;
-                dog.check();
-            } while (!everywhere(came));
-            if (first == 0) {
-                float peak = MINUS_INFINITY;
-#pragma unroll
-                for (int i = 0; i < EACH; i++)
-                    if (i * 32 + b.lane < splits) peak = fmaxf(peak, __uint_as_float(stats[i].x));
-                peak = warp_max(peak);
-#pragma unroll
-                for (int i = 0; i < EACH; i++) {
-                    share[i] = i * 32 + b.lane < splits ? __expf(__uint_as_float(stats[i].x) - peak) : 0.0f;
-                    weight = fmaf(share[i], __uint_as_float(stats[i].y), weight);
-                }
-                weight = warp_sum(weight);
+            for (int i = 0; i < ROUNDS; i++) {
+                if (i * 4 >= splits) break;
+                if (!came16(got[i])) got[i] = load16(part + min(i * 4, splits - 1 - quarter) * (HEAD_DIM / 2));
             }
-            float shares = share[0];
 #pragma unroll
-            for (int i = 1; i < EACH; i++) shares = first == i * 32 ? share[i] : shares;
+            for (int i = 0; i < EACH; i++) came &= stats[i].x != NOT_YET;
+            came &= gates.x != NOT_YET;
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) {
-                const float mine = __shfl_sync(~0u, shares, i);  // 0 past the last split
+            for (int i = 0; i < ROUNDS; i++) {
+                if (i * 4 >= splits) break;
+                came &= came16(got[i]);
+            }
+            dog.check();
+        } while (!everywhere(came));
+        float peak = MINUS_INFINITY, share[EACH], weight = 0.0f, sum[8] = {};
 #pragma unroll
-                for (int w = 0; w < WIDTH; w++) sum[w] = fmaf(mine, __uint_as_float(got[i][w]), sum[w]);
-                if (first + i < splits) {
-                    u32* at = part + (first + i) * HEAD_DIM;
-                    if constexpr (WIDTH == 1)
-                        store4(at, NOT_YET);
-                    else
-                        store8(at, NOT_YET, NOT_YET);
-                }
+        for (int i = 0; i < EACH; i++) peak = fmaxf(peak, __uint_as_float(stats[i].x));  // past the last: the last again
+        peak = warp_max(peak);
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            share[i] = i * 32 + b.lane < splits ? power_of_2(__uint_as_float(stats[i].x) - peak) * __uint_as_float(stats[i].y) : 0.0f;
+            weight += share[i];
+        }
+        weight = warp_sum(weight);
+#pragma unroll
+        for (int i = 0; i < ROUNDS; i++) {
+            if (i * 4 >= splits) break;
+            const float mine = __shfl_sync(~0u, share[i / 8], i % 8 * 4 + quarter);  // 0 past the last split
+            const u32 words[4] = {got[i].x, got[i].y, got[i].z, got[i].w};
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const float2 two = unpack_half(words[j]);
+                sum[2 * j] = fmaf(mine, two.x, sum[2 * j]), sum[2 * j + 1] = fmaf(mine, two.y, sum[2 * j + 1]);
             }
         }
-        const float inverse = __fdividef(1.0f, weight);
-        float y[WIDTH];
+        // At every step a lane passes on half of what it has.
+        float four[4], two[2];
+        const bool late = quarter & 2, odd = quarter & 1;
 #pragma unroll
-        for (int w = 0; w < WIDTH; w++) y[w] = sum[w] * inverse * sigmoid(__uint_as_float(gates[w]));
-        const float after = WIDTH == 1 ? __shfl_down_sync(~0u, y[0], 1) : y[WIDTH - 1];
-        const u32 pair = pack_bf16(y[0], after), next = __shfl_down_sync(~0u, pair, 2 / WIDTH);
-        if (b.lane % (4 / WIDTH) == 0)
-            publish8(b.values<ATTENTION_DIM>(ATTENTION_TURN, node, ATTENTION_Y_AT, head * HEAD_DIM + dim), b.other(ATTENTION_TURN), pair, next);
+        for (int j = 0; j < 4; j++) four[j] = (late ? sum[j + 4] : sum[j]) + __shfl_xor_sync(~0u, late ? sum[j] : sum[j + 4], 16);
+#pragma unroll
+        for (int j = 0; j < 2; j++) two[j] = (odd ? four[j + 2] : four[j]) + __shfl_xor_sync(~0u, odd ? four[j] : four[j + 2], 8);
+        const float inverse = reciprocal(weight);
+        const u32 pair = pack_bf16(two[0] * inverse * sigmoid(__uint_as_float(gates.x)), two[1] * inverse * sigmoid(__uint_as_float(gates.y)));
+        const u32 next = __shfl_xor_sync(~0u, pair, 8);
+        if (!odd) publish8(b.values<ATTENTION_DIM>(ATTENTION_TURN, node, ATTENTION_Y_AT, head * HEAD_DIM + dim), b.other(ATTENTION_TURN), pair, next);
+#pragma unroll
+        for (int i = 0; i < ROUNDS; i++)
+            if (i * 4 + quarter < splits) store16(part + i * 4 * (HEAD_DIM / 2), NOT_YET, NOT_YET, NOT_YET, NOT_YET);
     }
 }

@@ -41,7 +41,10 @@ struct Block {
 
     // Every stage starts with this. Without it the compiler computes addresses of all stages before the layer loop and
     // keeps them in local memory, which the small L1 beside a full ring cannot hold: each reload would go to L2.
-    __device__ void begin_stage() { asm volatile("" : "+r"(sm), "+r"(warp), "+r"(lane)); }
+    __device__ void begin_stage() {
+        asm volatile("" : "+r"(sm), "+r"(warp), "+r"(lane), "+r"(length));
+        if (NODES > 1) asm volatile("" : "+r"(nodes));
+    }
 
     // All consumer warps; the producer takes no part.
     __device__ void sync() const { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }

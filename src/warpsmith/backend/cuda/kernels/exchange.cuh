@@ -44,6 +44,10 @@ __device__ __forceinline__ void publish16(u32* at, int other, float4 v) {
     store16(at, __float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w));
     store16(at + other, NOT_YET, NOT_YET, NOT_YET, NOT_YET);
 }
+__device__ __forceinline__ void publish16(u32* at, int other, uint4 v) {
+    store16(at, v.x, v.y, v.z, v.w);
+    store16(at + other, NOT_YET, NOT_YET, NOT_YET, NOT_YET);
+}
 __device__ __forceinline__ void publish8(u32* at, int other, u32 a, u32 b) {
     store8(at, a, b);
     store8(at + other, NOT_YET, NOT_YET);

@@ -2,7 +2,7 @@
 //
 // Grid: one block an SM, all resident (cooperative launch). 8 consumer warps compute; one warp feeds the ring.
 // Stages and what they publish:
-//   embed -> x;  per layer: in (norm, projections) -> in;  mix -> y (attention: parts, then merge);
+//   embed -> x;  per layer: in (norm, projections) -> in;  mix -> y (attention: in a tree rows, then parts, then merge);
 //   out (projection, residual) -> mid;  mlp_in (norm, gate, up) -> h;  mlp_out (projection, residual) -> x;
 //   head (norm, logits) -> best.
 #include "attention.cuh"
@@ -71,7 +71,12 @@ __device__ __forceinline__ void prepare_tree(Block& b) {
     if (NODES > 1) {
         if (threadIdx.x < sizeof(b.s.came) / 4) b.s.came[0][threadIdx.x] = 0;
         if (threadIdx.x < sizeof(b.s.kept) / 4) b.s.kept[0][threadIdx.x] = 0;
-        if (threadIdx.x == 0) deal_nodes(b);
+        if (threadIdx.x == 0) {
+            deal_nodes(b);
+            int deepest = 0;
+            for (int node = 0; node < b.nodes; node++) deepest = max(deepest, b.s.depth[node]);
+            b.s.deepest = deepest;
+        }
     }
     b.sync();
 }
@@ -141,6 +146,11 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
             if (recurrent) {
                 delta_mix(b, delta_index++, vectors);
             } else {
+                if constexpr (NODES > 1) {
+                    attention_rows(b, attention_index, vectors);
+                    b.mark();
+                    b.begin_stage();
+                }
                 attention_parts(b, attention_index++, vectors);
                 b.mark();
                 b.begin_stage();

@@ -38,7 +38,7 @@ struct Params {
     int context;
     // activations on their way between SMs (see exchange.cuh)
     u32* exchange;              // [2 copies][MAX_NODES][NODE_WORDS]
-    u32* parts;                 // attention: unnormalised sums [MAX_NODES][HEADS][SPLITS][HEAD_DIM], reset by their one reader
+    u32* parts;                 // attention: fp16 pairs of means [MAX_NODES][HEADS][SPLITS][HEAD_DIM / 2], reset by their one reader
     // what a commit needs of each node
     float* pending_raw;         // [DELTA_LAYERS][MAX_NODES][CONV_CHANNELS]
     float* pending_key;         // [DELTA_LAYERS][KEY_HEADS][MAX_NODES][STATE_DIM], not normalised

@@ -153,8 +153,7 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
 
 __device__ __forceinline__ u32 pack_half(float low, float high) {
     u32 out;
-    asm("{ .reg .b16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h}; }"
-        : "=r"(out) : "f"(low), "f"(high));
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
     return out;
 }
 
@@ -221,5 +220,16 @@ __device__ __forceinline__ float warp_max(float v) {
 // Within a few units in the last place, and without the slow paths of the exact division and exponential, whose calls
 // cost registers.
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+// Results below 2^-126 are 0.
+__device__ __forceinline__ float power_of_2(float x) {
+    float out;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
+__device__ __forceinline__ float reciprocal(float x) {
+    float out;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
 __device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
 __device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }

@@ -95,7 +95,9 @@ __host__ __device__ constexpr int value_word(int k_all, int node, int k) {
 constexpr int DELTA_IN_AT = 0;                                                         // f32 projections into the mixer
 constexpr int ATTENTION_IN_AT = DELTA_IN_AT + on_lines(DELTA_IN_UNITS * WIDE);
 constexpr int STATS_AT = ATTENTION_IN_AT + on_lines(ATTENTION_IN_UNITS * WIDE);        // {maximum, sum} of a split [HEADS][SPLITS][2]
-constexpr int BEST_AT = STATS_AT + on_lines(HEADS * SPLITS * 2);                       // {id, logit} of each SM's best token [SMS][2]
+constexpr int ATTENTION_ROWS = HEADS + 2 * KV_HEADS;                                   // of q, k and v
+constexpr int ATTENTION_ROWS_AT = STATS_AT + on_lines(HEADS * SPLITS * 2);             // in a tree: fp16, after norm and RoPE [ATTENTION_ROWS][HEAD_DIM]
+constexpr int BEST_AT = ATTENTION_ROWS_AT + on_lines(ATTENTION_ROWS * HEAD_DIM / 2);   // {id, logit} of each SM's best token [SMS][2]
 constexpr int NODE_WORDS = BEST_AT + on_lines(SMS * 2);
 
 constexpr int X_SQUARES_AT = 8 * NODE_WORDS, X_AT = X_SQUARES_AT + square_words(HIDDEN_UNITS);  // x times the next norm's weight

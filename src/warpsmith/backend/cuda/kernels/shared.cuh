@@ -21,7 +21,7 @@ struct __align__(16) Shared {
     float squares[2][NODES][WARPS];        // each warp's share of a norm's sum of squares
     int first[WORKERS];                    // each worker's first node
     int came[(NODES + 7) / 8][FETCHERS], kept[NODES][2];  // signs: an octet's rows, the halves of a kept state
-    int token[NODES], depth[NODES];
+    int token[NODES], depth[NODES], deepest;
     int path[NODES][4];                    // a node's nearest ancestors: itself, parent, ... ; -1 - i: i before the root
     u8 ancestor[NODES][NODES];             // [node][depth]
     u64 best[NODES < WARPS ? WARPS : NODES];  // running argmax: value, then lowest id
@@ -73,16 +73,18 @@ constexpr int PRODUCT_FLOATS = SHELF_AT + SHELF_FLOATS;
 // DeltaNet: see delta.cuh
 constexpr int ROW_FLOATS = 2 * STATE_DIM + 4 * COLUMNS + 8, DELTA_FLOATS = NODES == 1 ? 2 * COLUMNS : NODES * ROW_FLOATS;
 // attention: see attention.cuh
-// Nodes that share a walk over the keys, as many as there are scratch and registers for; a tile of 16 queries has whole nodes.
-constexpr int TOGETHER_TILES = NODES < 8 ? 1 : SHARED_MEMORY < (160 << 10) ? 2 : 4;
-constexpr int TOGETHER_NODES = smaller(NODES, 16 % GROUP ? 16 / GROUP : TOGETHER_TILES * (16 / GROUP));
-constexpr int QUERIES = TOGETHER_NODES * GROUP, QUERY_TILES = (QUERIES + 15) / 16;
-constexpr int Q_FLOATS = QUERY_TILES * 16 * HEAD_DIM / 2, SCORE_FLOATS = QUERY_TILES * 16 * KEYS;
-constexpr int SHARE_FLOATS = SCORE_FLOATS / 2;                          // softmax weights, in fp16
-constexpr int FRESH_SCORES = (NODES + 7) / 8 * 8;                       // a query, against every node's key
-constexpr int KV_ROW = HEAD_DIM / 2 + 4;                                // words of a key or value; keeps the banks apart
-constexpr int ATTENTION_FLOATS = Q_FLOATS + SCORE_FLOATS + SHARE_FLOATS + aligned(QUERIES) + QUERY_TILES * 16 * FRESH_SCORES +
-                                 2 * FRESH_SCORES * KV_ROW + 2 * KEYS * KV_ROW;
+// A tile of 16 queries has whole nodes; tiles that share a walk over the keys, as many as there are scratch and registers for;
+// chunks of keys that are worked on at the same time, so that every warp has something to score.
+static_assert(GROUP <= 16, "a node's queries fit in a tile");
+constexpr int TILE_NODES = smaller(NODES, 16 / GROUP), TREE_TILES = (NODES + TILE_NODES - 1) / TILE_NODES;
+constexpr int MOST_TILES = SHARED_MEMORY < (160 << 10) ? 2 : 4, WALKS = (TREE_TILES + MOST_TILES - 1) / MOST_TILES;
+constexpr int QUERY_TILES = (TREE_TILES + WALKS - 1) / WALKS;
+constexpr int CHUNKS_AT_ONCE = larger(1, WARPS / (2 * QUERY_TILES));
+// Words of a row of q, k or v, and of scores, and fp16 numbers of their weights: they keep the banks apart.
+constexpr int QUERIES = QUERY_TILES * 16, FRESH_NODES = (NODES + 7) / 8 * 8;
+constexpr int KV_ROW = HEAD_DIM / 2 + 16, SCORE_ROW = KEYS + 8, SHARE_ROW = KEYS + 8;
+constexpr int ATTENTION_FLOATS =
+    QUERIES * KV_ROW + 2 * FRESH_NODES * KV_ROW + CHUNKS_AT_ONCE * QUERIES * (SCORE_ROW + SHARE_ROW / 2 + 1) + QUERIES;
 // A build for one node has room for every stage's scratch side by side, and needs no barrier between them.
 constexpr int MIX_AT = NODES == 1 ? PRODUCT_FLOATS : 0;
 constexpr int MIX_FLOATS = larger(larger(DELTA_FLOATS, ATTENTION_FLOATS), SAMPLE_FLOATS);
