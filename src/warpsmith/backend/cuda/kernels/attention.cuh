@@ -252,7 +252,7 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
         for (int first = split; first < chunks; first += STEP) {
             const int own = first + own_chunk * SPLITS;
             const bool drafted = holds_new && first + STEP > last_chunk;  // among this step's
-            if (own < chunks) {
+            if ((CHUNKS_AT_ONCE == 1 || own_chunk < CHUNKS_AT_ONCE) && own < chunks) {
 #pragma unroll 1
                 for (int t = own_tile; t < tiles; t += WARPS / 2) {
                     const float4 s = score_tile(at.q + t * 16 * KV_ROW, [&](int c) { return key[c]; }, b.lane);

@@ -33,11 +33,11 @@ struct __align__(16) Shared {
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 __host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
 
-// Units of 16 rows that a warp holds in registers at once (see matmul.cuh).
+// What there are registers for: units of 16 rows that a warp holds at once (see matmul.cuh), and chunks of keys (attention.cuh).
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-constexpr int WEIGHT_QUADS = 32;
+constexpr int WEIGHT_QUADS = 32, MOST_CHUNKS = 4;
 #else
-constexpr int WEIGHT_QUADS = 16;
+constexpr int WEIGHT_QUADS = 16, MOST_CHUNKS = 2;
 #endif
 constexpr int UNITS_AT_ONCE = smaller(4, larger(1, WEIGHT_QUADS / (2 * chunks_of(HIDDEN))));
 constexpr int TOKENS_AT_ONCE = NODES == 1 ? 1 : 8;
@@ -79,7 +79,7 @@ static_assert(GROUP <= 16, "a node's queries fit in a tile");
 constexpr int TILE_NODES = smaller(NODES, 16 / GROUP), TREE_TILES = (NODES + TILE_NODES - 1) / TILE_NODES;
 constexpr int MOST_TILES = SHARED_MEMORY < (160 << 10) ? 2 : 4, WALKS = (TREE_TILES + MOST_TILES - 1) / MOST_TILES;
 constexpr int QUERY_TILES = (TREE_TILES + WALKS - 1) / WALKS;
-constexpr int CHUNKS_AT_ONCE = larger(1, WARPS / (2 * QUERY_TILES));
+constexpr int CHUNKS_AT_ONCE = larger(1, smaller(MOST_CHUNKS, WARPS / (2 * QUERY_TILES)));
 // Words of a row of q, k or v, and of scores, and fp16 numbers of their weights: they keep the banks apart.
 constexpr int QUERIES = QUERY_TILES * 16, FRESH_NODES = (NODES + 7) / 8 * 8;
 constexpr int KV_ROW = HEAD_DIM / 2 + 16, SCORE_ROW = KEYS + 8, SHARE_ROW = KEYS + 8;
