@@ -13,9 +13,10 @@
 // Weighted sums come from mma as well (16 queries x 8 dimensions x 16 keys), a warp 32 dimensions; where a chunk has drafted
 // keys, once a node, with that node's own values and the other nodes' weights zero.
 // Bytes: 1 KB of fp16 keys and values a position and key head; keys come straight into the operand's registers.
-// Scratch: rows of q [tiles][16], drafted keys [nodes], drafted values [nodes]; then for every chunk at work its values [16],
-// scores [tiles][16][16], their softmax weights in fp16, and factors that keep older sums in step [tiles][16]; last what makes
-// means of the sums.
+// Scratch: rows of q [tiles][16], drafted keys [nodes], drafted values [nodes], values of the chunks at work and of the next
+// [2][chunks][16]; then for every chunk at work scores [tiles][16][16], their softmax weights in fp16, and factors that keep
+// older sums in step [tiles][16]; last what makes means of the sums. Sixteen bytes of a value at position p lie p mod 8 places
+// apart (exclusive or) from where they would, so that rows of any positions that follow each other are in different banks.
 #pragma once
 #include "block.cuh"
 
@@ -33,10 +34,13 @@ struct AttentionScratch {
 
     __device__ explicit AttentionScratch(float* at)
         : q((u32*)at), fresh_keys(q + QUERY_ROWS * KEY_ROW), fresh_values(fresh_keys + FRESH_ROWS * KEY_ROW),
-          values(fresh_values + FRESH_ROWS * VALUE_ROW), scores((float*)(values + CHUNKS_AT_ONCE * KEYS * VALUE_ROW)),
+          values(fresh_values + FRESH_ROWS * VALUE_ROW), scores((float*)(values + 2 * CHUNKS_AT_ONCE * KEYS * VALUE_ROW)),
           shares((u16*)(scores + CHUNKS_AT_ONCE * QUERIES * SCORE_ROW)), factors((float*)(shares + CHUNKS_AT_ONCE * QUERIES * SHARE_ROW)),
           inverses(factors + CHUNKS_AT_ONCE * QUERIES) {}
 };
+
+// Where 16 bytes of a value are in its row, in words.
+__device__ __forceinline__ int value_unit(int unit, int position) { return (unit ^ (position & 7)) * 4; }
 
 // One warp makes a row of a node, eight dimensions a lane: rows are all query heads, then all keys, then all values. Normed and
 // rotated, except for a value, which is kept finite: in a tree it is multiplied by other nodes' zeros.
@@ -109,15 +113,15 @@ __device__ __forceinline__ void attention_rows(Block& b, int index, const float*
     }
 }
 
-// The rows a pass over nodes [first, first + count) of an item uses, and all drafted keys and values if it is the first that
-// does: into shared memory.
+// The rows a pass over nodes [first, first + count) of an item uses, and keys and values of all up to them if they are
+// `fresh`: into shared memory.
 __device__ __forceinline__ void fetch_rows(const Block& b, const AttentionScratch& at, int kv_head, int first, int count, bool fresh) {
     constexpr int EACH = (QUERY_TILES * TILE_NODES * GROUP + WARPS - 1) / WARPS, DRAFTED = (2 * NODES + WARPS - 1) / WARPS;
     static_assert(WARPS % 2 == 0, "a warp has keys or values");
     // a warp's query i is of this node and head; its drafted row i is of node warp / 2 + i * WARPS / 2
     const auto node_of = [&](int i) { return WARPS % GROUP == 0 ? b.warp / GROUP + i * (WARPS / GROUP) : (b.warp + i * WARPS) / GROUP; };
     const auto head_of = [&](int i) { return WARPS % GROUP == 0 ? b.warp % GROUP : (b.warp + i * WARPS) % GROUP; };
-    const int drafted = fresh ? b.nodes - (b.warp >> 1) : 0;
+    const int drafted = fresh ? first + count - (b.warp >> 1) : 0;
     const u32* exchanged = b.words(ATTENTION_TURN, 0, ATTENTION_ROWS_AT) + b.lane * 4;
     const u32* queries_at = exchanged + first * NODE_WORDS + kv_head * GROUP * (HEAD_DIM / 2);
     const u32* drafted_at = exchanged + (b.warp >> 1) * NODE_WORDS + (HEADS + (b.warp & 1) * KV_HEADS + kv_head) * (HEAD_DIM / 2);
@@ -152,7 +156,7 @@ __device__ __forceinline__ void fetch_rows(const Block& b, const AttentionScratc
         dog.check();
     } while (!everywhere(came));
     b.sync();  // what the scratch holds may still be read
-    u32 *q = at.q + b.lane * 4, *to = (b.warp & 1 ? at.fresh_values : at.fresh_keys) + b.lane * 4;
+    u32* q = at.q + b.lane * 4;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         const int node = node_of(i), place = 16 % GROUP == 0 ? b.warp + i * WARPS : node / TILE_NODES * 16 + node % TILE_NODES * GROUP + head_of(i);
@@ -161,8 +165,12 @@ __device__ __forceinline__ void fetch_rows(const Block& b, const AttentionScratc
     if (fresh) {
 #pragma unroll
         for (int i = 0; i < DRAFTED; i++)
-            if (i * (WARPS / 2) < drafted)
-                *(uint4*)(to + ((b.warp >> 1) + i * (WARPS / 2)) * (b.warp & 1 ? VALUE_ROW : KEY_ROW)) = got_drafted[i];
+            if (i * (WARPS / 2) < drafted) {
+                const int node = (b.warp >> 1) + i * (WARPS / 2);
+                u32* to = b.warp & 1 ? at.fresh_values + node * VALUE_ROW + value_unit(b.lane, b.length + b.s.depth[node])
+                                     : at.fresh_keys + node * KEY_ROW + b.lane * 4;
+                *(uint4*)to = got_drafted[i];
+            }
     }
 }
 
@@ -184,7 +192,7 @@ __device__ __forceinline__ void score_tile(const u32* q, const uint4 (&key)[8], 
 // The warp's 32 dimensions of 16 values as the B operand: lane l gives row l mod 16 of an octet of dimensions, or of the next.
 struct ValueTile {
     uint4 a, c;
-    __device__ __forceinline__ explicit ValueTile(const u32* mine) : a(load_transposed(mine)), c(load_transposed(mine + 8)) {}
+    __device__ __forceinline__ ValueTile(const u32* row, int first, int second) : a(load_transposed(row + first)), c(load_transposed(row + second)) {}
     __device__ __forceinline__ void add(float (&acc)[4][4], uint4 share) const {
         mma_half(acc[0], share, a.x, a.y), mma_half(acc[1], share, a.z, a.w);
         mma_half(acc[2], share, c.x, c.y), mma_half(acc[3], share, c.z, c.w);
@@ -207,22 +215,25 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
     const int row = b.lane >> 2, column = b.lane & 3, half = b.warp & 1;
     const int own_chunk = CHUNKS_AT_ONCE == 1 ? 0 : b.warp / (2 * QUERY_TILES);
     const int own_tile = CHUNKS_AT_ONCE == 1 ? b.warp >> 1 : (b.warp >> 1) % QUERY_TILES;
-    const int place = b.lane & 15, octet_at = b.warp * 16 + (b.lane >> 4) * 4;  // the lane's row of values, and where in it
-    uint4 key[8], value[CHUNKS_AT_ONCE][2] = {};                                // values on their way to shared memory
+    const bool scores = own_chunk < CHUNKS_AT_ONCE && own_tile < QUERY_TILES;
+    // the lane's row of values, and where in it
+    const int place = b.lane & 15, first_octet = value_unit(b.warp * 4 + (b.lane >> 4), place), second_octet = value_unit(b.warp * 4 + 2 + (b.lane >> 4), place);
+    uint4 key[8];
     const auto fetch_keys = [&](int first) {  // what is not committed is not used: any row will do
         const int position = min((first + own_chunk * SPLITS) * KEYS + half * 8 + row, newest);
         const uint4* from = (const uint4*)(keys + (size_t)position * (HEAD_DIM / 2)) + column;
 #pragma unroll
-        for (int c = 0; c < 8; c++) key[c] = __ldcg(from + c * 4);
+        for (int c = 0; c < 8; c++) key[c] = scores ? __ldcg(from + c * 4) : uint4{};
     };
-    const auto fetch_values = [&](int first) {
+    const auto fetch_values = [&](int first, int turn) {
 #pragma unroll
         for (int c = 0; c < CHUNKS_AT_ONCE; c++) {
             if (c > 0 && first + c * SPLITS >= chunks) break;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const int from = min((first + c * SPLITS) * KEYS + b.warp * 2 + i, newest);
-                value[c][i] = __ldcg((const uint4*)(values + (size_t)from * (HEAD_DIM / 2)) + b.lane);
+                const int row = b.warp * 2 + i, from = min((first + c * SPLITS) * KEYS + row, newest);
+                copy16(at.values + ((turn * CHUNKS_AT_ONCE + c) * KEYS + row) * VALUE_ROW + value_unit(b.lane, row),
+                       values + (size_t)from * (HEAD_DIM / 2) + b.lane * 4);
             }
         }
     };
@@ -233,30 +244,34 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
         // the nodes of a lane's two rows of a tile
         const int node_low = first_node + row / GROUP, node_high = first_node + (8 % GROUP == 0 ? row / GROUP + 8 / GROUP : (row + 8) / GROUP);
         const auto depth_of = [&](int node) { return NODES == 1 ? 0 : b.s.depth[min(node, b.nodes - 1)]; };
-        fetch_keys(split), fetch_values(split);  // committed keys do not wait for anything
+        fetch_keys(split);  // committed keys do not wait for anything
         if constexpr (NODES == 1) {
+            fetch_values(split, 0);
             static_assert(NODES > 1 || GROUP + 2 <= WARPS, "a warp a row");
             const int over = b.warp - GROUP;  // 0: the key, 1: the value
             if (b.warp < GROUP + (holds_new ? 2 : 0)) {
                 const int made = over < 0 ? kv_head * GROUP + b.warp : HEADS + over * KV_HEADS + kv_head;
                 const uint4 packed = make_row(b, 0, made, vectors);
-                *(uint4*)((over < 0 ? at.q + b.warp * KEY_ROW : over ? at.fresh_values : at.fresh_keys) + b.lane * 4) = packed;
+                u32* to = over < 0 ? at.q + b.warp * KEY_ROW : at.fresh_keys;
+                *(uint4*)(over == 1 ? at.fresh_values + value_unit(b.lane, b.length) : to + b.lane * 4) = packed;
                 if (over >= 0) keep_row(b, index, 0, made, packed);
             }
         } else {
-            fetch_rows(b, at, kv_head, first_node, min(tiles * TILE_NODES, b.nodes - first_node), holds_new && tile0 == 0);
+            fetch_rows(b, at, kv_head, first_node, min(tiles * TILE_NODES, b.nodes - first_node), holds_new);
+            fetch_values(split, 0);
         }
         b.sync();
 
         const int query = b.warp * 8 + row;  // whose softmax this lane has a part in: four keys of a chunk
         float peak = MINUS_INFINITY, weight = 0.0f;
         float sum[QUERY_TILES][4][4] = {};
+        int turn = 0;
 #pragma unroll 1
-        for (int first = split; first < chunks; first += STEP) {
+        for (int first = split; first < chunks; first += STEP, turn ^= 1) {
             const int own = first + own_chunk * SPLITS;
             const bool drafted = holds_new && first + STEP > last_chunk;  // among this step's
             // Its own keys, then drafted ones: every second octet of those up to the tile's last node.
-            bool committed = own_chunk < CHUNKS_AT_ONCE && own < chunks;
+            bool committed = scores && own < chunks;
             int octet = NODES;
             if (drafted && (NODES == 1 ? b.warp == WARPS - 1 : own == last_chunk)) octet = NODES == 1 ? 0 : half * 8;
             const int end = min(b.nodes, first_node + (own_tile + 1) * TILE_NODES);
@@ -302,13 +317,9 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
                 } while (octet < end);
             }
             if (first + STEP < chunks) fetch_keys(first + STEP);
+            copies_done();
             b.sync();
-#pragma unroll
-            for (int c = 0; c < CHUNKS_AT_ONCE; c++)
-#pragma unroll
-                for (int i = 0; i < 2; i++)
-                    *(uint4*)(at.values + (c * KEYS + b.warp * 2 + i) * VALUE_ROW + b.lane * 4) = value[c][i];
-            if (first + STEP < chunks) fetch_values(first + STEP);
+            if (first + STEP < chunks) fetch_values(first + STEP, turn ^ 1);
             if (b.warp * 8 < tiles * TILE_ROWS) {
 #pragma unroll
                 for (int c = 0; c < CHUNKS_AT_ONCE; c++) {
@@ -346,9 +357,9 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
                         for (int n = 0; n < 4; n++) sum[t][n][0] *= low, sum[t][n][1] *= low, sum[t][n][2] *= high, sum[t][n][3] *= high;
                     }
                 }
-                const u32* chunk_values = at.values + (c * KEYS + place) * VALUE_ROW + octet_at;
+                const u32* chunk_values = at.values + ((turn * CHUNKS_AT_ONCE + c) * KEYS + place) * VALUE_ROW;
                 if (!(drafted && first + c * SPLITS == last_chunk)) {
-                    const ValueTile values_here(chunk_values);
+                    const ValueTile values_here(chunk_values, first_octet, second_octet);
 #pragma unroll
                     for (int t = 0; t < QUERY_TILES; t++) values_here.add(sum[t], {share[t][0], share[t][1], share[t][2], share[t][3]});
                     continue;
@@ -357,7 +368,7 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
                 const auto values_of = [&](int node) {                   // of its ancestors, in their places
                     const int known = min(node, b.nodes - 1);
                     const int source = NODES == 1 ? 0 : b.s.ancestor[known][max(0, min(above, depth_of(known)))];
-                    return ValueTile(above < 0 ? chunk_values : at.fresh_values + source * VALUE_ROW + octet_at);
+                    return ValueTile(above < 0 ? chunk_values : at.fresh_values + source * VALUE_ROW, first_octet, second_octet);
                 };
                 ValueTile next = values_of(first_node);
 #pragma unroll

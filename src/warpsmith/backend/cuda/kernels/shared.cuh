@@ -54,23 +54,20 @@ constexpr int PARTIAL_FLOATS =
 constexpr int ROW_FLOATS = 2 * STATE_DIM + 4 * COLUMNS + 8, DELTA_FLOATS = NODES == 1 ? 2 * COLUMNS : NODES * ROW_FLOATS;
 // attention: see attention.cuh
 // A tile of 16 queries has whole nodes; tiles that share a walk over the keys, as many as there are scratch and registers for;
-// chunks of keys that are worked on at the same time, so that every warp has something to score.
+// chunks of keys that are worked on at the same time.
 static_assert(GROUP <= 16, "a node's queries fit in a tile");
 constexpr int TILE_NODES = smaller(NODES, 16 / GROUP), TREE_TILES = (NODES + TILE_NODES - 1) / TILE_NODES;
 constexpr int MOST_TILES = SHARED_MEMORY < (160 << 10) ? 2 : 4, WALKS = (TREE_TILES + MOST_TILES - 1) / MOST_TILES;
 constexpr int QUERY_TILES = (TREE_TILES + WALKS - 1) / WALKS;
-#ifndef WALK
-#define WALK 4
-#endif
-constexpr int CHUNKS_AT_ONCE = NODES == 1 ? WALK : larger(1, WARPS / (2 * QUERY_TILES));
-// Words of a row of q or k, of v, of scores, and fp16 numbers of their weights: they keep the banks apart.
+constexpr int CHUNKS_AT_ONCE = QUERY_TILES == 1 ? 2 : 1;
+// Words of a row of q or k, of v, of scores, and fp16 numbers of their weights: all but v's keep the banks apart.
 // One node's tile has eight rows at most, and its octet one key; what is read past them counts for nothing.
 static_assert(NODES > 1 || GROUP <= 8, "a node's queries are in the tile's upper half");
 constexpr int TILE_ROWS = NODES == 1 ? 8 : 16, QUERIES = QUERY_TILES * TILE_ROWS, QUERY_ROWS = NODES == 1 ? GROUP : QUERIES;
 constexpr int FRESH_ROWS = NODES == 1 ? 1 : (NODES + 7) / 8 * 8;
-constexpr int KEY_ROW = HEAD_DIM / 2 + 16, VALUE_ROW = HEAD_DIM / 2 + 4, SCORE_ROW = KEYS + 8, SHARE_ROW = KEYS + 8;
+constexpr int KEY_ROW = HEAD_DIM / 2 + 16, VALUE_ROW = HEAD_DIM / 2, SCORE_ROW = KEYS + 8, SHARE_ROW = KEYS + 8;
 constexpr int ATTENTION_FLOATS = QUERY_ROWS * KEY_ROW + FRESH_ROWS * (KEY_ROW + VALUE_ROW) + QUERIES +
-                                 CHUNKS_AT_ONCE * (KEYS * VALUE_ROW + QUERIES * (SCORE_ROW + SHARE_ROW / 2 + 1));
+                                 CHUNKS_AT_ONCE * (2 * KEYS * VALUE_ROW + QUERIES * (SCORE_ROW + SHARE_ROW / 2 + 1));
 // A build for one node has room for every stage's scratch side by side, and needs no barrier between them.
 constexpr int MIX_AT = NODES == 1 ? 2 * PARTIAL_FLOATS : 0;
 constexpr int MIX_FLOATS = larger(larger(DELTA_FLOATS, ATTENTION_FLOATS), SAMPLE_FLOATS);
