@@ -25,6 +25,7 @@ static_assert(HEAD_DIM == 32 * WARPS, "a warp has 32 dimensions of the sums");
 static_assert(SPLITS * KEYS >= MAX_NODES + KEYS, "a split has drafted keys in one chunk only");
 constexpr float ATTENTION_SCALE = 0.0625f * 1.44269504f;  // 256 ** -0.5, and scores are to base 2
 constexpr float LARGEST_HALF = 65504.0f;
+constexpr int AHEAD = 1;  // steps that are on their way to the L2 cache
 
 struct AttentionScratch {
     u32 *q, *fresh_keys, *fresh_values, *values;
@@ -238,6 +239,15 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
         }
     };
 
+    // Further chunks on their way to the L2 cache: a thread 128 bytes of the keys or values of one.
+    const auto ask_for = [&](int first) {
+        const int c = threadIdx.x >> 7, chunk = first + c * SPLITS;
+        if (c < CHUNKS_AT_ONCE && (chunk + 1) * KEYS <= b.length)
+            prefetch((threadIdx.x & 64 ? values : keys) + (size_t)chunk * KEYS * (HEAD_DIM / 2) + (threadIdx.x & 63) * 32);
+    };
+#pragma unroll 1
+    for (int i = 1; i <= AHEAD; i++) ask_for(split + i * STEP);
+
 #pragma unroll 1
     for (int tile0 = 0; tile0 < all_tiles; tile0 += QUERY_TILES) {
         const int tiles = min(QUERY_TILES, all_tiles - tile0), first_node = (first_tile + tile0) * TILE_NODES;
@@ -317,6 +327,7 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
                 } while (octet < end);
             }
             if (first + STEP < chunks) fetch_keys(first + STEP);
+            ask_for(first + (AHEAD + 1) * STEP);
             copies_done();
             b.sync();
             if (first + STEP < chunks) fetch_values(first + STEP, turn ^ 1);
@@ -365,23 +376,18 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
                     continue;
                 }
                 const int above = last_chunk * KEYS + place - b.length;  // the root
-                const auto values_of = [&](int node) {                   // of its ancestors, in their places
-                    const int known = min(node, b.nodes - 1);
-                    const int source = NODES == 1 ? 0 : b.s.ancestor[known][max(0, min(above, depth_of(known)))];
-                    return ValueTile(above < 0 ? chunk_values : at.fresh_values + source * VALUE_ROW, first_octet, second_octet);
-                };
-                ValueTile next = values_of(first_node);
 #pragma unroll
-                for (int t = 0; t < QUERY_TILES; t++)
-#pragma unroll 1
+                for (int t = 0; t < QUERY_TILES; t++) {
+                    if (t > 0 && t >= tiles) break;
+#pragma unroll 2
                     for (int i = 0; i < TILE_NODES; i++) {
-                        const int node = first_node + t * TILE_NODES + i;
-                        if (t >= tiles || node >= b.nodes) break;
-                        const ValueTile mine = next;
-                        if (NODES > 1) next = values_of(node + 1);
+                        const int node = min(first_node + t * TILE_NODES + i, b.nodes - 1);
+                        const int source = NODES == 1 ? 0 : b.s.ancestor[node][max(0, min(above, depth_of(node)))];
+                        const ValueTile mine(above < 0 ? chunk_values : at.fresh_values + source * VALUE_ROW, first_octet, second_octet);
                         const bool low = node_low - first_node == i, high = node_high - first_node == i;
                         mine.add(sum[t], {low ? share[t][0] : 0, high ? share[t][1] : 0, low ? share[t][2] : 0, high ? share[t][3] : 0});
                     }
+                }
             }
         }
 
