@@ -36,8 +36,8 @@ struct AttentionScratch {
     __device__ explicit AttentionScratch(float* at)
         : q((u32*)at), fresh_keys(q + QUERY_ROWS * KEY_ROW), fresh_values(fresh_keys + FRESH_ROWS * KEY_ROW),
           values(fresh_values + FRESH_ROWS * VALUE_ROW), scores((float*)(values + 2 * CHUNKS_AT_ONCE * KEYS * VALUE_ROW)),
-          shares((u16*)(scores + CHUNKS_AT_ONCE * QUERIES * SCORE_ROW)), factors((float*)(shares + CHUNKS_AT_ONCE * QUERIES * SHARE_ROW)),
-          inverses(factors + CHUNKS_AT_ONCE * QUERIES) {}
+          shares((u16*)(scores + CHUNKS_AT_ONCE * QUERIES * SCORE_ROW)),
+          factors((float*)(shares + CHUNKS_AT_ONCE * QUERIES * SHARE_ROW)), inverses(factors + CHUNKS_AT_ONCE * QUERIES) {}
 };
 
 // Where 16 bytes of a value are in its row, in words.
@@ -116,11 +116,14 @@ __device__ __forceinline__ void attention_rows(Block& b, int index, const float*
 
 // The rows a pass over nodes [first, first + count) of an item uses, and keys and values of all up to them if they are
 // `fresh`: into shared memory.
-__device__ __forceinline__ void fetch_rows(const Block& b, const AttentionScratch& at, int kv_head, int first, int count, bool fresh) {
+__device__ __forceinline__ void fetch_rows(const Block& b, const AttentionScratch& at, int kv_head, int first, int count,
+                                           bool fresh) {
     constexpr int EACH = (QUERY_TILES * TILE_NODES * GROUP + WARPS - 1) / WARPS, DRAFTED = (2 * NODES + WARPS - 1) / WARPS;
     static_assert(WARPS % 2 == 0, "a warp has keys or values");
     // a warp's query i is of this node and head; its drafted row i is of node warp / 2 + i * WARPS / 2
-    const auto node_of = [&](int i) { return WARPS % GROUP == 0 ? b.warp / GROUP + i * (WARPS / GROUP) : (b.warp + i * WARPS) / GROUP; };
+    const auto node_of = [&](int i) {
+        return WARPS % GROUP == 0 ? b.warp / GROUP + i * (WARPS / GROUP) : (b.warp + i * WARPS) / GROUP;
+    };
     const auto head_of = [&](int i) { return WARPS % GROUP == 0 ? b.warp % GROUP : (b.warp + i * WARPS) % GROUP; };
     const int drafted = fresh ? first + count - (b.warp >> 1) : 0;
     const u32* exchanged = b.words(ATTENTION_TURN, 0, ATTENTION_ROWS_AT) + b.lane * 4;
@@ -149,7 +152,8 @@ __device__ __forceinline__ void fetch_rows(const Block& b, const AttentionScratc
             if (node_of(i) < count && !came16(got[i])) got[i] = query(i);
 #pragma unroll
         for (int i = 0; i < DRAFTED; i++)
-            if (i * (WARPS / 2) < drafted && !came16(got_drafted[i])) got_drafted[i] = load16(drafted_at + i * (WARPS / 2) * NODE_WORDS);
+            if (i * (WARPS / 2) < drafted && !came16(got_drafted[i]))
+                got_drafted[i] = load16(drafted_at + i * (WARPS / 2) * NODE_WORDS);
 #pragma unroll
         for (int i = 0; i < EACH; i++) came &= node_of(i) >= count || came16(got[i]);
 #pragma unroll
@@ -160,7 +164,8 @@ __device__ __forceinline__ void fetch_rows(const Block& b, const AttentionScratc
     u32* q = at.q + b.lane * 4;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-        const int node = node_of(i), place = 16 % GROUP == 0 ? b.warp + i * WARPS : node / TILE_NODES * 16 + node % TILE_NODES * GROUP + head_of(i);
+        const int node = node_of(i), within = node % TILE_NODES * GROUP + head_of(i);
+        const int place = 16 % GROUP == 0 ? b.warp + i * WARPS : node / TILE_NODES * 16 + within;
         if (node < count) *(uint4*)(q + place * KEY_ROW) = got[i];
     }
     if (fresh) {
@@ -193,7 +198,8 @@ __device__ __forceinline__ void score_tile(const u32* q, const uint4 (&key)[8], 
 // The warp's 32 dimensions of 16 values as the B operand: lane l gives row l mod 16 of an octet of dimensions, or of the next.
 struct ValueTile {
     uint4 a, c;
-    __device__ __forceinline__ ValueTile(const u32* row, int first, int second) : a(load_transposed(row + first)), c(load_transposed(row + second)) {}
+    __device__ __forceinline__ ValueTile(const u32* row, int first, int second)
+        : a(load_transposed(row + first)), c(load_transposed(row + second)) {}
     __device__ __forceinline__ void add(float (&acc)[4][4], uint4 share) const {
         mma_half(acc[0], share, a.x, a.y), mma_half(acc[1], share, a.z, a.w);
         mma_half(acc[2], share, c.x, c.y), mma_half(acc[3], share, c.z, c.w);
@@ -203,22 +209,24 @@ struct ValueTile {
 // Published means: a lane's four pairs are dimensions 2 (l mod 4) and the next of its warp's four octets, side by side.
 //
 // One key head and split for the nodes of `all_tiles` tiles of queries from `first_tile` on.
-__device__ __forceinline__ void attention_item(Block& b, int index, int kv_head, int split, int first_tile, int all_tiles, int chunks,
-                                               const float* vectors) {
+__device__ __forceinline__ void attention_item(Block& b, int index, int kv_head, int split, int first_tile, int all_tiles,
+                                               int chunks, const float* vectors) {
     const AttentionScratch at(b.scratch + MIX_AT);
     const size_t cache_at = ((size_t)index * KV_HEADS + kv_head) * b.p.context * (HEAD_DIM / 2);
     const u32 *keys = b.p.keys + cache_at, *values = b.p.values + cache_at;
     const int last_chunk = split + (chunks - 1 - split) / SPLITS * SPLITS, newest = max(b.length - 1, 0);
     const bool holds_new = last_chunk >= b.length / KEYS;  // then it is the last one, where keys are drafted
 
-    // Scores: a warp has half the keys of a chunk, for one tile of queries, or for every fourth.
+    // Scores: a warp has half the keys of a chunk, for one tile of queries.
+    static_assert(QUERY_TILES <= WARPS / 2, "a warp half a tile");
     constexpr int STEP = CHUNKS_AT_ONCE * SPLITS, SCORES = QUERIES * SCORE_ROW;
     const int row = b.lane >> 2, column = b.lane & 3, half = b.warp & 1;
     const int own_chunk = CHUNKS_AT_ONCE == 1 ? 0 : b.warp / (2 * QUERY_TILES);
     const int own_tile = CHUNKS_AT_ONCE == 1 ? b.warp >> 1 : (b.warp >> 1) % QUERY_TILES;
     const bool scores = own_chunk < CHUNKS_AT_ONCE && own_tile < QUERY_TILES;
     // the lane's row of values, and where in it
-    const int place = b.lane & 15, first_octet = value_unit(b.warp * 4 + (b.lane >> 4), place), second_octet = value_unit(b.warp * 4 + 2 + (b.lane >> 4), place);
+    const int place = b.lane & 15, unit = b.warp * 4 + (b.lane >> 4);
+    const int first_octet = value_unit(unit, place), second_octet = value_unit(unit + 2, place);
     uint4 key[8];
     const auto fetch_keys = [&](int first) {  // what is not committed is not used: any row will do
         const int position = min((first + own_chunk * SPLITS) * KEYS + half * 8 + row, newest);
@@ -252,7 +260,8 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
     for (int tile0 = 0; tile0 < all_tiles; tile0 += QUERY_TILES) {
         const int tiles = min(QUERY_TILES, all_tiles - tile0), first_node = (first_tile + tile0) * TILE_NODES;
         // the nodes of a lane's two rows of a tile
-        const int node_low = first_node + row / GROUP, node_high = first_node + (8 % GROUP == 0 ? row / GROUP + 8 / GROUP : (row + 8) / GROUP);
+        const int node_low = first_node + row / GROUP;
+        const int node_high = first_node + (8 % GROUP == 0 ? row / GROUP + 8 / GROUP : (row + 8) / GROUP);
         const auto depth_of = [&](int node) { return NODES == 1 ? 0 : b.s.depth[min(node, b.nodes - 1)]; };
         fetch_keys(split);  // committed keys do not wait for anything
         if constexpr (NODES == 1) {
@@ -286,7 +295,8 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
             if (drafted && (NODES == 1 ? b.warp == WARPS - 1 : own == last_chunk)) octet = NODES == 1 ? 0 : half * 8;
             const int end = min(b.nodes, first_node + (own_tile + 1) * TILE_NODES);
             if (own_tile < tiles && (committed || octet < end)) {
-                const int nodes[2] = {min(node_low + own_tile * TILE_NODES, b.nodes - 1), min(node_high + own_tile * TILE_NODES, b.nodes - 1)};
+                const int before = own_tile * TILE_NODES;
+                const int nodes[2] = {min(node_low + before, b.nodes - 1), min(node_high + before, b.nodes - 1)};
                 const int depths[2] = {depth_of(nodes[0]), depth_of(nodes[1])};
                 float* to = at.scores + (own_tile * 16 + row) * SCORE_ROW;
 #pragma unroll 1
@@ -309,7 +319,8 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
 #pragma unroll
                         for (int i = 0; i < TILE_ROWS / 4; i++) {  // none past a node's own; those between are drafted
                             const int over = above + (i & 1);
-                            if (over < 0 || over > depths[i >> 1]) mine[(i >> 1) * 8 * SCORE_ROW + (i & 1)] = over < 0 ? s[i] : MINUS_INFINITY;
+                            if (over < 0 || over > depths[i >> 1])
+                                mine[(i >> 1) * 8 * SCORE_ROW + (i & 1)] = over < 0 ? s[i] : MINUS_INFINITY;
                         }
                         committed = false;
                     } else {
@@ -340,7 +351,8 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
                     top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
                     top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
                     top = fmaxf(top, peak);
-                    const float p0 = power_of_2(s.x - top), p1 = power_of_2(s.y - top), p2 = power_of_2(s.z - top), p3 = power_of_2(s.w - top);
+                    const float p0 = power_of_2(s.x - top), p1 = power_of_2(s.y - top);
+                    const float p2 = power_of_2(s.z - top), p3 = power_of_2(s.w - top);
                     *(uint2*)(at.shares + (c * QUERIES + query) * SHARE_ROW + column * 4) = {pack_half(p0, p1), pack_half(p2, p3)};
                     float total = (p0 + p1) + (p2 + p3);
                     total += __shfl_xor_sync(~0u, total, 1);
@@ -356,23 +368,23 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
 #pragma unroll
             for (int c = 0; c < CHUNKS_AT_ONCE; c++) {
                 if (c > 0 && first + c * SPLITS >= chunks) break;
-                u32 share[QUERY_TILES][4];
+                uint4 share[QUERY_TILES];
 #pragma unroll
                 for (int t = 0; t < QUERY_TILES; t++) {
                     const float* factors = at.factors + c * QUERIES + t * 16 + row;
                     const float low = factors[0], high = factors[8];
-                    const uint4 a = load_matrices(at.shares + (c * QUERIES + t * 16 + (b.lane & 15)) * SHARE_ROW + (b.lane >> 4) * 8);
-                    share[t][0] = a.x, share[t][1] = a.y, share[t][2] = a.z, share[t][3] = a.w;
+                    share[t] = load_matrices(at.shares + (c * QUERIES + t * 16 + place) * SHARE_ROW + (b.lane >> 4) * 8);
                     if (first > split || c > 0) {
 #pragma unroll
-                        for (int n = 0; n < 4; n++) sum[t][n][0] *= low, sum[t][n][1] *= low, sum[t][n][2] *= high, sum[t][n][3] *= high;
+                        for (int n = 0; n < 4; n++)
+                            sum[t][n][0] *= low, sum[t][n][1] *= low, sum[t][n][2] *= high, sum[t][n][3] *= high;
                     }
                 }
                 const u32* chunk_values = at.values + ((turn * CHUNKS_AT_ONCE + c) * KEYS + place) * VALUE_ROW;
                 if (!(drafted && first + c * SPLITS == last_chunk)) {
                     const ValueTile values_here(chunk_values, first_octet, second_octet);
 #pragma unroll
-                    for (int t = 0; t < QUERY_TILES; t++) values_here.add(sum[t], {share[t][0], share[t][1], share[t][2], share[t][3]});
+                    for (int t = 0; t < QUERY_TILES; t++) values_here.add(sum[t], share[t]);
                     continue;
                 }
                 const int above = last_chunk * KEYS + place - b.length;  // the root
@@ -383,20 +395,24 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
                     for (int i = 0; i < TILE_NODES; i++) {
                         const int node = min(first_node + t * TILE_NODES + i, b.nodes - 1);
                         const int source = NODES == 1 ? 0 : b.s.ancestor[node][max(0, min(above, depth_of(node)))];
-                        const ValueTile mine(above < 0 ? chunk_values : at.fresh_values + source * VALUE_ROW, first_octet, second_octet);
+                        const u32* from = above < 0 ? chunk_values : at.fresh_values + source * VALUE_ROW;
                         const bool low = node_low - first_node == i, high = node_high - first_node == i;
-                        mine.add(sum[t], {low ? share[t][0] : 0, high ? share[t][1] : 0, low ? share[t][2] : 0, high ? share[t][3] : 0});
+                        const uint4 own = {low ? share[t].x : 0, high ? share[t].y : 0, low ? share[t].z : 0, high ? share[t].w : 0};
+                        ValueTile(from, first_octet, second_octet).add(sum[t], own);
                     }
                 }
             }
         }
 
-        const auto publishes = [&](int node) { return node < b.nodes && (split * KEYS <= b.length || split * KEYS <= b.length + depth_of(node)); };
+        const auto publishes = [&](int node) {  // it sees keys of the split
+            return node < b.nodes && (split * KEYS <= b.length || split * KEYS <= b.length + depth_of(node));
+        };
         if (b.warp * 8 < tiles * TILE_ROWS && column == 0) {
-            const int within = query % 16, node = first_node + query / 16 * TILE_NODES + within / GROUP, head = kv_head * GROUP + within % GROUP;
+            const int within = query % 16, node = first_node + query / 16 * TILE_NODES + within / GROUP;
+            const int head = kv_head * GROUP + within % GROUP;
             if (within < TILE_NODES * GROUP && publishes(node))
-                publish8(b.words(ATTENTION_TURN, node, STATS_AT) + (head * SPLITS + split) * 2, b.other(ATTENTION_TURN), __float_as_uint(peak),
-                         __float_as_uint(weight));
+                publish8(b.words(ATTENTION_TURN, node, STATS_AT) + (head * SPLITS + split) * 2, b.other(ATTENTION_TURN),
+                         __float_as_uint(peak), __float_as_uint(weight));
         }
 #pragma unroll
         for (int u = 0; u < 2; u++) {
@@ -485,7 +501,8 @@ __device__ __forceinline__ void attention_merge(Block& b) {
         peak = warp_max(peak);
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            share[i] = i * 32 + b.lane < splits ? power_of_2(__uint_as_float(stats[i].x) - peak) * __uint_as_float(stats[i].y) : 0.0f;
+            const float mine = power_of_2(__uint_as_float(stats[i].x) - peak) * __uint_as_float(stats[i].y);
+            share[i] = i * 32 + b.lane < splits ? mine : 0.0f;
             weight += share[i];
         }
         weight = warp_sum(weight);
@@ -508,9 +525,11 @@ __device__ __forceinline__ void attention_merge(Block& b) {
 #pragma unroll
         for (int j = 0; j < 2; j++) two[j] = (odd ? four[j + 2] : four[j]) + __shfl_xor_sync(~0u, odd ? four[j] : four[j + 2], 8);
         const float inverse = reciprocal(weight);
-        const u32 pair = pack_bf16(two[0] * inverse * sigmoid(__uint_as_float(gates.x)), two[1] * inverse * sigmoid(__uint_as_float(gates.y)));
+        const float gate0 = sigmoid(__uint_as_float(gates.x)), gate1 = sigmoid(__uint_as_float(gates.y));
+        const u32 pair = pack_bf16(two[0] * inverse * gate0, two[1] * inverse * gate1);
         const u32 next = __shfl_down_sync(~0u, pair, 1);
-        if (b.lane % 2 == 0) publish8(b.words(ATTENTION_TURN, node, ATTENTION_Y_AT) + (head * HEAD_DIM + dim) / 2, b.other(ATTENTION_TURN), pair, next);
+        if (b.lane % 2 == 0)
+            publish8(b.words(ATTENTION_TURN, node, ATTENTION_Y_AT) + (head * HEAD_DIM + dim) / 2, b.other(ATTENTION_TURN), pair, next);
 #pragma unroll
         for (int i = 0; i < ROUNDS; i++)
             if (i * 4 + quarter < splits) store16(part + i * 4 * (HEAD_DIM / 2), NOT_YET, NOT_YET, NOT_YET, NOT_YET);

@@ -87,7 +87,7 @@ constexpr int ATTENTION_Y_AT = ATTENTION_IN_AT + ATTENTION_IN_UNITS * WIDE;
 constexpr int STATS_AT = ATTENTION_Y_AT + ATTENTION_DIM / 2;      // {maximum, sum} of a split [HEADS][SPLITS][2]
 constexpr int ATTENTION_ROWS = HEADS + 2 * KV_HEADS;              // of q, k and v
 constexpr int ATTENTION_ROWS_AT = STATS_AT + HEADS * SPLITS * 2;  // in a tree: fp16, after norm and RoPE [ATTENTION_ROWS][HEAD_DIM]
-constexpr int BEST_AT = ATTENTION_ROWS_AT + ATTENTION_ROWS * HEAD_DIM / 2;            // {id, logit} of each SM's best token [SMS][2]
+constexpr int BEST_AT = ATTENTION_ROWS_AT + ATTENTION_ROWS * HEAD_DIM / 2;  // {id, logit} of each SM's best token [SMS][2]
 constexpr int NODE_WORDS = BEST_AT + aligned(SMS * 2);
 constexpr int COPY_WORDS = MAX_NODES * NODE_WORDS;
 
