@@ -12,9 +12,11 @@
 // so plain and tree runs agree to the bit.
 // Weighted sums come from mma as well (16 queries x 8 dimensions x 16 keys), a warp 32 dimensions; where a chunk has drafted
 // keys, once a node, with that node's own values and the other nodes' weights zero.
-// Bytes: 1 KB of fp16 keys and values a position and key head, straight into the operands' registers.
-// Scratch: rows of q [tiles][16], drafted keys and values [nodes][2]; then for every chunk at work scores [tiles][16][16], their
-// softmax weights in fp16, and factors that keep older sums in step [tiles][16]; last what makes means of the sums.
+// Bytes: 1 KB of fp16 keys and values a position and key head; keys come straight into the operand's registers.
+// Scratch: rows of q [tiles][16], drafted keys [nodes], drafted values [nodes], values of the chunks at work and of the next
+// [2][chunks][16]; then for every chunk at work scores [tiles][16][16], their softmax weights in fp16, and factors that keep
+// older sums in step [tiles][16]; last what makes means of the sums. Sixteen bytes of a value at position p lie p mod 8 places
+// apart (exclusive or) from where they would, so that rows of any positions that follow each other are in different banks.
 #pragma once
 #include "block.cuh"
 
@@ -23,20 +25,23 @@ static_assert(HEAD_DIM == 32 * WARPS, "a warp has 32 dimensions of the sums");
 static_assert(SPLITS * KEYS >= MAX_NODES + KEYS, "a split has drafted keys in one chunk only");
 constexpr float ATTENTION_SCALE = 0.0625f * 1.44269504f;  // 256 ** -0.5, and scores are to base 2
 constexpr float LARGEST_HALF = 65504.0f;
+constexpr int AHEAD = 1;  // steps that are on their way to the L2 cache
 
 struct AttentionScratch {
-    u32 *q, *fresh;
+    u32 *q, *fresh_keys, *fresh_values, *values;
     float* scores;
     u16* shares;
     float *factors, *inverses;
 
     __device__ explicit AttentionScratch(float* at)
-        : q((u32*)at), fresh(q + QUERIES * KV_ROW), scores((float*)(fresh + 2 * FRESH_NODES * KV_ROW)),
-          shares((u16*)(scores + CHUNKS_AT_ONCE * QUERIES * SCORE_ROW)), factors((float*)(shares + CHUNKS_AT_ONCE * QUERIES * SHARE_ROW)),
-          inverses(factors + CHUNKS_AT_ONCE * QUERIES) {}
-    __device__ u32* fresh_key(int node) const { return fresh + node * 2 * KV_ROW; }
-    __device__ u32* fresh_value(int node) const { return fresh + (node * 2 + 1) * KV_ROW; }
+        : q((u32*)at), fresh_keys(q + QUERY_ROWS * KEY_ROW), fresh_values(fresh_keys + FRESH_ROWS * KEY_ROW),
+          values(fresh_values + FRESH_ROWS * VALUE_ROW), scores((float*)(values + 2 * CHUNKS_AT_ONCE * KEYS * VALUE_ROW)),
+          shares((u16*)(scores + CHUNKS_AT_ONCE * QUERIES * SCORE_ROW)),
+          factors((float*)(shares + CHUNKS_AT_ONCE * QUERIES * SHARE_ROW)), inverses(factors + CHUNKS_AT_ONCE * QUERIES) {}
 };
+
+// Where 16 bytes of a value are in its row, in words.
+__device__ __forceinline__ int value_unit(int unit, int position) { return (unit ^ (position & 7)) * 4; }
 
 // One warp makes a row of a node, eight dimensions a lane: rows are all query heads, then all keys, then all values. Normed and
 // rotated, except for a value, which is kept finite: in a tree it is multiplied by other nodes' zeros.
@@ -109,18 +114,23 @@ __device__ __forceinline__ void attention_rows(Block& b, int index, const float*
     }
 }
 
-// The rows a pass over nodes [first, first + count) of an item uses, and all drafted keys and values if it is the first that
-// does: into shared memory.
-__device__ __forceinline__ void fetch_rows(const Block& b, const AttentionScratch& at, int kv_head, int first, int count, bool fresh) {
+// The rows a pass over nodes [first, first + count) of an item uses, and keys and values of all up to them if they are
+// `fresh`: into shared memory.
+__device__ __forceinline__ void fetch_rows(const Block& b, const AttentionScratch& at, int kv_head, int first, int count,
+                                           bool fresh) {
     constexpr int EACH = (QUERY_TILES * TILE_NODES * GROUP + WARPS - 1) / WARPS, DRAFTED = (2 * NODES + WARPS - 1) / WARPS;
     static_assert(WARPS % 2 == 0, "a warp has keys or values");
     // a warp's query i is of this node and head; its drafted row i is of node warp / 2 + i * WARPS / 2
-    const auto node_of = [&](int i) { return WARPS % GROUP == 0 ? b.warp / GROUP + i * (WARPS / GROUP) : (b.warp + i * WARPS) / GROUP; };
+    const auto node_of = [&](int i) {
+        return WARPS % GROUP == 0 ? b.warp / GROUP + i * (WARPS / GROUP) : (b.warp + i * WARPS) / GROUP;
+    };
     const auto head_of = [&](int i) { return WARPS % GROUP == 0 ? b.warp % GROUP : (b.warp + i * WARPS) % GROUP; };
-    const int drafted = fresh ? b.nodes - (b.warp >> 1) : 0;
-    const auto row_at = [&](int node, int row) { return load16(b.words(ATTENTION_TURN, node, ATTENTION_ROWS_AT) + row * (HEAD_DIM / 2) + b.lane * 4); };
-    const auto query = [&](int i) { return row_at(first + node_of(i), kv_head * GROUP + head_of(i)); };
-    const auto drafted_row = [&](int i) { return row_at((b.warp >> 1) + i * (WARPS / 2), HEADS + (b.warp & 1) * KV_HEADS + kv_head); };
+    const int drafted = fresh ? first + count - (b.warp >> 1) : 0;
+    const auto row_of = [&](int node, int row) {
+        return load16(b.words(ATTENTION_TURN, node, ATTENTION_ROWS_AT) + row * (HEAD_DIM / 2) + b.lane * 4);
+    };
+    const auto query = [&](int i) { return row_of(first + node_of(i), kv_head * GROUP + head_of(i)); };
+    const auto drafted_row = [&](int i) { return row_of((b.warp >> 1) + i * (WARPS / 2), HEADS + (b.warp & 1) * KV_HEADS + kv_head); };
     Watchdog dog;
     {  // polling for all of it would fill the way it comes on: the last row first
         int last = 0;
@@ -143,7 +153,8 @@ __device__ __forceinline__ void fetch_rows(const Block& b, const AttentionScratc
             if (node_of(i) < count && !came16(got[i])) got[i] = query(i);
 #pragma unroll
         for (int i = 0; i < DRAFTED; i++)
-            if (i * (WARPS / 2) < drafted && !came16(got_drafted[i])) got_drafted[i] = drafted_row(i);
+            if (i * (WARPS / 2) < drafted && !came16(got_drafted[i]))
+                got_drafted[i] = drafted_row(i);
 #pragma unroll
         for (int i = 0; i < EACH; i++) came &= node_of(i) >= count || came16(got[i]);
 #pragma unroll
@@ -151,152 +162,188 @@ __device__ __forceinline__ void fetch_rows(const Block& b, const AttentionScratc
         dog.check();
     } while (!everywhere(came));
     b.sync();  // what the scratch holds may still be read
-    u32 *q = at.q + b.lane * 4, *k = at.fresh + b.warp * KV_ROW + b.lane * 4;
+    u32* q = at.q + b.lane * 4;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-        const int node = node_of(i), place = 16 % GROUP == 0 ? b.warp + i * WARPS : node / TILE_NODES * 16 + node % TILE_NODES * GROUP + head_of(i);
-        if (node < count) *(uint4*)(q + place * KV_ROW) = got[i];
+        const int node = node_of(i), within = node % TILE_NODES * GROUP + head_of(i);
+        const int place = 16 % GROUP == 0 ? b.warp + i * WARPS : node / TILE_NODES * 16 + within;
+        if (node < count) *(uint4*)(q + place * KEY_ROW) = got[i];
     }
     if (fresh) {
 #pragma unroll
         for (int i = 0; i < DRAFTED; i++)
-            if (i * (WARPS / 2) < drafted) *(uint4*)(k + i * WARPS * KV_ROW) = got_drafted[i];
+            if (i * (WARPS / 2) < drafted) {
+                const int node = (b.warp >> 1) + i * (WARPS / 2);
+                u32* to = b.warp & 1 ? at.fresh_values + node * VALUE_ROW + value_unit(b.lane, b.length + b.s.depth[node])
+                                     : at.fresh_keys + node * KEY_ROW + b.lane * 4;
+                *(uint4*)to = got_drafted[i];
+            }
     }
 }
 
-// 16 queries against 8 keys: lane l has key l / 4 at dimensions 8 (l mod 4) .. of every 32. Four sums, then one. Of rows l / 4
+// 16 queries against 8 keys: lane l has key l / 4 at dimensions 8 (l mod 4) .. of every 32. Four sums, then one; of rows l / 4
 // and + 8, columns 2 (l mod 4) and the next.
-template <class Key>
-__device__ __forceinline__ float4 score_tile(const u32* q, Key key, int lane) {
-    const uint4 *low = (const uint4*)(q + (lane >> 2) * KV_ROW) + (lane & 3), *high = low + 8 * (KV_ROW / 4);
+__device__ __forceinline__ void score_tile(const u32* q, const uint4 (&key)[8], int lane, float (&total)[4]) {
+    const uint4 *low = (const uint4*)(q + (lane >> 2) * KEY_ROW) + (lane & 3), *high = low + 8 * (KEY_ROW / 4);
     float sum[4][4] = {};
 #pragma unroll
     for (int c = 0; c < 8; c++) {
-        const uint4 a = low[c * 4], d = high[c * 4], k = key(c);
-        mma_half(sum[c % 4], {a.x, d.x, a.y, d.y}, k.x, k.y);
-        mma_half(sum[c % 4], {a.z, d.z, a.w, d.w}, k.z, k.w);
+        const uint4 a = low[c * 4], d = high[c * 4];
+        mma_half(sum[c % 4], {a.x, d.x, a.y, d.y}, key[c].x, key[c].y);
+        mma_half(sum[c % 4], {a.z, d.z, a.w, d.w}, key[c].z, key[c].w);
     }
-    float total[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) total[i] = (sum[0][i] + sum[1][i]) + (sum[2][i] + sum[3][i]);
-    return {total[0], total[1], total[2], total[3]};
 }
 
-// Values as the B operand: the lane has dimensions 4 (l / 4) .. + 3 of the warp's 32, keys 2 (l mod 4), + 1, + 8, + 9. Column
-// l / 4 of sum n is dimension 4 (l / 4) + n, so that a lane's sums of a row are dimensions 8 (l mod 4) .. + 7.
-__device__ __forceinline__ void add_values(float (&acc)[4][4], uint4 share, const uint2 (&v)[4]) {
-    mma_half(acc[0], share, __byte_perm(v[0].x, v[1].x, 0x5410), __byte_perm(v[2].x, v[3].x, 0x5410));
-    mma_half(acc[1], share, __byte_perm(v[0].x, v[1].x, 0x7632), __byte_perm(v[2].x, v[3].x, 0x7632));
-    mma_half(acc[2], share, __byte_perm(v[0].y, v[1].y, 0x5410), __byte_perm(v[2].y, v[3].y, 0x5410));
-    mma_half(acc[3], share, __byte_perm(v[0].y, v[1].y, 0x7632), __byte_perm(v[2].y, v[3].y, 0x7632));
-}
+// The warp's 32 dimensions of 16 values as the B operand: lane l gives row l mod 16 of an octet of dimensions, or of the next.
+struct ValueTile {
+    uint4 a, c;
+    __device__ __forceinline__ ValueTile(const u32* row, int first, int second)
+        : a(load_transposed(row + first)), c(load_transposed(row + second)) {}
+    __device__ __forceinline__ void add(float (&acc)[4][4], uint4 share) const {
+        mma_half(acc[0], share, a.x, a.y), mma_half(acc[1], share, a.z, a.w);
+        mma_half(acc[2], share, c.x, c.y), mma_half(acc[3], share, c.z, c.w);
+    }
+};
 
+// Published means: a lane's four pairs are dimensions 2 (l mod 4) and the next of its warp's four octets, side by side.
+//
 // One key head and split for the nodes of `all_tiles` tiles of queries from `first_tile` on.
-__device__ __forceinline__ void attention_item(Block& b, int index, int kv_head, int split, int first_tile, int all_tiles, int chunks,
-                                               const float* vectors) {
+__device__ __forceinline__ void attention_item(Block& b, int index, int kv_head, int split, int first_tile, int all_tiles,
+                                               int chunks, const float* vectors) {
     const AttentionScratch at(b.scratch + MIX_AT);
     const size_t cache_at = ((size_t)index * KV_HEADS + kv_head) * b.p.context * (HEAD_DIM / 2);
     const u32 *keys = b.p.keys + cache_at, *values = b.p.values + cache_at;
     const int last_chunk = split + (chunks - 1 - split) / SPLITS * SPLITS, newest = max(b.length - 1, 0);
     const bool holds_new = last_chunk >= b.length / KEYS;  // then it is the last one, where keys are drafted
 
-    // Scores: a warp has half the keys of a chunk, for one tile of queries, or for every fourth.
+    // Scores: a warp has half the keys of a chunk, for one tile of queries.
+    static_assert(QUERY_TILES <= WARPS / 2, "a warp half a tile");
     constexpr int STEP = CHUNKS_AT_ONCE * SPLITS, SCORES = QUERIES * SCORE_ROW;
     const int row = b.lane >> 2, column = b.lane & 3, half = b.warp & 1;
     const int own_chunk = CHUNKS_AT_ONCE == 1 ? 0 : b.warp / (2 * QUERY_TILES);
     const int own_tile = CHUNKS_AT_ONCE == 1 ? b.warp >> 1 : (b.warp >> 1) % QUERY_TILES;
-    const auto place = [&](int i) { return column * 2 + (i & 1) + (i >> 1) * 8; };  // of the keys whose values a lane has
+    const bool scores = own_chunk < CHUNKS_AT_ONCE && own_tile < QUERY_TILES;
+    // the lane's row of values, and where in it
+    const int place = b.lane & 15, unit = b.warp * 4 + (b.lane >> 4);
+    const int first_octet = value_unit(unit, place), second_octet = value_unit(unit + 2, place);
     uint4 key[8];
-    uint2 coming[CHUNKS_AT_ONCE][4] = {};
-    const auto fetch = [&](int first) {  // what is not committed is not used: any row will do
+    const auto fetch_keys = [&](int first) {  // what is not committed is not used: any row will do
         const int position = min((first + own_chunk * SPLITS) * KEYS + half * 8 + row, newest);
         const uint4* from = (const uint4*)(keys + (size_t)position * (HEAD_DIM / 2)) + column;
 #pragma unroll
-        for (int c = 0; c < 8; c++) key[c] = __ldcg(from + c * 4);
+        for (int c = 0; c < 8; c++) key[c] = scores ? __ldcg(from + c * 4) : uint4{};
+    };
+    const auto fetch_values = [&](int first, int turn) {
 #pragma unroll
         for (int c = 0; c < CHUNKS_AT_ONCE; c++) {
             if (c > 0 && first + c * SPLITS >= chunks) break;
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int from = min((first + c * SPLITS) * KEYS + place(i), newest);
-                coming[c][i] = __ldcg((const uint2*)(values + (size_t)from * (HEAD_DIM / 2) + b.warp * 16) + row);
+            for (int i = 0; i < 2; i++) {
+                const int row = b.warp * 2 + i, from = min((first + c * SPLITS) * KEYS + row, newest);
+                copy16(at.values + ((turn * CHUNKS_AT_ONCE + c) * KEYS + row) * VALUE_ROW + value_unit(b.lane, row),
+                       values + (size_t)from * (HEAD_DIM / 2) + b.lane * 4);
             }
         }
     };
+
+    // Further chunks on their way to the L2 cache: a thread 128 bytes of the keys or values of one.
+    const auto ask_for = [&](int first) {
+        const int c = threadIdx.x >> 7, chunk = first + c * SPLITS;
+        if (c < CHUNKS_AT_ONCE && (chunk + 1) * KEYS <= b.length)
+            prefetch((threadIdx.x & 64 ? values : keys) + (size_t)chunk * KEYS * (HEAD_DIM / 2) + (threadIdx.x & 63) * 32);
+    };
+#pragma unroll 1
+    for (int i = 1; i <= AHEAD; i++) ask_for(split + i * STEP);
 
 #pragma unroll 1
     for (int tile0 = 0; tile0 < all_tiles; tile0 += QUERY_TILES) {
         const int tiles = min(QUERY_TILES, all_tiles - tile0), first_node = (first_tile + tile0) * TILE_NODES;
         // the nodes of a lane's two rows of a tile
-        const int node_low = first_node + row / GROUP, node_high = first_node + (8 % GROUP == 0 ? row / GROUP + 8 / GROUP : (row + 8) / GROUP);
+        const int node_low = first_node + row / GROUP;
+        const int node_high = first_node + (8 % GROUP == 0 ? row / GROUP + 8 / GROUP : (row + 8) / GROUP);
         const auto depth_of = [&](int node) { return NODES == 1 ? 0 : b.s.depth[min(node, b.nodes - 1)]; };
-        fetch(split);  // committed keys do not wait for anything
+        fetch_keys(split);  // committed keys do not wait for anything
         if constexpr (NODES == 1) {
+            fetch_values(split, 0);
             static_assert(NODES > 1 || GROUP + 2 <= WARPS, "a warp a row");
             const int over = b.warp - GROUP;  // 0: the key, 1: the value
             if (b.warp < GROUP + (holds_new ? 2 : 0)) {
                 const int made = over < 0 ? kv_head * GROUP + b.warp : HEADS + over * KV_HEADS + kv_head;
                 const uint4 packed = make_row(b, 0, made, vectors);
-                *(uint4*)((over < 0 ? at.q + b.warp * KV_ROW : at.fresh + over * KV_ROW) + b.lane * 4) = packed;
+                u32* to = over < 0 ? at.q + b.warp * KEY_ROW : at.fresh_keys;
+                *(uint4*)(over == 1 ? at.fresh_values + value_unit(b.lane, b.length) : to + b.lane * 4) = packed;
                 if (over >= 0) keep_row(b, index, 0, made, packed);
             }
         } else {
-            fetch_rows(b, at, kv_head, first_node, min(tiles * TILE_NODES, b.nodes - first_node), holds_new && tile0 == 0);
+            fetch_rows(b, at, kv_head, first_node, min(tiles * TILE_NODES, b.nodes - first_node), holds_new);
+            fetch_values(split, 0);
         }
         b.sync();
 
         const int query = b.warp * 8 + row;  // whose softmax this lane has a part in: four keys of a chunk
         float peak = MINUS_INFINITY, weight = 0.0f;
         float sum[QUERY_TILES][4][4] = {};
+        int turn = 0;
 #pragma unroll 1
-        for (int first = split; first < chunks; first += STEP) {
+        for (int first = split; first < chunks; first += STEP, turn ^= 1) {
             const int own = first + own_chunk * SPLITS;
             const bool drafted = holds_new && first + STEP > last_chunk;  // among this step's
-            if ((CHUNKS_AT_ONCE == 1 || own_chunk < CHUNKS_AT_ONCE) && own < chunks) {
+            // Its own keys, then drafted ones: every second octet of those up to the tile's last node.
+            bool committed = scores && own < chunks;
+            int octet = NODES;
+            if (drafted && (NODES == 1 ? b.warp == WARPS - 1 : own == last_chunk)) octet = NODES == 1 ? 0 : half * 8;
+            const int end = min(b.nodes, first_node + (own_tile + 1) * TILE_NODES);
+            if (own_tile < tiles && (committed || octet < end)) {
+                const int before = own_tile * TILE_NODES;
+                const int nodes[2] = {min(node_low + before, b.nodes - 1), min(node_high + before, b.nodes - 1)};
+                const int depths[2] = {depth_of(nodes[0]), depth_of(nodes[1])};
+                float* to = at.scores + (own_tile * 16 + row) * SCORE_ROW;
 #pragma unroll 1
-                for (int t = own_tile; t < tiles; t += WARPS / 2) {
-                    const float4 s = score_tile(at.q + t * 16 * KV_ROW, [&](int c) { return key[c]; }, b.lane);
-                    float* to = at.scores + own_chunk * SCORES + (t * 16 + row) * SCORE_ROW + half * 8 + column * 2;
-                    if (!(drafted && own == last_chunk)) {
-                        *(float2*)to = {s.x, s.y};
-                        *(float2*)(to + 8 * SCORE_ROW) = {s.z, s.w};
-                    } else {  // committed keys; and none past a node's own
-                        const int above = own * KEYS + half * 8 + column * 2 - b.length;  // the root
-                        const int low = depth_of(node_low + t * TILE_NODES), high = depth_of(node_high + t * TILE_NODES);
-                        if (above < 0 || above > low) to[0] = above < 0 ? s.x : MINUS_INFINITY;
-                        if (above + 1 < 0 || above + 1 > low) to[1] = above + 1 < 0 ? s.y : MINUS_INFINITY;
-                        if (above < 0 || above > high) to[8 * SCORE_ROW] = above < 0 ? s.z : MINUS_INFINITY;
-                        if (above + 1 < 0 || above + 1 > high) to[8 * SCORE_ROW + 1] = above + 1 < 0 ? s.w : MINUS_INFINITY;
+                do {
+                    if (!committed) {
+                        const uint4* from = (const uint4*)(at.fresh_keys + (octet + row) * KEY_ROW) + column;
+#pragma unroll
+                        for (int c = 0; c < 8; c++) key[c] = from[c * 4];
                     }
-                }
-            }
-            if (drafted) {  // by those warps first that have fewest of the others
-                const int octets = (b.nodes + 7) / 8, offset = b.length - last_chunk * KEYS;
-                float* to = at.scores + (CHUNKS_AT_ONCE == 1 ? 0 : (last_chunk - first) / SPLITS) * SCORES + row * SCORE_ROW;
-#pragma unroll 1
-                for (int task = (b.warp + 2 * (WARPS - tiles)) % WARPS; task < octets * tiles; task += WARPS) {
-                    const int octet = task / tiles, t = task % tiles;
-                    const uint4* from = (const uint4*)at.fresh_key(octet * 8 + row) + column;
-                    const float4 s = score_tile(at.q + t * 16 * KV_ROW, [&](int c) { return from[c * 4]; }, b.lane);
-                    const float four[4] = {s.x, s.y, s.z, s.w};
+                    float s[4];
+                    score_tile(at.q + own_tile * 16 * KEY_ROW, key, b.lane, s);
+                    if (committed && !(drafted && own == last_chunk)) {
+                        float* mine = to + own_chunk * SCORES + half * 8 + column * 2;
+                        *(float2*)mine = {s[0], s[1]};
+                        if (TILE_ROWS > 8) *(float2*)(mine + 8 * SCORE_ROW) = {s[2], s[3]};
+                        committed = false;
+                    } else if (committed) {
+                        const int at_column = half * 8 + column * 2, above = own * KEYS + at_column - b.length;  // the root
+                        float* mine = to + own_chunk * SCORES + at_column;
 #pragma unroll
-                    for (int i = 0; i < 4; i++) {  // where it is an ancestor of the query's node
-                        const int ancestor = octet * 8 + column * 2 + (i & 1), node = min((i < 2 ? node_low : node_high) + t * TILE_NODES, b.nodes - 1);
-                        const int depth = depth_of(ancestor), at_place = offset + depth;
-                        const bool is = NODES == 1 ? ancestor == 0
-                                                   : ancestor < b.nodes && depth <= b.s.depth[node] && b.s.ancestor[node][depth] == ancestor;
-                        if (is && at_place >= 0 && at_place < KEYS) to[(t * 16 + (i >> 1) * 8) * SCORE_ROW + at_place] = four[i];
+                        for (int i = 0; i < TILE_ROWS / 4; i++) {  // none past a node's own; those between are drafted
+                            const int over = above + (i & 1);
+                            if (over < 0 || over > depths[i >> 1])
+                                mine[(i >> 1) * 8 * SCORE_ROW + (i & 1)] = over < 0 ? s[i] : MINUS_INFINITY;
+                        }
+                        committed = false;
+                    } else {
+                        float* mine = to + (CHUNKS_AT_ONCE == 1 ? 0 : (last_chunk - first) / SPLITS) * SCORES;
+#pragma unroll
+                        for (int i = 0; i < TILE_ROWS / 4; i++) {  // where it is an ancestor of the query's node
+                            const int ancestor = octet + column * 2 + (i & 1), depth = depth_of(ancestor);
+                            const int at_place = b.length + depth - last_chunk * KEYS;
+                            const bool is = NODES == 1 ? ancestor == 0
+                                                       : depth <= depths[i >> 1] && b.s.ancestor[nodes[i >> 1]][depth] == ancestor;
+                            if (is && at_place >= 0 && at_place < KEYS) mine[(i >> 1) * 8 * SCORE_ROW + at_place] = s[i];
+                        }
+                        octet += 16;
                     }
-                }
+                } while (octet < end);
             }
-            uint2 value[CHUNKS_AT_ONCE][4];
-#pragma unroll
-            for (int c = 0; c < CHUNKS_AT_ONCE; c++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) value[c][i] = coming[c][i];
-            if (first + STEP < chunks) fetch(first + STEP);
+            if (first + STEP < chunks) fetch_keys(first + STEP);
+            ask_for(first + (AHEAD + 1) * STEP);
+            copies_done();
             b.sync();
-            if (b.warp * 8 < tiles * 16) {
+            if (first + STEP < chunks) fetch_values(first + STEP, turn ^ 1);
+            if (b.warp * 8 < tiles * TILE_ROWS) {
 #pragma unroll
                 for (int c = 0; c < CHUNKS_AT_ONCE; c++) {
                     if (c > 0 && first + c * SPLITS >= chunks) break;
@@ -305,7 +352,8 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
                     top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
                     top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
                     top = fmaxf(top, peak);
-                    const float p0 = power_of_2(s.x - top), p1 = power_of_2(s.y - top), p2 = power_of_2(s.z - top), p3 = power_of_2(s.w - top);
+                    const float p0 = power_of_2(s.x - top), p1 = power_of_2(s.y - top);
+                    const float p2 = power_of_2(s.z - top), p3 = power_of_2(s.w - top);
                     *(uint2*)(at.shares + (c * QUERIES + query) * SHARE_ROW + column * 4) = {pack_half(p0, p1), pack_half(p2, p3)};
                     float total = (p0 + p1) + (p2 + p3);
                     total += __shfl_xor_sync(~0u, total, 1);
@@ -321,58 +369,51 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
 #pragma unroll
             for (int c = 0; c < CHUNKS_AT_ONCE; c++) {
                 if (c > 0 && first + c * SPLITS >= chunks) break;
-                u32 share[QUERY_TILES][4];
+                uint4 share[QUERY_TILES];
 #pragma unroll
                 for (int t = 0; t < QUERY_TILES; t++) {
                     const float* factors = at.factors + c * QUERIES + t * 16 + row;
                     const float low = factors[0], high = factors[8];
-                    const uint4 a = load_matrices(at.shares + (c * QUERIES + t * 16 + (b.lane & 15)) * SHARE_ROW + (b.lane >> 4) * 8);
-                    share[t][0] = a.x, share[t][1] = a.y, share[t][2] = a.z, share[t][3] = a.w;
+                    share[t] = load_matrices(at.shares + (c * QUERIES + t * 16 + place) * SHARE_ROW + (b.lane >> 4) * 8);
                     if (first > split || c > 0) {
 #pragma unroll
-                        for (int n = 0; n < 4; n++) sum[t][n][0] *= low, sum[t][n][1] *= low, sum[t][n][2] *= high, sum[t][n][3] *= high;
+                        for (int n = 0; n < 4; n++)
+                            sum[t][n][0] *= low, sum[t][n][1] *= low, sum[t][n][2] *= high, sum[t][n][3] *= high;
                     }
                 }
+                const u32* chunk_values = at.values + ((turn * CHUNKS_AT_ONCE + c) * KEYS + place) * VALUE_ROW;
                 if (!(drafted && first + c * SPLITS == last_chunk)) {
+                    const ValueTile values_here(chunk_values, first_octet, second_octet);
 #pragma unroll
-                    for (int t = 0; t < QUERY_TILES; t++) add_values(sum[t], {share[t][0], share[t][1], share[t][2], share[t][3]}, value[c]);
+                    for (int t = 0; t < QUERY_TILES; t++) values_here.add(sum[t], share[t]);
                     continue;
                 }
-                const int above = last_chunk * KEYS + column * 2 - b.length;  // the root
-                const u32* fresh_values = at.fresh_value(0) + b.warp * 16 + row * 2;
-                const auto gather = [&](int node, uint2 (&mine)[4]) {
-                    const int known = min(node, b.nodes - 1), depth = depth_of(node);
+                const int above = last_chunk * KEYS + place - b.length;  // the root
 #pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        const int ancestor = above + (j & 1) + (j >> 1) * 8;
-                        const int source = NODES == 1 ? 0 : b.s.ancestor[known][max(0, min(ancestor, depth))];
-                        mine[j] = ancestor < 0 ? value[c][j] : *(const uint2*)(fresh_values + source * 2 * KV_ROW);
-                    }
-                };
-                uint2 next[4];
-                gather(first_node, next);
-#pragma unroll
-                for (int t = 0; t < QUERY_TILES; t++)
-#pragma unroll 1
+                for (int t = 0; t < QUERY_TILES; t++) {
+                    if (t > 0 && t >= tiles) break;
+#pragma unroll 2
                     for (int i = 0; i < TILE_NODES; i++) {
-                        const int node = first_node + t * TILE_NODES + i;
-                        if (t >= tiles || node >= b.nodes) break;
-                        uint2 mine[4];
-#pragma unroll
-                        for (int j = 0; j < 4; j++) mine[j] = next[j];
-                        if (NODES > 1) gather(node + 1, next);
+                        const int node = min(first_node + t * TILE_NODES + i, b.nodes - 1);
+                        const int source = NODES == 1 ? 0 : b.s.ancestor[node][max(0, min(above, depth_of(node)))];
+                        const u32* from = above < 0 ? chunk_values : at.fresh_values + source * VALUE_ROW;
                         const bool low = node_low - first_node == i, high = node_high - first_node == i;
-                        add_values(sum[t], {low ? share[t][0] : 0, high ? share[t][1] : 0, low ? share[t][2] : 0, high ? share[t][3] : 0}, mine);
+                        const uint4 own = {low ? share[t].x : 0, high ? share[t].y : 0, low ? share[t].z : 0, high ? share[t].w : 0};
+                        ValueTile(from, first_octet, second_octet).add(sum[t], own);
                     }
+                }
             }
         }
 
-        const auto publishes = [&](int node) { return node < b.nodes && split * KEYS <= b.length + depth_of(node); };
-        if (b.warp * 8 < tiles * 16 && column == 0) {
-            const int within = query % 16, node = first_node + query / 16 * TILE_NODES + within / GROUP, head = kv_head * GROUP + within % GROUP;
+        const auto publishes = [&](int node) {  // it sees keys of the split
+            return node < b.nodes && (split * KEYS <= b.length || split * KEYS <= b.length + depth_of(node));
+        };
+        if (b.warp * 8 < tiles * TILE_ROWS && column == 0) {
+            const int within = query % 16, node = first_node + query / 16 * TILE_NODES + within / GROUP;
+            const int head = kv_head * GROUP + within % GROUP;
             if (within < TILE_NODES * GROUP && publishes(node))
-                publish8(b.words(ATTENTION_TURN, node, STATS_AT) + (head * SPLITS + split) * 2, b.other(ATTENTION_TURN), __float_as_uint(peak),
-                         __float_as_uint(weight));
+                publish8(b.words(ATTENTION_TURN, node, STATS_AT) + (head * SPLITS + split) * 2, b.other(ATTENTION_TURN),
+                         __float_as_uint(peak), __float_as_uint(weight));
         }
 #pragma unroll
         for (int u = 0; u < 2; u++) {
@@ -383,9 +424,8 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
             for (int t = 0; t < QUERY_TILES; t++) {
                 if (t >= tiles || !real || !publishes(node + t * TILE_NODES)) continue;
                 const float inverse = at.inverses[t * 16 + u * 8 + row];
-                const auto mean = [&](int n, int j) { return sum[t][n][u * 2 + j] * inverse; };
-                store16(to + t * (TILE_NODES * HEADS * SPLITS * HEAD_DIM / 2), pack_half(mean(0, 0), mean(1, 0)), pack_half(mean(2, 0), mean(3, 0)),
-                        pack_half(mean(0, 1), mean(1, 1)), pack_half(mean(2, 1), mean(3, 1)));
+                const auto means = [&](int n) { return pack_half(sum[t][n][u * 2] * inverse, sum[t][n][u * 2 + 1] * inverse); };
+                store16(to + t * (TILE_NODES * HEADS * SPLITS * HEAD_DIM / 2), means(0), means(1), means(2), means(3));
             }
         }
     }
@@ -422,7 +462,7 @@ __device__ __forceinline__ void attention_merge(Block& b) {
 #pragma unroll 1
     for (int task = b.warp * SMS + b.sm; task < tasks; task += WARPS * SMS) {
         const int node = task / (HEADS * PIECES), head = task / PIECES % HEADS, piece = task % PIECES;
-        const int dim = piece * 64 + (b.lane & 7) * 8 + (quarter >> 1) * 4 + (quarter & 1) * 2;  // the lane's two in the end
+        const int dim = piece * 64 + (b.lane >> 2 & 1) * 32 + quarter * 8 + (b.lane & 3) * 2;  // the lane's two in the end
         const int splits = min(SPLITS, (b.length + (NODES == 1 ? 0 : b.s.depth[node])) / KEYS + 1);
         const u32* stats_at = b.words(ATTENTION_TURN, node, STATS_AT) + head * SPLITS * 2;
         const u32* gate_at = b.words(ATTENTION_TURN, node, ATTENTION_IN_AT) + (head * 2 + 1) * HEAD_DIM + dim;
@@ -462,7 +502,8 @@ __device__ __forceinline__ void attention_merge(Block& b) {
         peak = warp_max(peak);
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            share[i] = i * 32 + b.lane < splits ? power_of_2(__uint_as_float(stats[i].x) - peak) * __uint_as_float(stats[i].y) : 0.0f;
+            const float mine = __fmul_rn(power_of_2(__uint_as_float(stats[i].x) - peak), __uint_as_float(stats[i].y));  // never fused
+            share[i] = i * 32 + b.lane < splits ? mine : 0.0f;
             weight += share[i];
         }
         weight = warp_sum(weight);
@@ -485,9 +526,11 @@ __device__ __forceinline__ void attention_merge(Block& b) {
 #pragma unroll
         for (int j = 0; j < 2; j++) two[j] = (odd ? four[j + 2] : four[j]) + __shfl_xor_sync(~0u, odd ? four[j] : four[j + 2], 8);
         const float inverse = reciprocal(weight);
-        const u32 pair = pack_bf16(two[0] * inverse * sigmoid(__uint_as_float(gates.x)), two[1] * inverse * sigmoid(__uint_as_float(gates.y)));
-        const u32 next = __shfl_xor_sync(~0u, pair, 8);
-        if (!odd) publish8(b.values<ATTENTION_DIM>(ATTENTION_TURN, node, ATTENTION_Y_AT, head * HEAD_DIM + dim), b.other(ATTENTION_TURN), pair, next);
+        const float gate0 = sigmoid(__uint_as_float(gates.x)), gate1 = sigmoid(__uint_as_float(gates.y));
+        const u32 pair = pack_bf16(two[0] * inverse * gate0, two[1] * inverse * gate1);
+        const u32 next = __shfl_down_sync(~0u, pair, 1);
+        if (b.lane % 2 == 0)
+            publish8(b.values<ATTENTION_DIM>(ATTENTION_TURN, node, ATTENTION_Y_AT, head * HEAD_DIM + dim), b.other(ATTENTION_TURN), pair, next);
 #pragma unroll
         for (int i = 0; i < ROUNDS; i++)
             if (i * 4 + quarter < splits) store16(part + i * 4 * (HEAD_DIM / 2), NOT_YET, NOT_YET, NOT_YET, NOT_YET);

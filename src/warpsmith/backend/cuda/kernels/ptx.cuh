@@ -99,6 +99,9 @@ __device__ __forceinline__ void copy16(void* dst, const void* src) {
 }
 __device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// A line of global memory on its way to the L2 cache.
+__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
 // A group of four warps takes more registers, or leaves them to others.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 template <int COUNT>

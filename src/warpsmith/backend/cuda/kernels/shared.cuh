@@ -33,11 +33,11 @@ struct __align__(16) Shared {
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 __host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
 
-// What there are registers for: units of 16 rows that a warp holds at once (see matmul.cuh), and chunks of keys (attention.cuh).
+// Units of 16 rows that a warp holds in registers at once (see matmul.cuh).
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-constexpr int WEIGHT_QUADS = 32, MOST_CHUNKS = 4;
+constexpr int WEIGHT_QUADS = 32;
 #else
-constexpr int WEIGHT_QUADS = 16, MOST_CHUNKS = 2;
+constexpr int WEIGHT_QUADS = 16;
 #endif
 constexpr int UNITS_AT_ONCE = smaller(4, larger(1, WEIGHT_QUADS / (2 * chunks_of(HIDDEN))));
 constexpr int TOKENS_AT_ONCE = NODES == 1 ? 1 : 8;
@@ -74,17 +74,20 @@ constexpr int PRODUCT_FLOATS = SHELF_AT + SHELF_FLOATS;
 constexpr int ROW_FLOATS = 2 * STATE_DIM + 4 * COLUMNS + 8, DELTA_FLOATS = NODES == 1 ? 2 * COLUMNS : NODES * ROW_FLOATS;
 // attention: see attention.cuh
 // A tile of 16 queries has whole nodes; tiles that share a walk over the keys, as many as there are scratch and registers for;
-// chunks of keys that are worked on at the same time, so that every warp has something to score.
+// chunks of keys that are worked on at the same time.
 static_assert(GROUP <= 16, "a node's queries fit in a tile");
 constexpr int TILE_NODES = smaller(NODES, 16 / GROUP), TREE_TILES = (NODES + TILE_NODES - 1) / TILE_NODES;
 constexpr int MOST_TILES = SHARED_MEMORY < (160 << 10) ? 2 : 4, WALKS = (TREE_TILES + MOST_TILES - 1) / MOST_TILES;
 constexpr int QUERY_TILES = (TREE_TILES + WALKS - 1) / WALKS;
-constexpr int CHUNKS_AT_ONCE = larger(1, smaller(MOST_CHUNKS, WARPS / (2 * QUERY_TILES)));
-// Words of a row of q, k or v, and of scores, and fp16 numbers of their weights: they keep the banks apart.
-constexpr int QUERIES = QUERY_TILES * 16, FRESH_NODES = (NODES + 7) / 8 * 8;
-constexpr int KV_ROW = HEAD_DIM / 2 + 16, SCORE_ROW = KEYS + 8, SHARE_ROW = KEYS + 8;
-constexpr int ATTENTION_FLOATS =
-    QUERIES * KV_ROW + 2 * FRESH_NODES * KV_ROW + CHUNKS_AT_ONCE * QUERIES * (SCORE_ROW + SHARE_ROW / 2 + 1) + QUERIES;
+constexpr int CHUNKS_AT_ONCE = QUERY_TILES == 1 ? 2 : 1;
+// Words of a row of q or k, of v, of scores, and fp16 numbers of their weights: all but v's keep the banks apart.
+// One node's tile has eight rows at most, and its octet one key; what is read past them counts for nothing.
+static_assert(NODES > 1 || GROUP <= 8, "a node's queries are in the tile's upper half");
+constexpr int TILE_ROWS = NODES == 1 ? 8 : 16, QUERIES = QUERY_TILES * TILE_ROWS, QUERY_ROWS = NODES == 1 ? GROUP : QUERIES;
+constexpr int FRESH_ROWS = NODES == 1 ? 1 : (NODES + 7) / 8 * 8;
+constexpr int KEY_ROW = HEAD_DIM / 2 + 16, VALUE_ROW = HEAD_DIM / 2, SCORE_ROW = KEYS + 8, SHARE_ROW = KEYS + 8;
+constexpr int ATTENTION_FLOATS = QUERY_ROWS * KEY_ROW + FRESH_ROWS * (KEY_ROW + VALUE_ROW) + QUERIES +
+                                 CHUNKS_AT_ONCE * (2 * KEYS * VALUE_ROW + QUERIES * (SCORE_ROW + SHARE_ROW / 2 + 1));
 // A build for one node has room for every stage's scratch side by side, and needs no barrier between them.
 constexpr int MIX_AT = NODES == 1 ? PRODUCT_FLOATS : 0;
 constexpr int MIX_FLOATS = larger(larger(DELTA_FLOATS, ATTENTION_FLOATS), SAMPLE_FLOATS);
