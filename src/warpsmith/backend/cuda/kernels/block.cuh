@@ -47,7 +47,7 @@ struct Block {
     }
 
     // All consumer warps; the producer takes no part.
-    __device__ void sync() const { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+    __device__ void sync() const { sync_threads<CONSUMERS>(); }
     __device__ bool decoding() const { return NODES == 1 && r.steps > 0; }
 
     // In a profiling build: when this SM got here.

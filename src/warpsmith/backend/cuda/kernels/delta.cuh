@@ -116,15 +116,11 @@ __device__ __forceinline__ void delta_one(Block& b, int index, int block, const 
 // Signs in shared memory: a warp's writes before it are there, for DeltaNet block `epoch`.
 __device__ __forceinline__ void give_sign(const Block& b, int& sign) {
     __syncwarp();
-    if (b.lane == 0) asm volatile("st.release.cta.shared.b32 [%0], %1;" ::"r"(shared_address(&sign)), "r"(b.epoch) : "memory");
+    if (b.lane == 0) store_release(sign, b.epoch);
 }
 __device__ __forceinline__ void wait_for_sign(const Block& b, const int& sign) {
-    int given;
     Watchdog dog;
-    do {
-        asm volatile("ld.acquire.cta.shared.b32 %0, [%1];" : "=r"(given) : "r"(shared_address(&sign)) : "memory");
-        dog.check();
-    } while (!everywhere(given == b.epoch));
+    while (!everywhere(load_acquire(sign) == b.epoch)) dog.check();
 }
 
 // Rows, octet by octet, a warp two nodes: the first four warps have the first octet and can start with it, the others the rest.

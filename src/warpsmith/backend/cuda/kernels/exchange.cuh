@@ -10,35 +10,6 @@
 
 constexpr u32 NOT_YET = 0xffffffffu;
 
-__device__ __forceinline__ void store16(void* at, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("{ .reg .b128 v; .reg .b64 l, h; mov.b64 l, {%1, %2}; mov.b64 h, {%3, %4}; mov.b128 v, {l, h};"
-                 " st.relaxed.gpu.global.b128 [%0], v; }" ::"l"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-__device__ __forceinline__ void store8(void* at, u32 a, u32 b) {
-    asm volatile("{ .reg .b64 v; mov.b64 v, {%1, %2}; st.relaxed.gpu.global.b64 [%0], v; }" ::"l"(at), "r"(a), "r"(b) : "memory");
-}
-__device__ __forceinline__ void store4(void* at, u32 a) {
-    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(at), "r"(a) : "memory");
-}
-__device__ __forceinline__ uint4 load16(const void* at) {
-    uint4 v;
-    asm volatile("{ .reg .b128 v; .reg .b64 l, h; ld.relaxed.gpu.global.b128 v, [%4]; mov.b128 {l, h}, v;"
-                 " mov.b64 {%0, %1}, l; mov.b64 {%2, %3}, h; }"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
-    return v;
-}
-__device__ __forceinline__ uint2 load8(const void* at) {
-    uint2 v;
-    asm volatile("{ .reg .b64 v; ld.relaxed.gpu.global.b64 v, [%2]; mov.b64 {%0, %1}, v; }"
-                 : "=r"(v.x), "=r"(v.y) : "l"(at) : "memory");
-    return v;
-}
-__device__ __forceinline__ u32 load4(const void* at) {
-    u32 v;
-    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-    return v;
-}
-
 // Publish at one copy and reset the other, `other` words away.
 __device__ __forceinline__ void publish16(u32* at, int other, float4 v) {
     store16(at, __float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w));

@@ -117,6 +117,53 @@ __device__ __forceinline__ void leave_registers() {}
 
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
+// --- words that other SMs write while they are read: whole, though in no order (see exchange.cuh) -------------------
+
+__device__ __forceinline__ void store16(void* at, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("{ .reg .b128 v; .reg .b64 l, h; mov.b64 l, {%1, %2}; mov.b64 h, {%3, %4}; mov.b128 v, {l, h};"
+                 " st.relaxed.gpu.global.b128 [%0], v; }" ::"l"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+__device__ __forceinline__ void store8(void* at, u32 a, u32 b) {
+    asm volatile("{ .reg .b64 v; mov.b64 v, {%1, %2}; st.relaxed.gpu.global.b64 [%0], v; }" ::"l"(at), "r"(a), "r"(b) : "memory");
+}
+__device__ __forceinline__ void store4(void* at, u32 a) {
+    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(at), "r"(a) : "memory");
+}
+__device__ __forceinline__ uint4 load16(const void* at) {
+    uint4 v;
+    asm volatile("{ .reg .b128 v; .reg .b64 l, h; ld.relaxed.gpu.global.b128 v, [%4]; mov.b128 {l, h}, v;"
+                 " mov.b64 {%0, %1}, l; mov.b64 {%2, %3}, h; }"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint2 load8(const void* at) {
+    uint2 v;
+    asm volatile("{ .reg .b64 v; ld.relaxed.gpu.global.b64 v, [%2]; mov.b64 {%0, %1}, v; }"
+                 : "=r"(v.x), "=r"(v.y) : "l"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ u32 load4(const void* at) {
+    u32 v;
+    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+    return v;
+}
+
+// --- threads of a block ---------------------------------------------------------------------------------------------
+
+// COUNT of them wait for each other.
+template <int COUNT>
+__device__ __forceinline__ void sync_threads() { asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory"); }
+
+// A sign that what was written before it is there, for threads that wait for it.
+__device__ __forceinline__ void store_release(int& sign, int value) {
+    asm volatile("st.release.cta.shared.b32 [%0], %1;" ::"r"(shared_address(&sign)), "r"(value) : "memory");
+}
+__device__ __forceinline__ int load_acquire(const int& sign) {
+    int value;
+    asm volatile("ld.acquire.cta.shared.b32 %0, [%1];" : "=r"(value) : "r"(shared_address(&sign)) : "memory");
+    return value;
+}
+
 // --- arithmetic -----------------------------------------------------------------------------------------------------
 
 // acc (16 x 8) += a (16 x 16, bf16) * b (16 x 8, bf16).
