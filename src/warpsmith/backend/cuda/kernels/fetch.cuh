@@ -30,10 +30,11 @@ struct Fetcher {
     __device__ Fetcher(const Params& params, const Shelf& s, u32 gate0, const int* stop, int count)
         : p(params), shelf(s), gate(gate0), stopped(stop), nodes(count) {}
 
-    __device__ bool has_stopped() const { return *(const volatile int*)stopped; }
+    // All lanes go on, or none.
+    __device__ bool has_stopped() const { return !everywhere(!*(const volatile int*)stopped); }
     __device__ bool wait(u32 barrier, u32 parity) const {
         Watchdog dog;
-        while (!barrier_done(barrier, parity)) {
+        while (!everywhere(barrier_done(barrier, parity))) {
             if (has_stopped()) return false;
             dog.check();
         }

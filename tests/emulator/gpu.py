@@ -1,0 +1,189 @@
+"""A GPU that is not there: the driver's calls on host memory, and kernels compiled for the CPU (see machine.h).
+
+The whole CUDA backend runs on it unchanged, kernels included. It is slow and always in order; it shows wrong logic, not
+races or speed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from warpsmith.backend.cuda.compiler import sources
+
+HERE = Path(__file__).parent
+ARGUMENTS = {"forward": ["Params", "Request"], "commit": ["Params", "Path"], "pack": ["Pack"]}
+FLAGS = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-ffp-contract=off"]
+
+
+def build(name: str, architecture: str, constants: Mapping[str, Any]) -> bytes:
+    """The path of a library with the kernel."""
+    kernel = name.removesuffix(".cu")
+    if kernel not in ARGUMENTS:
+        return b""  # not emulated
+    return _compiled(name, kernel, architecture, tuple(sorted((k, str(v)) for k, v in constants.items()))).encode()
+
+
+@cache
+def _folder() -> Path:
+    """The kernels, with the machine's instructions replaced."""
+    folder = Path(tempfile.mkdtemp(prefix="warpsmith-emulated-"))
+    for name, text in sources().items():
+        text = re.sub(r"extern __shared__ __align__\(128\) u8 memory\[\];", "u8* memory = machine::shared_memory();", text)
+        (folder / name).write_text(text)
+    for name in ("machine.h", "ptx.cuh"):
+        (folder / name).write_text((HERE / name).read_text())
+    return folder
+
+
+@cache
+def _compiled(name: str, kernel: str, architecture: str, constants: tuple[tuple[str, str], ...]) -> str:
+    defined = [f"#define {key} {value}" for key, value in constants]
+    if architecture == "sm_90a":
+        defined.append("#define __CUDA_ARCH_FEAT_SM90_ALL 1")
+    nodes = dict(constants).get("NODES")
+    types = [*ARGUMENTS[kernel], *(["Draw"] if kernel == "forward" and nodes == "1" else [])]
+    passed = ", ".join(f"*(const {kind}*)arguments[{i}]" for i, kind in enumerate(types))
+    text = "\n".join(
+        [
+            f"#define __CUDA_ARCH__ {900 if architecture.startswith('sm_9') else 800}",
+            *defined,
+            '#include "machine.h"',
+            f'#include "{name}"',
+            'extern "C" int launch(int grid, int threads, int shared, void** arguments) {',
+            f"    return machine::run(grid, threads, shared, [&] {{ {kernel}({passed}); }});",
+            "}",
+        ]
+    )
+    stem = f"{kernel}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    source, library = _folder() / f"{stem}.cpp", _folder() / f"{stem}.so"
+    source.write_text(text)
+    subprocess.run(["g++", *FLAGS, source, "-o", library], check=True)
+    return str(library)
+
+
+class Driver:
+    """The functions of `cuda.bindings.driver` that the backend calls."""
+
+    CU_MEMHOSTALLOC_DEVICEMAP = 2
+    CUDA_MEMCPY2D = SimpleNamespace
+    CUmemorytype = SimpleNamespace(CU_MEMORYTYPE_DEVICE=2)
+    CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
+    CUdevice_attribute = SimpleNamespace(
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR="major",
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR="minor",
+        CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT="sms",
+        CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN="shared",
+    )
+
+    def __init__(self, sms: int) -> None:
+        self.attributes = {"major": 9, "minor": 0, "sms": sms, "shared": 227 << 10}
+        self.memory: dict[int, np.ndarray] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("cuEvent") or name in ("cuInit", "cuCtxSetCurrent", "cuCtxSynchronize", "cuFuncSetAttribute"):
+            return lambda *_: (0, 0)
+        raise AttributeError(name)
+
+    def cuDeviceGetCount(self) -> tuple[int, int]:
+        return 0, 1
+
+    def cuDeviceGet(self, ordinal: int) -> tuple[int, int]:
+        return 0, ordinal
+
+    def cuDeviceGetAttribute(self, which: str, device: int) -> tuple[int, int]:
+        return 0, self.attributes[which]
+
+    def cuDeviceGetName(self, length: int, device: int) -> tuple[int, bytes]:
+        return 0, b"NVIDIA H200"
+
+    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[int, int]:
+        return 0, 1
+
+    def cuMemGetInfo(self) -> tuple[int, int, int]:
+        return 0, 1 << 34, 1 << 34
+
+    def cuMemAlloc(self, nbytes: int) -> tuple[int, int]:
+        words = np.full(nbytes // 8 + 18, 0xA5A5A5A5A5A5A5A5, np.uint64)
+        pointer = -(-words.ctypes.data // 128) * 128
+        self.memory[pointer] = words
+        return 0, pointer
+
+    def cuMemFree(self, pointer: int) -> tuple[int]:
+        del self.memory[pointer]
+        return (0,)
+
+    def cuMemHostAlloc(self, nbytes: int, flags: int) -> tuple[int, int]:
+        return self.cuMemAlloc(nbytes)
+
+    def cuMemHostGetDevicePointer(self, address: int, flags: int) -> tuple[int, int]:
+        return 0, address
+
+    def cuMemFreeHost(self, address: int) -> tuple[int]:
+        return self.cuMemFree(address)
+
+    def cuMemsetD8(self, pointer: int, value: int, nbytes: int) -> tuple[int]:
+        ctypes.memset(pointer, value, nbytes)
+        return (0,)
+
+    def cuMemsetD2D32Async(self, at: int, pitch: int, word: int, width: int, height: int, stream: int) -> tuple[int]:
+        for row in range(height):
+            np.ctypeslib.as_array((ctypes.c_uint32 * width).from_address(at + row * pitch))[:] = word
+        return (0,)
+
+    def cuMemcpyDtoD(self, to: int, source: int, nbytes: int) -> tuple[int]:
+        ctypes.memmove(to, source, nbytes)
+        return (0,)
+
+    cuMemcpyHtoD = cuMemcpyDtoH = cuMemcpyDtoD
+
+    def cuMemcpyHtoDAsync(self, to: int, source: int, nbytes: int, stream: int) -> tuple[int]:
+        return self.cuMemcpyDtoD(to, source, nbytes)
+
+    def cuMemcpy2D(self, copy: SimpleNamespace) -> tuple[int]:
+        for row in range(copy.Height):
+            source, to = copy.srcDevice + row * copy.srcPitch, copy.dstDevice + row * copy.dstPitch
+            ctypes.memmove(to, source, copy.WidthInBytes)
+        return (0,)
+
+    def cuStreamQuery(self, stream: int) -> tuple[int]:
+        return (0,)
+
+    def cuModuleLoadData(self, image: bytes) -> tuple[int, ctypes.CDLL | None]:
+        return 0, ctypes.CDLL(image.decode()) if image else None
+
+    def cuModuleGetFunction(self, module: ctypes.CDLL | None, name: bytes) -> tuple[int, Any]:
+        return 0, module and module.launch
+
+    def cuLaunchKernel(self, function: Any, *rest: int) -> tuple[int]:
+        grid, _, _, threads, _, _, shared, _, arguments, *_ = rest
+        assert function is not None, "this kernel is not emulated"
+        assert function(grid, threads, shared, ctypes.c_void_p(arguments)), "some threads wait for ever"
+        return (0,)
+
+    cuLaunchCooperativeKernel = cuLaunchKernel
+
+
+@contextmanager
+def emulated_gpu(sms: int, variants: tuple[int, ...]) -> Iterator[None]:
+    """A machine with a GPU of so many SMs; the kernel is built for trees of these sizes."""
+    driver = Driver(sms)
+    with (
+        mock.patch("warpsmith.backend.cuda.driver._bindings", lambda: driver),
+        mock.patch("warpsmith.backend.cuda.backend.build", build),
+        mock.patch("warpsmith.backend.cuda.backend.VARIANTS", variants),
+        mock.patch("warpsmith.backend.cuda.backend.target", lambda capability: "sm_90a"),
+    ):
+        yield

@@ -1,0 +1,292 @@
+// A GPU on a CPU, as much of it as the kernels use: every CUDA thread is a fiber, all in one operating-system thread.
+//
+// A fiber runs until it must wait for others (a shuffle, a barrier, a poll) and then hands on to the next one. So what is
+// found here is wrong logic: a wrong address, a missing barrier that the order of fibers happens to expose, a wait that never
+// ends. Memory is always in order here, and copies arrive at once; races that need more than that are for the GPU to show.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+#include <sys/mman.h>
+
+#define __device__
+#define __host__
+#define __global__
+#define __constant__
+#define __grid_constant__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+
+struct alignas(8) int2 { int x, y; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+
+namespace machine {
+
+struct Index { unsigned x, y = 0, z = 0; };
+constexpr size_t STACK = 256 << 10;
+constexpr long PATIENCE = 2000000;  // turns of all fibers without any of them getting on: a wait that never ends
+
+struct Warp {
+    int arrived = 0, members = 0;
+    unsigned long generation = 0;
+    uint4 slots[2][32][2];  // what the lanes of a collective operation give, 32 bytes each
+};
+struct Block {
+    std::vector<unsigned char> shared;
+    std::vector<Warp> warps;
+    int waiting[2] = {0, 0};
+    unsigned long generation[2] = {0, 0};
+};
+struct Fiber {
+    void* stack_pointer = nullptr;
+    Block* block;
+    Warp* warp;
+    Index thread, block_index;
+    unsigned char* stack = nullptr;
+    bool done = false;
+    const char* waits_for = "its first turn";
+    Fiber* next = nullptr;
+};
+
+inline Fiber* current;
+inline Index block_size, grid_size;
+inline void* scheduler_stack;
+inline long turns_without_progress;
+inline const std::function<void()>* body;
+
+extern "C" void machine_switch(void** save, void* load);
+#if defined(__x86_64__)
+asm(R"(
+.text
+.globl machine_switch
+.hidden machine_switch
+machine_switch:
+    pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp
+    ret
+)");
+constexpr int SAVED_WORDS = 6;
+#elif defined(__aarch64__)
+asm(R"(
+.text
+.globl machine_switch
+.hidden machine_switch
+machine_switch:
+    sub sp, sp, #160
+    stp x19, x20, [sp, #0]; stp x21, x22, [sp, #16]; stp x23, x24, [sp, #32]; stp x25, x26, [sp, #48]
+    stp x27, x28, [sp, #64]; stp x29, x30, [sp, #80]
+    stp d8, d9, [sp, #96]; stp d10, d11, [sp, #112]; stp d12, d13, [sp, #128]; stp d14, d15, [sp, #144]
+    mov x9, sp
+    str x9, [x0]
+    mov sp, x1
+    ldp x19, x20, [sp, #0]; ldp x21, x22, [sp, #16]; ldp x23, x24, [sp, #32]; ldp x25, x26, [sp, #48]
+    ldp x27, x28, [sp, #64]; ldp x29, x30, [sp, #80]
+    ldp d8, d9, [sp, #96]; ldp d10, d11, [sp, #112]; ldp d12, d13, [sp, #128]; ldp d14, d15, [sp, #144]
+    add sp, sp, #160
+    ret
+)");
+#else
+#error "no fibers for this processor"
+#endif
+
+// To the next fiber; the last one goes back to the scheduler.
+inline void hand_on(const char* waits_for) {
+    Fiber* me = current;
+    me->waits_for = waits_for;
+    Fiber* next = me->next;
+    while (next && next->done) next = next->next;
+    current = next;
+    machine_switch(&me->stack_pointer, next ? next->stack_pointer : scheduler_stack);
+    current = me;
+}
+inline void progress() { turns_without_progress = 0; }
+
+inline void fiber_main() {
+    (*body)();
+    progress();
+    current->done = true;
+    Warp& warp = *current->warp;
+    if (--warp.members > 0 && warp.arrived == warp.members) warp.arrived = 0, warp.generation++;  // nobody waits for who has left
+    hand_on("nothing");
+    std::abort();
+}
+
+// All lanes of the warp that are still there: what each gives, all get. `give` is at most 32 bytes.
+template <class T>
+inline void collect(T give) {
+    static_assert(sizeof(T) <= 32);
+    Warp& warp = *current->warp;
+    const unsigned long mine = warp.generation;
+    auto* slots = warp.slots[mine & 1];
+    std::memcpy(slots[current->thread.x & 31], &give, sizeof(T));
+    if (++warp.arrived == warp.members) {
+        warp.arrived = 0, warp.generation++;
+        progress();
+    } else {
+        while (warp.generation == mine) hand_on("its warp");
+    }
+}
+template <class T>
+inline T given(unsigned long generation, int lane) {
+    T out;
+    std::memcpy(&out, current->warp->slots[generation & 1][lane & 31], sizeof(T));
+    return out;
+}
+template <class T, class Pick>
+inline T shuffle(T give, Pick pick) {
+    const unsigned long generation = current->warp->generation;
+    collect(give);
+    return given<T>(generation, pick(current->thread.x & 31));
+}
+inline void barrier(int id, int count) {
+    Block& block = *current->block;
+    const unsigned long mine = block.generation[id];
+    if (++block.waiting[id] == count) {
+        block.waiting[id] = 0, block.generation[id]++;
+        progress();
+    } else {
+        while (block.generation[id] == mine) hand_on(id ? "the consumers" : "its block");
+    }
+}
+
+// Run a kernel of `grid` blocks that are all there at the same time. False: some wait never ends.
+inline bool run(int grid, int threads, int shared_bytes, const std::function<void()>& kernel) {
+    grid_size = {(unsigned)grid}, block_size = {(unsigned)threads};
+    body = &kernel;
+    std::vector<Block> blocks(grid);
+    std::vector<Fiber> fibers((size_t)grid * threads);
+    auto* stacks = (unsigned char*)mmap(nullptr, fibers.size() * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (stacks == MAP_FAILED) throw std::runtime_error("no memory for stacks");
+    for (int b = 0; b < grid; b++) {
+        blocks[b].shared.assign(shared_bytes + 256, 0xcd);  // nothing may count on zeros
+        blocks[b].warps.resize((threads + 31) / 32);
+        for (int t = 0; t < threads; t++) {
+            Fiber& fiber = fibers[(size_t)b * threads + t];
+            fiber.block = &blocks[b], fiber.warp = &blocks[b].warps[t / 32], fiber.warp->members++;
+            fiber.thread = {(unsigned)t}, fiber.block_index = {(unsigned)b};
+            fiber.stack = stacks + ((size_t)b * threads + t) * STACK;
+            auto* top = (void**)(fiber.stack + STACK - 256);
+#if defined(__x86_64__)
+            top[SAVED_WORDS] = (void*)fiber_main;
+#else
+            top[11] = (void*)fiber_main;  // x30
+#endif
+            fiber.stack_pointer = top;
+            if (&fiber != &fibers.back()) fiber.next = &fiber + 1;
+        }
+    }
+    turns_without_progress = 0;
+    bool ended = false;
+    while (!ended && turns_without_progress++ < PATIENCE / (long)fibers.size() + 2000) {
+        Fiber* first = &fibers[0];
+        while (first && first->done) first = first->next;
+        if (!first) {
+            ended = true;
+            break;
+        }
+        current = first;
+        machine_switch(&scheduler_stack, first->stack_pointer);
+    }
+    if (!ended) {
+        std::fprintf(stderr, "some threads wait for ever:\n");
+        for (size_t i = 0; i < fibers.size(); i += 32) {
+            std::fprintf(stderr, "block %zu warp %zu:", i / threads, i % threads / 32);
+            for (size_t lane = i; lane < i + 32; lane++) std::fprintf(stderr, " %s", fibers[lane].done ? "-" : fibers[lane].waits_for);
+            std::fprintf(stderr, "\n");
+        }
+    }
+    munmap(stacks, fibers.size() * STACK);
+    return ended;
+}
+
+inline unsigned char* shared_memory() { return (unsigned char*)(((uintptr_t)current->block->shared.data() + 127) / 128 * 128); }
+
+}  // namespace machine
+
+#define threadIdx (machine::current->thread)
+#define blockIdx (machine::current->block_index)
+#define blockDim (machine::block_size)
+#define gridDim (machine::grid_size)
+
+// --- what the language has built in ---------------------------------------------------------------------------------
+
+template <class T>
+inline T __shfl_xor_sync(unsigned, T v, int mask) { return machine::shuffle(v, [&](int lane) { return lane ^ mask; }); }
+template <class T>
+inline T __shfl_sync(unsigned, T v, int source) { return machine::shuffle(v, [&](int) { return source; }); }
+template <class T>
+inline T __shfl_down_sync(unsigned, T v, int by) { return machine::shuffle(v, [&](int lane) { return lane + by < 32 ? lane + by : lane; }); }
+template <class T>
+inline T __shfl_up_sync(unsigned, T v, int by) { return machine::shuffle(v, [&](int lane) { return lane - by >= 0 ? lane - by : lane; }); }
+inline bool __all_sync(unsigned, bool here) {
+    const unsigned long generation = machine::current->warp->generation;
+    machine::collect((int)here);
+    bool all = true;
+    for (int lane = 0; lane < 32; lane++) all &= machine::given<int>(generation, lane) != 0;
+    return all;
+}
+inline void __syncwarp() { machine::collect(0); }
+inline void __syncthreads() { machine::barrier(0, machine::block_size.x); }
+inline void __threadfence_system() {}
+inline void __threadfence_block() {}
+inline void __trap() { std::abort(); }
+
+template <class T>
+inline T __ldg(const T* at) { return *at; }
+template <class T>
+inline T __ldcg(const T* at) { return *at; }
+template <class To, class From>
+inline To as_bits(From v) {
+    static_assert(sizeof(To) == sizeof(From));
+    To out;
+    std::memcpy(&out, &v, sizeof(out));
+    return out;
+}
+inline float __uint_as_float(unsigned v) { return as_bits<float>(v); }
+inline float __int_as_float(int v) { return as_bits<float>(v); }
+inline unsigned __float_as_uint(float v) { return as_bits<unsigned>(v); }
+inline double __longlong_as_double(long long v) { return as_bits<double>(v); }
+inline long long __double_as_longlong(double v) { return as_bits<long long>(v); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __expf(float x) { return std::exp(x); }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
+    const unsigned long long bytes = (unsigned long long)b << 32 | a;
+    unsigned out = 0;
+    for (int i = 0; i < 4; i++) out |= (unsigned)(bytes >> ((which >> 4 * i & 7) * 8) & 255) << 8 * i;
+    return out;
+}
+template <class T>
+inline T atomicAdd(T* at, T v) {
+    const T old = *at;
+    *at += v;
+    return old;
+}
+inline int atomicExch(int* at, int v) {
+    const int old = *at;
+    *at = v;
+    return old;
+}
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+inline unsigned min(int a, unsigned b) { return min((unsigned)a, b); }
+inline unsigned min(unsigned a, int b) { return min(a, (unsigned)b); }

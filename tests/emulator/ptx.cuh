@@ -1,0 +1,175 @@
+// What kernels/ptx.cuh names, on the emulated machine.
+#pragma once
+#include "machine.h"
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+// A poll that found nothing: let the others go on.
+struct Watchdog {
+    void check() const { machine::hand_on("words"); }
+};
+
+inline u32 shared_address(const void* p) { return (u32)((const u8*)p - machine::shared_memory()); }
+inline u8* shared_pointer(u32 address) { return machine::shared_memory() + address; }
+
+// --- mbarriers ------------------------------------------------------------------------------------------------------
+
+struct Barrier {
+    u32 expected : 12, pending : 12, phase : 8;
+    int bytes;  // still to come
+    void advance() {
+        machine::progress();
+        if (pending == 0 && bytes == 0) pending = expected, phase++;
+    }
+};
+static_assert(sizeof(Barrier) == 8);
+inline Barrier& barrier_at(u32 address) { return *(Barrier*)shared_pointer(address); }
+inline void barrier_init(u32 barrier, u32 arrivals) {
+    Barrier& b = barrier_at(barrier);
+    b.expected = b.pending = arrivals, b.phase = 0, b.bytes = 0;
+}
+inline void show_barriers() {}
+inline void arrive(u32 barrier, int bytes) {
+    Barrier& b = barrier_at(barrier);
+    if (b.pending == 0) std::fprintf(stderr, "an arrival too many\n"), std::abort();
+    b.pending--, b.bytes += bytes;
+    b.advance();
+}
+inline void barrier_arrive(u32 barrier) { arrive(barrier, 0); }
+inline bool barrier_done(u32 barrier, u32 parity) {
+    if ((barrier_at(barrier).phase & 1) != parity) return true;
+    machine::hand_on("a barrier");
+    return (barrier_at(barrier).phase & 1) != parity;
+}
+inline void barrier_wait(u32 barrier, u32 parity) {
+    while (!barrier_done(barrier, parity)) {}
+}
+
+// --- copies ---------------------------------------------------------------------------------------------------------
+
+inline u64 evict_first() { return 0; }
+#if __CUDA_ARCH__ >= 900
+inline void copy_slot(u32 dst, const void* src, u32 bytes, u32 barrier) {
+    if (dst % 16 || (uintptr_t)src % 16 || bytes % 16) std::fprintf(stderr, "a bulk copy that is not aligned\n"), std::abort();
+    arrive(barrier, (int)bytes);
+    std::memcpy(shared_pointer(dst), src, bytes);
+    barrier_at(barrier).bytes -= (int)bytes;
+    barrier_at(barrier).advance();
+}
+inline void copy_slot(u32 dst, const void* src, u32 bytes, u32 barrier, u64) { copy_slot(dst, src, bytes, barrier); }
+inline void before_copies() {}
+constexpr u32 COPY_LANES = 1;
+#else
+inline void copy_slot(u32 dst, const void* src, u32 bytes, u32 barrier, u64) {
+    for (u32 at = (threadIdx.x & 31) * 16; at < bytes; at += 512) std::memcpy(shared_pointer(dst + at), (const u8*)src + at, 16);
+    arrive(barrier, 0);
+}
+constexpr u32 COPY_LANES = 32;
+#endif
+inline void copy16(void* dst, const void* src) { std::memcpy(dst, src, 16); }
+inline void copies_done() {}
+inline void prefetch(const void*) {}
+template <int COUNT>
+inline void take_registers() {}
+template <int COUNT>
+inline void leave_registers() {}
+
+#define MINUS_INFINITY (-INFINITY)
+
+// --- words ----------------------------------------------------------------------------------------------------------
+
+inline void store16(void* at, u32 a, u32 b, u32 c, u32 d) { *(uint4*)at = {a, b, c, d}, machine::progress(); }
+inline void store8(void* at, u32 a, u32 b) { *(uint2*)at = {a, b}, machine::progress(); }
+inline void store4(void* at, u32 a) { *(u32*)at = a, machine::progress(); }
+inline uint4 load16(const void* at) { return *(const uint4*)at; }
+inline uint2 load8(const void* at) { return *(const uint2*)at; }
+inline u32 load4(const void* at) { return *(const u32*)at; }
+
+template <int COUNT>
+inline void sync_threads() { machine::barrier(1, COUNT); }
+inline void store_release(int& sign, int value) { sign = value, machine::progress(); }
+inline int load_acquire(const int& sign) { return sign; }
+
+// --- arithmetic -----------------------------------------------------------------------------------------------------
+
+inline float bf16_low(u32 pair) { return __uint_as_float(pair << 16); }
+inline float bf16_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+inline float2 unpack_bf16(u32 pair) { return {bf16_low(pair), bf16_high(pair)}; }
+inline float2 unpack_half(u32 pair) { return {(float)as_bits<_Float16>((u16)pair), (float)as_bits<_Float16>((u16)(pair >> 16))}; }
+inline u32 bf16_of(float v) {
+    const u32 bits = __float_as_uint(v);
+    return v != v ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline u32 pack_bf16(float low, float high) { return bf16_of(low) | bf16_of(high) << 16; }
+inline u32 pack_half(float low, float high) { return as_bits<u16>((_Float16)low) | (u32)as_bits<u16>((_Float16)high) << 16; }
+inline u32 multiply_bf16(u32 a, u32 b) { return pack_bf16(bf16_low(a) * bf16_low(b), bf16_high(a) * bf16_high(b)); }
+
+// acc (16 x 8) += a (16 x 16) * b (16 x 8): lane l gives rows l / 4 and + 8, k 2 (l mod 4), + 1, + 8, + 9; column l / 4.
+template <class Unpack>
+inline void multiply_tiles(float (&acc)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, Unpack unpack) {
+    struct Operands { u32 a[4], b[2]; };
+    const unsigned long generation = machine::current->warp->generation;
+    machine::collect(Operands{{a0, a1, a2, a3}, {b0, b1}});
+    const int lane = threadIdx.x & 31;
+    for (int i = 0; i < 4; i++) {
+        const int row = lane / 4, column = lane % 4 * 2 + i % 2;
+        double sum = 0;
+        for (int q = 0; q < 4; q++) {
+            const auto a = machine::given<Operands>(generation, row * 4 + q), b = machine::given<Operands>(generation, column * 4 + q);
+            for (int half = 0; half < 2; half++) {
+                const float2 x = unpack(a.a[i / 2 + 2 * half]), y = unpack(b.b[half]);
+                sum += (double)x.x * y.x + (double)x.y * y.y;
+            }
+        }
+        acc[i] = (float)(acc[i] + sum);
+    }
+}
+inline void mma(float (&acc)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { multiply_tiles(acc, a0, a1, a2, a3, b0, b1, unpack_bf16); }
+inline void mma_half(float (&acc)[4], uint4 a, u32 b0, u32 b1) { multiply_tiles(acc, a.x, a.y, a.z, a.w, b0, b1, unpack_half); }
+
+inline uint4 load_matrices(const void* row) {
+    const unsigned long generation = machine::current->warp->generation;
+    machine::collect(row);
+    const int lane = threadIdx.x & 31;
+    u32 out[4];
+    for (int i = 0; i < 4; i++) out[i] = ((const u32*)machine::given<const void*>(generation, i * 8 + lane / 4))[lane % 4];
+    return {out[0], out[1], out[2], out[3]};
+}
+inline uint4 load_transposed(const void* row) {
+    const unsigned long generation = machine::current->warp->generation;
+    machine::collect(row);
+    const int lane = threadIdx.x & 31;
+    u32 out[4];
+    for (int i = 0; i < 4; i++) {
+        const auto at = [&](int r) { return (u32)((const u16*)machine::given<const void*>(generation, i * 8 + r))[lane / 4]; };
+        out[i] = at(lane % 4 * 2) | at(lane % 4 * 2 + 1) << 16;
+    }
+    return {out[0], out[1], out[2], out[3]};
+}
+
+struct SharedWords {
+    u32 address;
+    SharedWords operator+(int words) const { return {address + words * 4}; }
+};
+inline uint4 load_shared16(u32 address) { return *(const uint4*)shared_pointer(address); }
+inline uint2 load_shared8(u32 address) { return *(const uint2*)shared_pointer(address); }
+inline u32 load_shared4(u32 address) { return *(const u32*)shared_pointer(address); }
+inline u32 load_shared2(u32 address) { return *(const u16*)shared_pointer(address); }
+
+inline bool everywhere(bool here) { return __all_sync(~0u, here); }
+inline float warp_sum(float v) {
+    for (int step = 1; step < 32; step *= 2) v += __shfl_xor_sync(~0u, v, step);
+    return v;
+}
+inline float warp_max(float v) {
+    for (int step = 1; step < 32; step *= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, step));
+    return v;
+}
+inline float power_of_2(float x) { return std::exp2(x); }
+inline float reciprocal(float x) { return 1.0f / x; }
+inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+inline float silu(float x) { return x * sigmoid(x); }
+inline float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }

@@ -1,0 +1,164 @@
+"""The CUDA backend and its kernels without a GPU: on an emulated one (see emulator/), at the size of a toy."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from emulator.gpu import emulated_gpu
+from random_models import random_tensors, random_tree
+from warpsmith.backend.base import LOGITS, Want
+from warpsmith.backend.cuda.backend import CudaBackend
+from warpsmith.backend.reference import ReferenceBackend
+from warpsmith.backend.sampling import Sampling, choose
+from warpsmith.backend.tree import Tree
+from warpsmith.checkpoint.blocks import TYPES
+from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.checkpoint.quantize import quantize
+from warpsmith.model.config import Config
+from warpsmith.model.plan import forward_plan
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+
+SHAPE = Config(
+    name="emulated",
+    layers=3,
+    hidden=256,
+    ffn=768,
+    vocab=480,
+    heads=4,
+    kv_heads=2,
+    key_heads=2,
+    value_heads=4,
+    recurrent=(True, False, True),
+    context=256,
+    tied=True,
+)
+STAGES = [s.name for s in forward_plan(SHAPE) if s.op not in ("final_norm", "head")]
+BOUND = 0.02  # relative error, as on a GPU
+
+
+def tensors_of(config: Config, types: dict[str, str] | None = None) -> dict[str, Tensor]:
+    """Random ones, in BF16 where nothing else is said for a part of the name."""
+    tensors = random_tensors(config, 1)
+    for name, tensor in tensors.items():
+        if len(tensor.shape) == 2 and "conv1d" not in name:
+            kind = next((kind for part, kind in (types or {}).items() if part in name), "BF16")
+            raw = quantize(TYPES[kind], tensor.float32())
+            tensors[name] = Tensor(name, TYPES[kind], tensor.shape, lambda raw=raw: raw)
+    return tensors
+
+
+# Files and chips: what the kernels are built for. Few SMs share out much: every one has several units of a stage.
+CASES = {
+    "bf16": (SHAPE, {}, None),
+    "q8_0, gates in bf16": (SHAPE, {"ssm_alpha": "BF16", "ssm_beta": "BF16", "": "Q8_0"}, None),
+    "untied": (dataclasses.replace(SHAPE, tied=False), {"output": "Q8_0"}, None),
+    "without bulk copies": (SHAPE, {}, "compute_80"),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[CudaBackend, ReferenceBackend]]:
+    config, types, architecture = CASES[request.param]
+    tensors = tensors_of(config, types)
+    with emulated_gpu(sms=5, variants=(1, 8, 24)):
+        yield CudaBackend(config, tensors, architecture=architecture), ReferenceBackend(config, tensors)
+
+
+def relative(got: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(got - expected).max() / np.abs(expected).max())
+
+
+def ids(seed: int, count: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, SHAPE.vocab, count)
+
+
+def plain_run(backend, state, tokens) -> np.ndarray:
+    rows = []
+    for token in tokens:
+        rows.append(backend.forward(state, Tree.chain([token]), LOGITS).logits)
+        backend.commit(state, [0])
+    return np.concatenate(rows)
+
+
+def state_bits(state) -> list[bytes]:
+    def rows(buffer) -> bytes:
+        heads = len(SHAPE.attention_layers) * SHAPE.kv_heads
+        return buffer.read(np.uint32, (heads, state.context, 128))[:, : state.length].tobytes()
+
+    delta = state.delta.read(np.uint32, (state.delta.nbytes // 4,)).tobytes()
+    return [delta, rows(state.keys), rows(state.values)]
+
+
+@pytest.mark.parametrize("nodes", [1, 11])
+def test_every_stage_matches_the_reference(pair, nodes: int) -> None:
+    states = [backend.new_state(64) for backend in pair]
+    for backend, state in zip(pair, states, strict=True):
+        backend.prefill(state, ids(0, 11))
+    tree = random_tree(np.random.default_rng(nodes), nodes, SHAPE.vocab)
+    cuda, reference = pair
+    for stage in STAGES:
+        expected = reference.trace(states[1], tree, stage)
+        for name, got in cuda.trace(states[0], tree, stage).items():
+            assert relative(got, expected[name]) < BOUND, (stage, name)
+
+
+@pytest.mark.parametrize(("length", "nodes"), [(0, 3), (13, 8), (16, 13), (29, 22)])
+def test_a_node_depends_only_on_its_ancestors(pair, length: int, nodes: int) -> None:
+    """To the bit, wherever the tree lies among the chunks of keys; and so does what is committed."""
+    cuda, reference = pair
+    rng = np.random.default_rng(nodes)
+    tree = random_tree(rng, nodes, SHAPE.vocab)
+    states = [backend.new_state(64) for backend in (cuda, cuda, reference)]
+    for backend, state in zip((cuda, cuda, reference), states, strict=True):
+        if length:
+            backend.prefill(state, ids(3, length))
+    logits = cuda.forward(states[0], tree, LOGITS).logits
+    path = tree.path(int(rng.integers(nodes // 2, nodes)))
+    cuda.commit(states[0], path)
+    assert relative(logits, reference.forward(states[2], tree, LOGITS).logits) < BOUND
+    np.testing.assert_array_equal(logits[path], plain_run(cuda, states[1], tree.tokens[path]))
+    assert state_bits(states[0]) == state_bits(states[1])
+
+
+def test_decoding_in_one_launch_equals_stepping(pair) -> None:
+    cuda, _ = pair
+    state, twin = cuda.new_state(64), cuda.new_state(64)
+    token = int(cuda.prefill(state, ids(4, 14)).argmax[-1])
+    cuda.prefill(twin, ids(4, 14))
+    tokens = list(cuda.decode(state, token, 12))
+    step, expected = token, []
+    for _ in range(12):
+        step = int(cuda.forward(twin, Tree.chain([step])).argmax[0])
+        cuda.commit(twin, [0])
+        expected.append(step)
+    assert tokens == expected
+    assert state_bits(state) == state_bits(twin)
+
+
+def test_tokens_are_drawn_as_the_sampler_draws_them(pair) -> None:
+    cuda, _ = pair
+    how = Sampling(temperature=0.9, top_k=20, top_p=0.95, repeat_penalty=1.2, seed=7)
+    state, twin = cuda.new_state(64), cuda.new_state(64)
+    prompt = ids(5, 9).tolist()
+    cuda.prefill(state, prompt)
+    cuda.prefill(twin, prompt)
+    tokens = list(cuda.decode(state, 3, 10, sampling=how, history=[*prompt, 3]))
+    text = [*prompt, 3]
+    for token in tokens:
+        logits = cuda.forward(twin, Tree.chain([text[-1]]), LOGITS).logits[0]
+        cuda.commit(twin, [0])
+        assert token == choose(logits, how, text, twin.length)
+        text.append(token)
+
+
+def test_features_and_hidden(pair) -> None:
+    want = Want("argmax", features=(2, 0), hidden=True)
+    got, expected = (backend.prefill(backend.new_state(64), ids(5, 20), want) for backend in pair)
+    assert relative(got.features, expected.features) < BOUND
+    assert relative(got.hidden, expected.hidden) < BOUND
