@@ -16,8 +16,9 @@ import pytest
 from warpsmith.backend.cuda.backend import VARIANTS, build_constants
 from warpsmith.backend.cuda.compiler import DIGEST_BYTES, build, cache_directory, compile_source, sources, target
 from warpsmith.backend.cuda.driver import Chip
-from warpsmith.backend.cuda.layout import Layout, busy_sms, threads_of
+from warpsmith.backend.cuda.layout import Layout, busy_sms
 from warpsmith.backend.cuda.profiles import Profile, load_profiles
+from warpsmith.backend.cuda.shape import threads_of
 from warpsmith.errors import NoDevice
 from warpsmith.model.config import SIZES, Config
 from warpsmith.model.weights import expected_shapes

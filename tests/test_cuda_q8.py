@@ -14,7 +14,8 @@ from random_models import random_tensors, random_tree
 from test_cuda import SHAPE, STAGES, ids, plain_run, relative, same_state
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.cuda.backend import CudaBackend
-from warpsmith.backend.cuda.layout import Layout, chunks_of
+from warpsmith.backend.cuda.layout import Layout
+from warpsmith.backend.cuda.shape import chunks_of
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.blocks import LAYOUTS, TYPES, dequantize

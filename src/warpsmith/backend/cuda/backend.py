@@ -25,32 +25,26 @@ from warpsmith.backend.base import (
 from warpsmith.backend.cuda.compiler import build, target
 from warpsmith.backend.cuda.drawing import UNDECIDED, Drawing
 from warpsmith.backend.cuda.driver import Buffer, Chip, Device, Event, Kernel, Pinned
-from warpsmith.backend.cuda.layout import (
+from warpsmith.backend.cuda.exchange import NOT_YET
+from warpsmith.backend.cuda.layout import Layout, busy_sms
+from warpsmith.backend.cuda.memory import check_fit, memory_parts
+from warpsmith.backend.cuda.packing import Progress, load_weights
+from warpsmith.backend.cuda.profiles import Profile
+from warpsmith.backend.cuda.profiles import choose as choose_profile
+from warpsmith.backend.cuda.shape import (
     COLUMNS,
     HEAD_DIM,
     LARGEST_HIDDEN,
     MAX_FEATURES,
     MAX_STEPS,
     MAX_STOPS,
-    MAX_TOP,
-    NOT_YET,
     READ_AHEAD,
     SLOT_BYTES,
     STATE_DIM,
-    Draw,
-    Layout,
-    Params,
-    Path,
-    Request,
-    Stream,
-    busy_sms,
     threads_of,
 )
-from warpsmith.backend.cuda.memory import check_fit, memory_parts
-from warpsmith.backend.cuda.packing import Progress, load_weights
-from warpsmith.backend.cuda.profiles import Profile
-from warpsmith.backend.cuda.profiles import choose as choose_profile
-from warpsmith.backend.cuda.top import Top
+from warpsmith.backend.cuda.structures import Draw, Params, Path, Request, Stream
+from warpsmith.backend.cuda.top import MAX_TOP, Top
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.checkpoint.canonical import Tensor
