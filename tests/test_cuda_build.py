@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import re
 import subprocess
@@ -13,12 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from warpsmith.backend.cuda import shape, structures, top
 from warpsmith.backend.cuda.backend import VARIANTS, build_constants
 from warpsmith.backend.cuda.compiler import DIGEST_BYTES, build, cache_directory, compile_source, sources, target
 from warpsmith.backend.cuda.driver import Chip
-from warpsmith.backend.cuda.layout import Layout, busy_sms, threads_of
+from warpsmith.backend.cuda.layout import Layout, busy_sms
 from warpsmith.backend.cuda.profiles import Profile, load_profiles
-from warpsmith.errors import NoDevice
+from warpsmith.backend.cuda.shape import threads_of
+from warpsmith.backend.tree import MAX_NODES
+from warpsmith.errors import NoDevice, WarpsmithError
 from warpsmith.model.config import SIZES, Config
 from warpsmith.model.weights import expected_shapes
 
@@ -160,6 +164,58 @@ def test_a_chip_newer_than_the_compiler_gets_ptx() -> None:
     assert target((8, 6)) == "sm_86"
     assert target((12, 0)) == "sm_120"
     assert re.fullmatch(r"compute_\d+", target((99, 0)))
+
+
+# -- what host and kernels both know -----------------------------------------------------------------------------------
+
+STRUCTURES = {
+    "params.cuh": {"Request": structures.Request, "Params": structures.Params, "Draw": structures.Draw},
+    "commit.cu": {"Path": structures.Path},
+    "top.cu": {"Top": structures.TopRequest},
+    "stream.cu": {"Stream": structures.Stream},
+    "pack.cu": {"Pack": structures.Pack},
+}
+NUMBERS = {
+    "params.cuh": {
+        **{name: getattr(shape, name) for name in ("WARPS", "CHUNK_K", "WIDE", "NARROW", "MAX_STOPS", "MAX_FEATURES")},
+        **{name: getattr(shape, name) for name in ("COLUMNS", "HISTORY", "STATE_DIM", "HEAD_DIM")},
+        **{name: number for number, name in enumerate(shape.STREAM_TYPES)},
+        "slot_bytes(BF16)": shape.SLOT_BYTES,
+        "MAX_NODES": MAX_NODES,
+    },
+    "shared.cuh": {"MAX_CHUNKS * CHUNK_K": shape.LARGEST_HIDDEN},
+    "sample.cuh": {name: getattr(shape, name) for name in ("MAX_STEPS", "CANDIDATES", "ROUNDS")},
+    "top.cu": {name: getattr(top, name) for name in ("MAX_TOP", "SLICES", "SLICE_THREADS")},
+    "stream.cu": {"PIECES * PIECE_BYTES": shape.READ_AHEAD},
+}
+
+
+def check_claims(file: str, claims: dict[str, int]) -> None:
+    """Compile a kernel's file with what the host says of it."""
+    asserted = [f'static_assert({kernel} == {number}, "{kernel}");' for kernel, number in claims.items()]
+    compile_source(
+        "\n".join([sources()[file], *asserted]), "claims.cu", "sm_90", constants_for(load_profiles()["h200"], 1)
+    )
+
+
+@pytest.mark.parametrize("file", STRUCTURES)
+def test_arguments_have_every_field_where_the_kernel_has_it(file: str) -> None:
+    claims = {}
+    for name, structure in STRUCTURES[file].items():
+        claims[f"sizeof({name})"] = ctypes.sizeof(structure)
+        for field, *_ in structure._fields_:
+            # NVRTC has no offsetof, but what its front end makes one of
+            claims[f"__INTADDR__(&(({name}*)0)->{field})"] = getattr(structure, field).offset
+            claims[f"sizeof({name}::{field})"] = getattr(structure, field).size
+    check_claims(file, claims)
+    for changed in list(claims)[:3]:
+        with pytest.raises(WarpsmithError, match=re.escape(f'failed with "{changed}"')):
+            check_claims(file, claims | {changed: claims[changed] + 4})
+
+
+@pytest.mark.parametrize("file", NUMBERS)
+def test_the_host_has_the_kernels_numbers(file: str) -> None:
+    check_claims(file, NUMBERS[file])
 
 
 # -- the cache ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from test_sampling import samplings
 from warpsmith.backend.cuda.compiler import SOURCES
 from warpsmith.backend.cuda.drawing import draw_of
-from warpsmith.backend.cuda.layout import CANDIDATES, ROUNDS, Draw
+from warpsmith.backend.cuda.shape import CANDIDATES, ROUNDS
+from warpsmith.backend.cuda.structures import Draw
 from warpsmith.backend.sampling import Sampling, choose, penalise, uniform
 
 TOO_CLOSE, TOO_FEW = -1, -2

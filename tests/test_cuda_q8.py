@@ -14,7 +14,9 @@ from random_models import random_tensors, random_tree
 from test_cuda import SHAPE, STAGES, ids, plain_run, relative, same_state
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.cuda.backend import CudaBackend
-from warpsmith.backend.cuda.layout import Layout, chunks_of
+from warpsmith.backend.cuda.layout import Layout
+from warpsmith.backend.cuda.shape import chunks_of
+from warpsmith.backend.cuda.trace import read_exchange
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.blocks import LAYOUTS, TYPES, dequantize
@@ -166,14 +168,15 @@ def test_products_are_those_of_the_file_s_weights() -> None:
         features = cuda.forward(state, tree, Want("argmax", features=(0,))).features
         cuda.trace(state, tree, "mlp_in.0")
         exchange = cuda.layout.exchange
-        h = exchange.values(cuda._copy(0), "h", nodes).astype(np.float64)
+        h = exchange.values(read_exchange(cuda, 0), "h", nodes).astype(np.float64)
         embedded = tensors["token_embd.weight"].float32()[tree.tokens].astype(np.float64)
         expected = embedded + h @ tensors["blk.0.ffn_down.weight"].float32().astype(np.float64).T
         assert relative(features, expected) < EXACT
 
         cuda.trace(state, tree, "mlp_out.0")
-        x = exchange.values(cuda._copy(1), "x", nodes).astype(np.float64)
-        squares = exchange.squares(cuda._copy(1), "x", nodes).view(np.float32).astype(np.float64)
+        words = read_exchange(cuda, 1)
+        x = exchange.values(words, "x", nodes).astype(np.float64)
+        squares = exchange.squares(words, "x", nodes).view(np.float32).astype(np.float64)
         rms = np.sqrt(squares.sum(axis=1, keepdims=True) / SHAPE.hidden + SHAPE.eps)
         got = cuda.trace(state, tree, "attention_in.1")
         for name in ("q", "k", "v"):

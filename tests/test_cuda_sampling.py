@@ -10,7 +10,8 @@ import pytest
 from test_cuda import SHAPE, bf16_tensors, ids, same_state
 from warpsmith.backend.base import LOGITS, Want, output_from_logits
 from warpsmith.backend.cuda.backend import CudaBackend
-from warpsmith.backend.cuda.layout import MAX_BIASES, MAX_TOP
+from warpsmith.backend.cuda.layout import MAX_BIASES
+from warpsmith.backend.cuda.top import MAX_TOP
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.canonical import open_checkpoint

@@ -25,32 +25,27 @@ from warpsmith.backend.base import (
 from warpsmith.backend.cuda.compiler import build, target
 from warpsmith.backend.cuda.drawing import UNDECIDED, Drawing
 from warpsmith.backend.cuda.driver import Buffer, Chip, Device, Event, Kernel, Pinned
-from warpsmith.backend.cuda.layout import (
+from warpsmith.backend.cuda.exchange import NOT_YET
+from warpsmith.backend.cuda.layout import Layout, busy_sms
+from warpsmith.backend.cuda.memory import check_fit, memory_parts
+from warpsmith.backend.cuda.packing import Progress, load_weights
+from warpsmith.backend.cuda.profiles import Profile
+from warpsmith.backend.cuda.profiles import choose as choose_profile
+from warpsmith.backend.cuda.shape import (
     COLUMNS,
     HEAD_DIM,
     LARGEST_HIDDEN,
     MAX_FEATURES,
     MAX_STEPS,
     MAX_STOPS,
-    MAX_TOP,
-    NOT_YET,
     READ_AHEAD,
     SLOT_BYTES,
     STATE_DIM,
-    Draw,
-    Layout,
-    Params,
-    Path,
-    Request,
-    Stream,
-    busy_sms,
     threads_of,
 )
-from warpsmith.backend.cuda.memory import check_fit, memory_parts
-from warpsmith.backend.cuda.packing import Progress, load_weights
-from warpsmith.backend.cuda.profiles import Profile
-from warpsmith.backend.cuda.profiles import choose as choose_profile
-from warpsmith.backend.cuda.top import Top
+from warpsmith.backend.cuda.structures import Draw, Params, Path, Request, Stream
+from warpsmith.backend.cuda.top import MAX_TOP, Top
+from warpsmith.backend.cuda.trace import read_stage, stage_number
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.checkpoint.canonical import Tensor
@@ -317,47 +312,10 @@ class CudaBackend(Backend):
     def trace(self, state: State, tree: Tree, stop_after: str) -> dict[str, np.ndarray]:
         """The exchanged buffers after a stage of the plan (`delta_mix.3`), to compare with the reference's."""
         assert isinstance(state, CudaState)
-        op, _, layer = stop_after.partition(".")
-        order = ["in", "mix", "mix_out", "mlp_in", "mlp_out"]
-        kind = {"delta_in": "in", "attention_in": "in", "delta_mix": "mix", "attention_mix": "mix"}.get(op, op)
-        number = 0 if op == "embed" else 1 + 5 * int(layer) + order.index(kind)
-        self._launch(state, tree, ARGMAX, stop_after=number)
+        self._launch(state, tree, ARGMAX, stop_after=stage_number(stop_after))
         self.device.synchronize()
         self._reset_parts()  # a pass that stops inside a layer may leave some behind
-        c, n, exchange = self.config, len(tree), self.layout.exchange
-        turn = int(layer or 0) % 2  # which copy of its exchanges the layer used
-        before = sum(c.recurrent[: int(layer or 0)])
-        mixer, mixer_turn = (
-            ("delta", before % 2) if op.startswith("delta") else ("attention", (int(layer or 0) - before) % 2)
-        )
-        if op == "delta_in":  # what is exchanged is convolved and gated already
-            raw = self.pending["pending_raw"].read(np.float32, (self.layout.delta_layers, MAX_NODES, c.conv_channels))
-            return {"qkv": raw[before, :n]}
-        if op == "attention_in":
-            rows = exchange.row(self._copy(mixer_turn), op, n).view(np.float32)
-            kv = c.kv_heads * c.head_dim
-            sizes = {"q": 2 * c.heads * c.head_dim, "k": kv, "v": kv}
-            ends = np.cumsum(list(sizes.values()))
-            return {name: rows[:, e - s : e] for (name, s), e in zip(sizes.items(), ends, strict=True)}
-        if kind == "mix":
-            y = exchange.values(self._copy(mixer_turn), mixer, n)
-            if op == "delta_mix":
-                squares = exchange.squares(self._copy(mixer_turn), mixer, n).view(np.float32)
-                squares = squares.reshape(n, c.value_heads, -1).sum(axis=2)
-                y = y.reshape(n, c.value_heads, STATE_DIM) / np.sqrt(squares / STATE_DIM + c.eps)[:, :, None]
-            return {"y": y.reshape(n, -1)}
-        if kind == "mlp_in":
-            return {"h": exchange.values(self._copy(turn), "h", n)}
-        # x travels times the weight of the norm that reads it
-        if op == "mix_out":
-            norm = self._norm(f"blk.{layer}.post_attention_norm.weight")
-            return {"x": exchange.values(self._copy(turn), "mid", n) / norm}
-        following = 0 if op == "embed" else int(layer) + 1
-        name = f"blk.{following}.attn_norm.weight" if following < c.layers else "output_norm.weight"
-        return {"x": exchange.values(self._copy(following % 2), "x", n) / self._norm(name)}
-
-    def _norm(self, name: str) -> np.ndarray:
-        return self.vectors.read(np.float32, (self.config.hidden,), offset=self.layout.vector_start(name) * 4)
+        return read_stage(self, stop_after, len(tree))
 
     def bytes_a_token(self, length: int) -> int:
         layout = self.layout
@@ -379,10 +337,6 @@ class CudaBackend(Backend):
             end.wait()
             times.append(end.seconds_since(begin))
         return self.layout.stream_bytes / median(times[1:])
-
-    def _copy(self, copy: int) -> np.ndarray:
-        """The words of one copy of all exchanges."""
-        return self.exchange.read(np.uint32, (2, self.layout.exchange.bytes // 8))[copy]
 
     def _reset_parts(self) -> None:
         self.parts.fill_starts(NOT_YET, 1, self.parts.nbytes // 4)

@@ -8,7 +8,9 @@ from math import isfinite, log
 import numpy as np
 
 from warpsmith.backend.cuda.driver import Buffer, Device
-from warpsmith.backend.cuda.layout import CANDIDATES, MAX_BIASES, ROUNDS, Draw, Layout
+from warpsmith.backend.cuda.layout import MAX_BIASES, Layout
+from warpsmith.backend.cuda.shape import CANDIDATES, ROUNDS
+from warpsmith.backend.cuda.structures import Draw
 from warpsmith.backend.sampling import Sampling, mix
 
 UNDECIDED = -1  # instead of a token: the host decides

@@ -1,8 +1,7 @@
-"""Where everything lies on the device: the host's view of `shape.cuh` and `params.cuh`."""
+"""Where everything lies on the device: the host's view of `shape.cuh`."""
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -10,36 +9,27 @@ from functools import cached_property
 
 import numpy as np
 
+from warpsmith.backend.cuda.exchange import Exchange
+from warpsmith.backend.cuda.shape import (
+    CANDIDATES,
+    COLUMNS,
+    HEAD_DIM,
+    HISTORY,
+    MAX_OWN_LOGITS,
+    NARROW,
+    STATE_DIM,
+    STREAM_TYPES,
+    WARPS,
+    WIDE,
+    chunks_of,
+    units_of,
+)
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.model.config import Config
 from warpsmith.model.weights import expected_shapes
 
-WARPS, CHUNK_K, SLOT_BYTES = 8, 256, 16384
-CHAIN, CHUNK_WORDS = 4, 128  # of an exchange
-STREAM_TYPES = ("BF16", "Q8_0")  # WeightType of shape.cuh
-WIDE, NARROW = 16, 8  # rows of a unit
-LARGEST_HIDDEN = 16 * CHUNK_K  # MAX_CHUNKS of shared.cuh: a unit must fit in the registers
-COLUMNS, HISTORY, STATE_DIM, HEAD_DIM = 16, 4, 128, 256
-MAX_STOPS, MAX_FEATURES = 16, 8
-NOT_YET = 0xFFFFFFFF  # what an exchanged word is before it has come
-MAX_STEPS, CANDIDATES, ROUNDS, MAX_OWN_LOGITS = 64, 768, 8, 4096  # of candidates.cuh and sample.cuh
-MAX_BIASES = 4096
-MAX_TOP, SLICES, SLICE_THREADS = 256, 8, 512  # of top.cu
-READ_AHEAD = 3 * 32768  # PIECES * PIECE_BYTES of stream.cu
-
-
-def chunks_of(k: int) -> int:
-    return -(-k // CHUNK_K)
-
-
-def units_of(rows: int, unit_rows: int) -> int:
-    return -(-rows // unit_rows)
-
-
-def threads_of(architecture: str) -> int:
-    """Consumers, and the warp that fills the ring; on sm_90a with three idle companions."""
-    return WARPS * 32 + (128 if architecture == "sm_90a" else 32)
+MAX_BIASES = 4096  # of a launch that samples
 
 
 def busy_sms(config: Config) -> int:
@@ -94,66 +84,6 @@ def stream_type(stored: Collection[str]) -> str:
     BF16."""
     (one, *others) = set(stored)
     return one if not others and one in STREAM_TYPES else "BF16"
-
-
-class Exchange:
-    """Where eight nodes' activations lie while SMs exchange them (see shape.cuh): f32 `rows` of so many words a node,
-    then `areas` of (bf16 values, sums of squares) a node."""
-
-    def __init__(self, rows: Mapping[str, int], areas: Mapping[str, tuple[int, int]]) -> None:
-        self.rows, self.areas = rows, areas
-        self.row_starts, self.node_words = _places({name: _on_lines(words) for name, words in rows.items()})
-        words = {n: 8 * _square_stride(s) + chunks_of(k) * WARPS * CHUNK_WORDS for n, (k, s) in areas.items()}
-        self.area_starts, area_words = _places(words)
-        self.octet_words = 8 * self.node_words + area_words
-
-    @property
-    def bytes(self) -> int:
-        return 2 * MAX_NODES // 8 * self.octet_words * 4
-
-    def row(self, copy: np.ndarray, name: str, nodes: int) -> np.ndarray:
-        """What one copy, as words, has of a kind of row: [nodes, words]."""
-        node = np.arange(nodes)[:, None]
-        at = self._octet(node) + node % 8 * self.node_words + self.row_starts[name]
-        return copy[at + np.arange(self.rows[name])]
-
-    def squares(self, copy: np.ndarray, name: str, nodes: int) -> np.ndarray:
-        node, count = np.arange(nodes)[:, None], self.areas[name][1]
-        return copy[self._area(name, node) + node % 8 * _square_stride(count) + np.arange(count)]
-
-    def values(self, copy: np.ndarray, name: str, nodes: int) -> np.ndarray:
-        """[nodes, k] in float32, out of the order of the mma's operands."""
-        node, (k_all, squares) = np.arange(nodes)[:, None], self.areas[name]
-        chunks, pair = chunks_of(k_all), np.arange(0, k_all, 2)
-        warp, chunk = pair // 32 // chunks, pair // 32 % chunks
-        before = chunk // CHAIN * CHAIN
-        place = before * WARPS + warp * np.minimum(CHAIN, chunks - before) + chunk - before
-        at = self._area(name, node) + 8 * _square_stride(squares) + node % 8 * 16
-        words = np.ascontiguousarray(copy[at + place * CHUNK_WORDS + pair % 32 // 2])
-        return (words.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-
-    def _octet(self, node: np.ndarray) -> np.ndarray:
-        return node // 8 * self.octet_words
-
-    def _area(self, name: str, node: np.ndarray) -> np.ndarray:
-        return self._octet(node) + 8 * self.node_words + self.area_starts[name]
-
-
-def _on_lines(words: int) -> int:
-    return -(-words // 32) * 32
-
-
-def _square_stride(squares: int) -> int:
-    return _on_lines(squares) + 16 if squares else 0
-
-
-def _places(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Where each begins that lie one behind the other, and where the last one ends."""
-    starts, at = {}, 0
-    for name, size in sizes.items():
-        starts[name] = at
-        at += size
-    return starts, at
 
 
 class Layout:
@@ -383,126 +313,3 @@ class Layout:
             "EPS": f"{c.eps!r}f", "SMS": self.sms, "LAYER_TYPES": f'"{"".join(layers)}"', "HEAD_TYPE": head,
             "TIED": int(c.tied), "EMBEDDING_TYPE": STREAM_TYPES.index(self.embedding_type),
         }  # fmt: skip
-
-
-class Request(ctypes.Structure):
-    """`Request` of params.cuh."""
-
-    _fields_ = [
-        ("nodes", ctypes.c_int),
-        ("length", ctypes.c_int),
-        ("steps", ctypes.c_int),
-        ("stop_after", ctypes.c_int),
-        ("stops", ctypes.c_int),
-        ("features", ctypes.c_int),
-        ("want_logits", ctypes.c_int),
-        ("want_hidden", ctypes.c_int),
-        ("zero", ctypes.c_uint),
-        ("tokens", ctypes.c_int * MAX_NODES),
-        ("parents", ctypes.c_int * MAX_NODES),
-        ("stop_ids", ctypes.c_int * MAX_STOPS),
-        ("feature_layers", ctypes.c_int * MAX_FEATURES),
-    ]
-
-
-class Draw(ctypes.Structure):
-    """`Draw` of decide.cuh."""
-
-    _fields_ = [
-        ("window", ctypes.c_void_p),
-        ("biases", ctypes.c_void_p),
-        ("lists", ctypes.c_void_p),
-        ("inverse_temperature", ctypes.c_double),
-        ("top_p", ctypes.c_double),
-        ("log_min_p", ctypes.c_double),
-        ("seed", ctypes.c_uint64),
-        ("serial", ctypes.c_uint32),
-        ("sampled", ctypes.c_int),
-        ("top_k", ctypes.c_int),
-        ("windowed", ctypes.c_int),
-        ("last_n", ctypes.c_int),
-        ("biased", ctypes.c_int),
-        ("repeat", ctypes.c_float),
-        ("frequency", ctypes.c_float),
-        ("presence", ctypes.c_float),
-    ]
-
-
-POINTERS_BEFORE_CONTEXT = (
-    "stream",
-    "stream_start",
-    "head_start",
-    "embedding",
-    "vectors",
-    "rope",
-    "delta",
-    "history",
-    "keys",
-    "values",
-)
-POINTERS_AFTER_CONTEXT = (
-    "exchange", "parts",
-    "pending_raw", "pending_key", "pending_write", "pending_fade", "pending_keys", "pending_values", "branch_state",
-    "out_tokens", "out_count", "out_logits", "out_features", "out_hidden", "profile",
-)  # fmt: skip
-
-
-class Params(ctypes.Structure):
-    """`Params` of params.cuh."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in POINTERS_BEFORE_CONTEXT),
-        ("context", ctypes.c_int),
-        *((name, ctypes.c_void_p) for name in POINTERS_AFTER_CONTEXT),
-    ]
-
-
-class Path(ctypes.Structure):
-    """`Path` of commit.cu."""
-
-    _fields_ = [("count", ctypes.c_int), ("length", ctypes.c_int), ("node", ctypes.c_int * MAX_NODES)]
-
-
-class TopRequest(ctypes.Structure):
-    """`Top` of top.cu."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("logits", "keys", "sums", "arrived", "out")),
-        ("count", ctypes.c_int),
-    ]
-
-
-def top_bytes() -> dict[str, int]:
-    """The buffers of top.cu."""
-    slices = MAX_NODES * SLICES
-    return {
-        "keys": slices * MAX_TOP * 8,
-        "sums": slices * 8,
-        "arrived": MAX_NODES * 4,
-        "out": MAX_NODES * (2 * MAX_TOP + 1) * 4,
-    }
-
-
-class Stream(ctypes.Structure):
-    """`Stream` of stream.cu."""
-
-    _fields_ = [("bytes", ctypes.c_void_p), ("start", ctypes.c_void_p)]
-
-
-class Pack(ctypes.Structure):
-    """`Pack` of pack.cu."""
-
-    _fields_ = [
-        ("rows", ctypes.c_void_p),
-        ("stream", ctypes.c_void_p),
-        ("part_start", ctypes.c_void_p),
-        ("type", ctypes.c_int),
-        ("part_unit", ctypes.c_int),
-        ("first_row", ctypes.c_int),
-        ("offset", ctypes.c_int),
-        ("count", ctypes.c_int),
-        ("k", ctypes.c_int),
-        ("units", ctypes.c_int),
-        ("unit_rows", ctypes.c_int),
-        ("pattern", ctypes.c_int),
-    ]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from warpsmith.backend.base import MemoryPart
-from warpsmith.backend.cuda.layout import MAX_FEATURES, Layout, top_bytes
+from warpsmith.backend.cuda.layout import Layout
 from warpsmith.backend.cuda.packing import STAGING_BYTES
+from warpsmith.backend.cuda.shape import MAX_FEATURES
+from warpsmith.backend.cuda.top import top_bytes
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.errors import DoesNotFit
 

@@ -10,7 +10,9 @@ from itertools import cycle
 import numpy as np
 
 from warpsmith.backend.cuda.driver import Buffer, Device, Event, Kernel, Pinned
-from warpsmith.backend.cuda.layout import STREAM_TYPES, Layout, Pack
+from warpsmith.backend.cuda.layout import Layout
+from warpsmith.backend.cuda.shape import STREAM_TYPES
+from warpsmith.backend.cuda.structures import Pack
 from warpsmith.checkpoint.blocks import TYPES, dequantize
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.checkpoint.quantize import quantize

@@ -6,8 +6,21 @@ import numpy as np
 
 from warpsmith.backend.base import Output
 from warpsmith.backend.cuda.driver import Buffer, Device
-from warpsmith.backend.cuda.layout import MAX_TOP, SLICE_THREADS, SLICES, TopRequest, top_bytes
+from warpsmith.backend.cuda.structures import TopRequest
 from warpsmith.backend.tree import MAX_NODES
+
+MAX_TOP, SLICES, SLICE_THREADS = 256, 8, 512  # of top.cu
+
+
+def top_bytes() -> dict[str, int]:
+    """The kernel's buffers."""
+    slices = MAX_NODES * SLICES
+    return {
+        "keys": slices * MAX_TOP * 8,
+        "sums": slices * 8,
+        "arrived": MAX_NODES * 4,
+        "out": MAX_NODES * (2 * MAX_TOP + 1) * 4,
+    }
 
 
 class Top:

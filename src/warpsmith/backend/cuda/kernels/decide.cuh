@@ -4,7 +4,7 @@
 // change the token the answer is "undecided", and the host decides. Nothing in this file needs a GPU: a test compiles it alone.
 #pragma once
 
-// What is asked of a launch that samples. The host builds the same struct field by field (see layout.py).
+// What is asked of a launch that samples. The host builds the same struct field by field (see structures.py).
 struct Draw {
     const int* window;           // the text's end that the penalties look at, when the launch begins
     const int2* biases;          // {token, bias as float bits}

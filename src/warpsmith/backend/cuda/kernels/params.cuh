@@ -1,4 +1,4 @@
-// The kernels' arguments. The host builds the same structs field by field (see layout.py).
+// The kernels' arguments. The host builds the same structs field by field (see structures.py).
 #pragma once
 #include "decide.cuh"
 #include "exchange.cuh"

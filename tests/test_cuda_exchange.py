@@ -1,0 +1,230 @@
+"""Where exchanged activations lie, without a GPU: the host's places are the kernel's, and nothing shares a word."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from test_cuda import SHAPE
+from warpsmith.backend.cuda import exchange as host
+from warpsmith.backend.cuda.backend import build_constants
+from warpsmith.backend.cuda.compiler import compile_source, target
+from warpsmith.backend.cuda.driver import Chip
+from warpsmith.backend.cuda.exchange import NOT_YET, Exchange
+from warpsmith.backend.cuda.layout import Layout, busy_sms
+from warpsmith.backend.cuda.profiles import load_profiles
+from warpsmith.backend.tree import MAX_NODES
+from warpsmith.checkpoint.canonical import open_checkpoint
+from warpsmith.errors import NoDevice, WarpsmithError
+from warpsmith.model.config import SIZES, Config
+from warpsmith.model.weights import read_config
+from warpsmith.wisp import WISP
+
+MODELS = {name: SIZES[name] for name in ("tiny", "0.8B", "2B", "4B", "9B")} | {
+    "wisp": read_config(open_checkpoint(WISP)),
+    "test": SHAPE,
+}
+
+
+def words_of(exchange: Exchange, nodes: int = MAX_NODES) -> np.ndarray:
+    """A copy for so many nodes in which every word is its own place."""
+    return np.arange(-(-nodes // 8) * exchange.octet_words, dtype=np.uint32)
+
+
+def value_halves(exchange: Exchange, name: str, nodes: int = MAX_NODES) -> np.ndarray:
+    """Where each value is read from, in half words: [nodes, k]. Half a word holds only half of such a place."""
+    places = np.arange(2 * len(words_of(exchange, nodes)), dtype=np.uint32)
+    low, high = (
+        exchange.values((places >> shift).astype(np.uint16).view(np.uint32), name, nodes).view(np.uint32) >> 16
+        for shift in (0, 16)
+    )
+    return low + (high << 16)
+
+
+# -- the kernel's places -----------------------------------------------------------------------------------------------
+
+# What the kernel calls them (shape.cuh): where it begins and how many words, or values, of a node.
+ROWS = {
+    "delta_in": ("DELTA_IN_AT", "DELTA_IN_UNITS * WIDE"),
+    "attention_in": ("ATTENTION_IN_AT", "ATTENTION_IN_UNITS * WIDE"),
+    "stats": ("STATS_AT", "HEADS * SPLITS * 2"),
+    "attention_rows": ("ATTENTION_ROWS_AT", "ATTENTION_ROWS * HEAD_DIM / 2"),
+    "best": ("BEST_AT", "SMS * 2"),
+}
+SQUARES = {
+    "x": ("X_SQUARES_AT", "HIDDEN_UNITS"),
+    "mid": ("MID_SQUARES_AT", "HIDDEN_UNITS"),
+    "delta": ("DELTA_SQUARES_AT", "BLOCKS"),
+}
+VALUES = {
+    "x": ("X_AT", "HIDDEN"),
+    "mid": ("MID_AT", "HIDDEN"),
+    "h": ("H_AT", "FFN"),
+    "delta": ("DELTA_Y_AT", "VALUE_DIM"),
+    "attention": ("ATTENTION_Y_AT", "ATTENTION_DIM"),
+}
+NODES = (0, 3, 7, 8, 45)
+
+
+def host_places(exchange: Exchange) -> dict[str, int]:
+    """Expressions of the kernel's, addresses as block.cuh computes them, and what the host has for each."""
+    words = words_of(exchange)
+    places = {
+        "NOT_YET": host.NOT_YET,
+        "NODE_WORDS": exchange.node_words,
+        "OCTET_WORDS": exchange.octet_words,
+        "COPY_WORDS": exchange.bytes // 8,
+    }
+    for name, (at, count) in ROWS.items():
+        row = exchange.row(words, name, MAX_NODES)
+        places |= {at: int(row[0, 0]), count: row.shape[1]}
+        for node in NODES:
+            places[f"{node} / 8 * OCTET_WORDS + {node} % 8 * NODE_WORDS + {at}"] = int(row[node, 0])
+    for name, (at, count) in SQUARES.items():
+        row = exchange.squares(words, name, MAX_NODES)
+        places |= {at: int(row[0, 0]), count: row.shape[1]}
+        for node in NODES:
+            address = f"{node} / 8 * OCTET_WORDS + {at} + {node} % 8 * square_stride({count})"
+            places[address] = int(row[node, 0])
+    for name, (at, count) in VALUES.items():
+        halves = value_halves(exchange, name)
+        k_all = halves.shape[1]
+        places |= {at: int(halves[0, 0]) // 2, count: k_all}
+        for i, k in enumerate(sorted({*range(0, k_all, k_all // 16 + 1), k_all - 1})):
+            node = NODES[i % len(NODES)]
+            address = f"{node} / 8 * OCTET_WORDS + {at} + value_word({count}, {node}, {k})"
+            places[f"2 * ({address}) + {k % 2}"] = int(halves[node, k])
+    return places
+
+
+def kernel_constants(model: Config, nodes: int) -> dict[str, object]:
+    profile = load_profiles()["h200"]
+    chip = Chip(profile.name, profile.capability, profile.sms, profile.shared_memory)
+    return build_constants(Layout(model, min(profile.sms, busy_sms(model))), chip, profile, nodes)
+
+
+def refused(places: Mapping[str, int], constants: Mapping[str, object]) -> set[str]:
+    """The expressions of which the kernel's headers make another number."""
+    claims = (f'static_assert({kernel} == {number}u, "{kernel}");' for kernel, number in places.items())
+    try:
+        compile_source("\n".join(['#include "params.cuh"', *claims]), "places.cu", target((9, 0)), constants)
+    except NoDevice as error:
+        pytest.skip(str(error))
+    except WarpsmithError as error:
+        wrong = set(re.findall(r'static assertion failed with "(.*?)"', error.problem))
+        if not wrong:
+            raise
+        return wrong
+    return set()
+
+
+@pytest.mark.parametrize("nodes", [1, 8])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_host_s_places_are_the_kernel_s(name: str, nodes: int) -> None:
+    constants = kernel_constants(MODELS[name], nodes)
+    layout = Layout(MODELS[name], int(str(constants["SMS"])))
+    assert refused(host_places(layout.exchange), constants) == set()
+
+
+def test_another_place_is_noticed() -> None:
+    constants = kernel_constants(SIZES["tiny"], 1)
+    places = host_places(Layout(SIZES["tiny"], int(str(constants["SMS"]))).exchange)
+    for first in (0, 1):  # half of them at a time: the compiler gives up after a hundred errors
+        changed = {kernel: places[kernel] ^ 1 for kernel in list(places)[first::2]}
+        assert refused(places | changed, constants) == set(changed)
+
+
+@pytest.mark.parametrize(("constant", "other"), [("CHAIN", 2), ("CHUNK_WORDS", 256), ("WARPS", 16)])
+def test_another_arrangement_is_noticed(constant: str, other: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    constants = kernel_constants(SIZES["0.8B"], 1)
+    monkeypatch.setattr(host, constant, other)
+    layout = Layout(SIZES["0.8B"], int(str(constants["SMS"])))
+    assert any("value_word" in place for place in refused(host_places(layout.exchange), constants))
+
+
+# -- any sizes ---------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def exchanges(draw: st.DrawFn) -> Exchange:
+    """Rows and areas of any size: whole and broken lines, chunks and chains."""
+    rows = draw(st.lists(st.integers(1, 200), max_size=3))
+    areas = draw(
+        st.lists(st.tuples(st.integers(1, 900).map(lambda quarter: 4 * quarter), st.integers(0, 100)), max_size=3)
+    )
+    return Exchange({f"row {i}": r for i, r in enumerate(rows)}, {f"area {i}": a for i, a in enumerate(areas)})
+
+
+@settings(max_examples=100, deadline=None)
+@given(exchange=exchanges())
+def test_nothing_shares_a_place(exchange: Exchange) -> None:
+    """In half words, since two values share a word; and what is beyond an octet belongs to the next."""
+    words = words_of(exchange, 8)
+    taken = [np.zeros(0, np.uint32)]
+    for name in exchange.rows:
+        row = exchange.row(words, name, 8)
+        taken += [2 * row, 2 * row + 1]
+    for name, (_, squares) in exchange.areas.items():
+        if squares:
+            row = exchange.squares(words, name, 8)
+            taken += [2 * row, 2 * row + 1]
+        taken.append(value_halves(exchange, name, 8))
+    halves = np.concatenate([each.reshape(-1) for each in taken])
+    assert len(np.unique(halves)) == len(halves)
+    assert (halves < 2 * exchange.octet_words).all()
+
+
+def written(rows: list[np.ndarray], areas: list[tuple[np.ndarray, np.ndarray]], nodes: int) -> np.ndarray:
+    """One copy, word after word as shape.cuh describes it: `rows` are [nodes, words], `areas` (squares, values)."""
+    parts: list[np.ndarray] = []
+
+    def put(array: np.ndarray, words: int) -> None:
+        """As bits, padded with words that never came."""
+        bits = np.ascontiguousarray(array).view(np.uint16)
+        parts.extend([bits, np.full(2 * words - len(bits), NOT_YET & 0xFFFF, np.uint16)])
+
+    def lines(count: int) -> int:
+        return -(-count // 32) * 32
+
+    for first in range(0, nodes, 8):
+        octet = range(first, first + 8)
+        for node in octet:
+            for row in rows:
+                put(row[node] if node < nodes else row[:0, 0], lines(row.shape[1]))
+        for squares, values in areas:
+            if count := squares.shape[1]:
+                for node in octet:
+                    put(squares[node] if node < nodes else squares[:0, 0], lines(count) + 16)
+            chunks = -(-values.shape[1] // 256)
+            for piece in range(0, chunks, 4):
+                for warp in range(8):
+                    for chunk in range(piece, min(piece + 4, chunks)):
+                        k = (warp * chunks + chunk) * 32
+                        for node in octet:
+                            put(values[node, k : k + 32] if node < nodes else values[:0, 0], 16)
+    return np.concatenate([np.zeros(0, np.uint16), *parts]).view(np.uint32)
+
+
+@settings(max_examples=40, deadline=None)
+@given(exchange=exchanges(), nodes=st.integers(1, 20), seed=st.integers(0, 2**32 - 1))
+def test_what_was_written_is_read_back(exchange: Exchange, nodes: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+
+    def bits(kind: type[np.unsignedinteger], count: int) -> np.ndarray:
+        return random.integers(0, np.iinfo(kind).max, (nodes, count), dtype=kind, endpoint=True)
+
+    rows = {name: bits(np.uint32, count) for name, count in exchange.rows.items()}
+    areas = {name: (bits(np.uint32, squares), bits(np.uint16, k)) for name, (k, squares) in exchange.areas.items()}
+    copy = written(list(rows.values()), list(areas.values()), nodes)
+    assert len(copy) == -(-nodes // 8) * exchange.octet_words
+    for name, row in rows.items():
+        np.testing.assert_array_equal(exchange.row(copy, name, nodes), row)
+    for name, (squares, values) in areas.items():
+        np.testing.assert_array_equal(exchange.squares(copy, name, nodes), squares)
+        as_float32 = exchange.values(copy, name, nodes).view(np.uint32)
+        np.testing.assert_array_equal(as_float32, values.astype(np.uint32) << 16)
