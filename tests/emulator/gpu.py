@@ -25,7 +25,7 @@ from warpsmith.backend.cuda.compiler import sources
 
 HERE = Path(__file__).parent
 ARGUMENTS = {"forward": ["Params", "Request"], "commit": ["Params", "Path"], "pack": ["Pack"]}
-FLAGS = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-ffp-contract=off"]
+FLAGS = ["-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-ffp-contract=off"]
 
 
 def build(name: str, architecture: str, constants: Mapping[str, Any]) -> bytes:
@@ -41,7 +41,9 @@ def _folder() -> Path:
     """The kernels, with the machine's instructions replaced."""
     folder = Path(tempfile.mkdtemp(prefix="warpsmith-emulated-"))
     for name, text in sources().items():
-        text = re.sub(r"extern __shared__ __align__\(128\) u8 memory\[\];", "u8* memory = machine::shared_memory();", text)
+        text = re.sub(
+            r"extern __shared__ __align__\(128\) u8 memory\[\];", "u8* memory = machine::shared_memory();", text
+        )
         (folder / name).write_text(text)
     for name in ("machine.h", "ptx.cuh"):
         (folder / name).write_text((HERE / name).read_text())
@@ -93,7 +95,12 @@ class Driver:
         self.memory: dict[int, np.ndarray] = {}
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("cuEvent") or name in ("cuInit", "cuCtxSetCurrent", "cuCtxSynchronize", "cuFuncSetAttribute"):
+        if name.startswith("cuEvent") or name in (
+            "cuInit",
+            "cuCtxSetCurrent",
+            "cuCtxSynchronize",
+            "cuFuncSetAttribute",
+        ):
             return lambda *_: (0, 0)
         raise AttributeError(name)
 

@@ -162,14 +162,27 @@ inline void barrier(int id, int count) {
     }
 }
 
+// Kept from launch to launch.
+inline unsigned char* stacks_for(size_t fibers) {
+    static unsigned char* stacks = nullptr;
+    static size_t held = 0;
+    if (fibers > held) {
+        if (stacks) munmap(stacks, held * STACK);
+        const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+        stacks = (unsigned char*)mmap(nullptr, fibers * STACK, PROT_READ | PROT_WRITE, flags, -1, 0);
+        if (stacks == MAP_FAILED) throw std::runtime_error("no memory for stacks");
+        held = fibers;
+    }
+    return stacks;
+}
+
 // Run a kernel of `grid` blocks that are all there at the same time. False: some wait never ends.
 inline bool run(int grid, int threads, int shared_bytes, const std::function<void()>& kernel) {
     grid_size = {(unsigned)grid}, block_size = {(unsigned)threads};
     body = &kernel;
     std::vector<Block> blocks(grid);
     std::vector<Fiber> fibers((size_t)grid * threads);
-    auto* stacks = (unsigned char*)mmap(nullptr, fibers.size() * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (stacks == MAP_FAILED) throw std::runtime_error("no memory for stacks");
+    unsigned char* stacks = stacks_for(fibers.size());
     for (int b = 0; b < grid; b++) {
         blocks[b].shared.assign(shared_bytes + 256, 0xcd);  // nothing may count on zeros
         blocks[b].warps.resize((threads + 31) / 32);
@@ -208,7 +221,6 @@ inline bool run(int grid, int threads, int shared_bytes, const std::function<voi
             std::fprintf(stderr, "\n");
         }
     }
-    munmap(stacks, fibers.size() * STACK);
     return ended;
 }
 
