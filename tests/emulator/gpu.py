@@ -188,9 +188,9 @@ def emulated_gpu(sms: int, variants: tuple[int, ...]) -> Iterator[None]:
     """A machine with a GPU of so many SMs; the kernel is built for trees of these sizes."""
     driver = Driver(sms)
     with (
-        mock.patch("warpsmith.backend.cuda.driver._bindings", lambda: driver),
+        mock.patch("warpsmith.backend.cuda.driver._bindings", return_value=driver),
         mock.patch("warpsmith.backend.cuda.backend.build", build),
         mock.patch("warpsmith.backend.cuda.backend.VARIANTS", variants),
-        mock.patch("warpsmith.backend.cuda.backend.target", lambda capability: "sm_90a"),
+        mock.patch("warpsmith.backend.cuda.backend.target", return_value="sm_90a"),
     ):
         yield
