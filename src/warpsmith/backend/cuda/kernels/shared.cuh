@@ -52,10 +52,11 @@ struct NarrowBlocks {
     static constexpr int COUNT = (CHUNKS + EACH - 1) / EACH;
     static_assert(COUNT == PARTS / WARPS, "every part must be written");
 };
-// On sm_90a a warp fetches a tree's activations for all others (see fetch.cuh), if all of x fits on its shelf.
+// On sm_90a a warp fetches a tree's activations for all others (see fetch.cuh), if they are more than an octet and all of x fits
+// on its shelf.
 constexpr int SHELF_SLOTS = 4;
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-constexpr bool FETCHES = NODES > 1 && NODES / 8 * pieces_of(HIDDEN) <= SHELF_SLOTS && parts_of(VALUE_DIM) == WARPS && SHARED_MEMORY > (200 << 10);
+constexpr bool FETCHES = NODES > 8 && NODES / 8 * pieces_of(HIDDEN) <= SHELF_SLOTS && parts_of(VALUE_DIM) == WARPS && SHARED_MEMORY > (200 << 10);
 #else
 constexpr bool FETCHES = false;
 #endif
