@@ -64,8 +64,8 @@ def _compiled(name: str, kernel: str, architecture: str, constants: tuple[tuple[
             *defined,
             '#include "machine.h"',
             f'#include "{name}"',
-            'extern "C" int launch(int grid, int threads, int shared, void** arguments) {',
-            f"    return machine::run(grid, threads, shared, [&] {{ {kernel}({passed}); }});",
+            'extern "C" int launch(int grid, int threads, int shared, unsigned seed, void** arguments) {',
+            f"    return machine::run(grid, threads, shared, seed, [&] {{ {kernel}({passed}); }});",
             "}",
         ]
     )
@@ -93,6 +93,7 @@ class Driver:
     def __init__(self, sms: int) -> None:
         self.attributes = {"major": 9, "minor": 0, "sms": sms, "shared": 227 << 10}
         self.memory: dict[int, np.ndarray] = {}
+        self.launches = 0
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("cuEvent") or name in (
@@ -177,7 +178,8 @@ class Driver:
     def cuLaunchKernel(self, function: Any, *rest: int) -> tuple[int]:
         grid, _, _, threads, _, _, shared, _, arguments, *_ = rest
         assert function is not None, "this kernel is not emulated"
-        assert function(grid, threads, shared, ctypes.c_void_p(arguments)), "some threads wait for ever"
+        self.launches += 1  # each has an order of its own
+        assert function(grid, threads, shared, self.launches, ctypes.c_void_p(arguments)), "some threads wait for ever"
         return (0,)
 
     cuLaunchCooperativeKernel = cuLaunchKernel

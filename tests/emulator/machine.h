@@ -1,8 +1,8 @@
 // A GPU on a CPU, as much of it as the kernels use: every CUDA thread is a fiber, all in one operating-system thread.
 //
-// A fiber runs until it must wait for others (a shuffle, a barrier, a poll) and then hands on to the next one. So what is
-// found here is wrong logic: a wrong address, a missing barrier that the order of fibers happens to expose, a wait that never
-// ends. Memory is always in order here, and copies arrive at once; races that need more than that are for the GPU to show.
+// A fiber runs until it must wait for others (a shuffle, a barrier, a poll) and then hands on to the next one. The order of warps,
+// when copies arrive, and which warps dawdle are drawn from a seed. So what is found here is wrong logic: a wrong address, a
+// missing barrier, a wait that never ends. Memory is always in order here; races that need more than that are for the GPU to show.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <random>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -38,7 +39,7 @@ constexpr size_t STACK = 256 << 10;
 constexpr long PATIENCE = 2000000;  // turns of all fibers without any of them getting on: a wait that never ends
 
 struct Warp {
-    int arrived = 0, members = 0;
+    int arrived = 0, members = 0, dawdles = 0;  // turns that it lets pass
     unsigned long generation = 0;
     uint4 slots[2][32][2];  // what the lanes of a collective operation give, 32 bytes each
 };
@@ -55,6 +56,7 @@ struct Fiber {
     Index thread, block_index;
     unsigned char* stack = nullptr;
     bool done = false;
+    std::vector<std::pair<void*, const void*>> small_copies;  // of 16 bytes, on their way
     const char* waits_for = "its first turn";
     Fiber* next = nullptr;
 };
@@ -63,6 +65,8 @@ inline Fiber* current;
 inline Index block_size, grid_size;
 inline void* scheduler_stack;
 inline long turns_without_progress;
+inline std::mt19937 chance;
+inline std::vector<std::function<void()>> copies;  // on their way
 inline const std::function<void()>* body;
 
 extern "C" void machine_switch(void** save, void* load);
@@ -102,12 +106,15 @@ machine_switch:
 #error "no fibers for this processor"
 #endif
 
-// To the next fiber; the last one goes back to the scheduler.
+// To the next fiber; the last one goes back to the scheduler. Before a warp's first lane gets its turn it may be made to wait.
 inline void hand_on(const char* waits_for) {
     Fiber* me = current;
     me->waits_for = waits_for;
     Fiber* next = me->next;
-    while (next && next->done) next = next->next;
+    while (next && (next->done || next->warp->dawdles > 0)) {
+        if (next->thread.x % 32 == 0 && next->warp->dawdles > 0) next->warp->dawdles--;
+        next = next->next;
+    }
     current = next;
     machine_switch(&me->stack_pointer, next ? next->stack_pointer : scheduler_stack);
     current = me;
@@ -177,7 +184,9 @@ inline unsigned char* stacks_for(size_t fibers) {
 }
 
 // Run a kernel of `grid` blocks that are all there at the same time. False: some wait never ends.
-inline bool run(int grid, int threads, int shared_bytes, const std::function<void()>& kernel) {
+inline bool run(int grid, int threads, int shared_bytes, unsigned seed, const std::function<void()>& kernel) {
+    chance.seed(seed);
+    copies.clear();
     grid_size = {(unsigned)grid}, block_size = {(unsigned)threads};
     body = &kernel;
     std::vector<Block> blocks(grid);
@@ -198,18 +207,38 @@ inline bool run(int grid, int threads, int shared_bytes, const std::function<voi
             top[11] = (void*)fiber_main;  // x30
 #endif
             fiber.stack_pointer = top;
-            if (&fiber != &fibers.back()) fiber.next = &fiber + 1;
         }
     }
+    // Lanes of a warp follow each other, warps in any order.
+    std::vector<size_t> order;
+    for (size_t i = 0; i < fibers.size(); i += 32) order.push_back(i);
+    std::shuffle(order.begin(), order.end(), chance);
+    Fiber *front = &fibers[order[0]], *last = nullptr;
+    for (size_t warp : order)
+        for (size_t i = warp; i < std::min(warp + 32, fibers.size()); i++) {
+            if (last) last->next = &fibers[i];
+            last = &fibers[i];
+        }
     turns_without_progress = 0;
     bool ended = false;
     while (!ended && turns_without_progress++ < PATIENCE / (long)fibers.size() + 2000) {
-        Fiber* first = &fibers[0];
+        while (!copies.empty() && chance() % 4) {  // any of them arrives
+            std::swap(copies[chance() % copies.size()], copies.back());
+            const auto arrive = std::move(copies.back());
+            copies.pop_back();
+            arrive();
+        }
+        if (chance() % 4 == 0) {  // a warp falls behind
+            Block& block = blocks[chance() % grid];
+            block.warps[chance() % block.warps.size()].dawdles = chance() % 40;
+        }
+        Fiber* first = front;
         while (first && first->done) first = first->next;
         if (!first) {
             ended = true;
             break;
         }
+        first->warp->dawdles = 0;
         current = first;
         machine_switch(&scheduler_stack, first->stack_pointer);
     }

@@ -55,9 +55,13 @@ inline u64 evict_first() { return 0; }
 inline void copy_slot(u32 dst, const void* src, u32 bytes, u32 barrier) {
     if (dst % 16 || (uintptr_t)src % 16 || bytes % 16) std::fprintf(stderr, "a bulk copy that is not aligned\n"), std::abort();
     arrive(barrier, (int)bytes);
-    std::memcpy(shared_pointer(dst), src, bytes);
-    barrier_at(barrier).bytes -= (int)bytes;
-    barrier_at(barrier).advance();
+    u8* to = shared_pointer(dst);
+    Barrier* landed = &barrier_at(barrier);
+    machine::copies.push_back([=] {
+        std::memcpy(to, src, bytes);
+        landed->bytes -= (int)bytes;
+        landed->advance();
+    });
 }
 inline void copy_slot(u32 dst, const void* src, u32 bytes, u32 barrier, u64) { copy_slot(dst, src, bytes, barrier); }
 inline void before_copies() {}
@@ -69,8 +73,11 @@ inline void copy_slot(u32 dst, const void* src, u32 bytes, u32 barrier, u64) {
 }
 constexpr u32 COPY_LANES = 32;
 #endif
-inline void copy16(void* dst, const void* src) { std::memcpy(dst, src, 16); }
-inline void copies_done() {}
+inline void copy16(void* dst, const void* src) { machine::current->small_copies.push_back({dst, src}); }
+inline void copies_done() {
+    for (auto [to, from] : machine::current->small_copies) std::memcpy(to, from, 16);
+    machine::current->small_copies.clear();
+}
 inline void prefetch(const void*) {}
 template <int COUNT>
 inline void take_registers() {}
