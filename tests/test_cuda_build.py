@@ -184,7 +184,7 @@ NUMBERS = {
         "MAX_NODES": MAX_NODES,
     },
     "shared.cuh": {"MAX_CHUNKS * CHUNK_K": shape.LARGEST_HIDDEN},
-    "sample.cuh": {name: getattr(shape, name) for name in ("MAX_STEPS", "CANDIDATES", "ROUNDS")},
+    "sample.cuh": {name: getattr(shape, name) for name in ("MAX_STEPS", "CANDIDATES", "ROUNDS", "MAX_OWN_LOGITS")},
     "top.cu": {name: getattr(top, name) for name in ("MAX_TOP", "SLICES", "SLICE_THREADS")},
     "stream.cu": {"PIECES * PIECE_BYTES": shape.READ_AHEAD},
 }

@@ -20,6 +20,7 @@ from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.checkpoint.quantize import quantize
+from warpsmith.errors import BadRequest
 from warpsmith.model.config import Config
 from warpsmith.model.plan import forward_plan
 
@@ -119,6 +120,13 @@ def test_every_stage_matches_the_reference(pair, nodes: int) -> None:
         expected = reference.trace(states[1], tree, stage)
         for name, got in cuda.trace(states[0], tree, stage).items():
             assert relative(got, expected[name]) < BOUND, (stage, name)
+
+
+def test_a_stage_that_is_not_in_the_plan_is_refused(pair) -> None:
+    cuda, _ = pair
+    for stage in ("head", "attention_mix.0", "mlp_in.3", "nothing"):
+        with pytest.raises(BadRequest, match="no stage"):
+            cuda.trace(cuda.new_state(8), Tree.chain([1]), stage)
 
 
 def check_a_tree(pair, length: int, nodes: int) -> None:

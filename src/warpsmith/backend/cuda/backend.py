@@ -312,7 +312,7 @@ class CudaBackend(Backend):
     def trace(self, state: State, tree: Tree, stop_after: str) -> dict[str, np.ndarray]:
         """The exchanged buffers after a stage of the plan (`delta_mix.3`), to compare with the reference's."""
         assert isinstance(state, CudaState)
-        self._launch(state, tree, ARGMAX, stop_after=stage_number(stop_after))
+        self._launch(state, tree, ARGMAX, stop_after=stage_number(self.config, stop_after))
         self.device.synchronize()
         self._reset_parts()  # a pass that stops inside a layer may leave some behind
         return read_stage(self, stop_after, len(tree))

@@ -7,7 +7,8 @@ constexpr int CANDIDATES = 768;                                  // for a token,
 constexpr int MAX_STEPS = 64;                                    // tokens of a launch that samples
 
 // Only plain decoding draws, and only where an SM's logits are few enough to lie there.
-constexpr bool SAMPLES = NODES == 1 && OWN_LOGITS <= 4096;
+constexpr int MAX_OWN_LOGITS = 4096;
+constexpr bool SAMPLES = NODES == 1 && OWN_LOGITS <= MAX_OWN_LOGITS;
 
 struct Candidates {
     float own[OWN_LOGITS];       // this SM's logits, after bias and penalties
