@@ -105,13 +105,39 @@ inline int load_acquire(const int& sign) { return sign; }
 inline float bf16_low(u32 pair) { return __uint_as_float(pair << 16); }
 inline float bf16_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 inline float2 unpack_bf16(u32 pair) { return {bf16_low(pair), bf16_high(pair)}; }
-inline float2 unpack_half(u32 pair) { return {(float)as_bits<_Float16>((u16)pair), (float)as_bits<_Float16>((u16)(pair >> 16))}; }
+// fp16 by hand: compilers do not agree on its name.
+inline float from_half(u32 half) {
+    const u32 magnitude = half & 0x7fff, sign = (half & 0x8000) << 16;
+    const float v = magnitude >= 0x7c00 ? __uint_as_float(0x7f800000 | (magnitude & 0x3ff) << 13) : __uint_as_float(magnitude << 13) * 0x1p112f;
+    return __uint_as_float(__float_as_uint(v) | sign);
+}
+inline u32 half_of(float v) {
+    const u32 bits = __float_as_uint(v), sign = bits >> 16 & 0x8000;
+    const float magnitude = std::fabs(v);
+    u32 half;
+    if (v != v)
+        half = 0x7e00;
+    else if (magnitude >= 65520.0f)
+        half = 0x7c00;
+    else if (magnitude < 0x1p-14f)  // the sum is rounded as a subnormal half is
+        half = __float_as_uint(magnitude + 0.5f) - 0x3f000000;
+    else
+        half = ((bits & 0x7fffffff) + 0xfff + (bits >> 13 & 1) - (112u << 23)) >> 13;
+    return half | sign;
+}
+inline std::vector<float> all_halves() {
+    std::vector<float> values(65536);
+    for (u32 half = 0; half < 65536; half++) values[half] = from_half(half);
+    return values;
+}
+inline const std::vector<float> halves = all_halves();
+inline float2 unpack_half(u32 pair) { return {halves[pair & 0xffff], halves[pair >> 16]}; }
 inline u32 bf16_of(float v) {
     const u32 bits = __float_as_uint(v);
     return v != v ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline u32 pack_bf16(float low, float high) { return bf16_of(low) | bf16_of(high) << 16; }
-inline u32 pack_half(float low, float high) { return as_bits<u16>((_Float16)low) | (u32)as_bits<u16>((_Float16)high) << 16; }
+inline u32 pack_half(float low, float high) { return half_of(low) | half_of(high) << 16; }
 inline u32 multiply_bf16(u32 a, u32 b) { return pack_bf16(bf16_low(a) * bf16_low(b), bf16_high(a) * bf16_high(b)); }
 
 // acc (16 x 8) += a (16 x 16) * b (16 x 8): lane l gives rows l / 4 and + 8, k 2 (l mod 4), + 1, + 8, + 9; column l / 4.
