@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from device_checks import plain_run, relative, same_state
 from random_models import random_tensors, random_tree
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.reference import ReferenceBackend
@@ -55,20 +56,8 @@ def pair():
     return cuda, ReferenceBackend(SHAPE, tensors)
 
 
-def relative(got: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.abs(got - expected).max() / np.abs(expected).max())
-
-
 def ids(seed: int, count: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, SHAPE.vocab, count)
-
-
-def plain_run(backend, state, tokens) -> np.ndarray:
-    rows = []
-    for token in tokens:
-        rows.append(backend.forward(state, Tree.chain([token]), LOGITS).logits)
-        backend.commit(state, [0])
-    return np.concatenate(rows)
 
 
 STAGES = [s.name for s in forward_plan(SHAPE) if s.op not in ("final_norm", "head")]
@@ -118,22 +107,7 @@ def test_a_node_depends_only_on_its_ancestors(pair, nodes: int) -> None:
         np.testing.assert_array_equal(logits[path], plain_run(cuda, plain, tree.tokens[path]))
     cuda.forward(state, tree)  # only the last forward can be committed
     cuda.commit(state, path)
-    assert same_state(state, plain)
-
-
-def same_state(a, b) -> bool:
-    def rows(state, buffer) -> np.ndarray:
-        shape = (len(SHAPE.attention_layers) * SHAPE.kv_heads, state.context, 128)
-        return buffer.read(np.uint32, shape)[:, : state.length]
-
-    return (
-        a.length == b.length
-        and np.array_equal(
-            a.delta.read(np.uint32, (a.delta.nbytes // 4,)), b.delta.read(np.uint32, (b.delta.nbytes // 4,))
-        )
-        and np.array_equal(rows(a, a.keys), rows(b, b.keys))
-        and np.array_equal(rows(a, a.values), rows(b, b.values))
-    )
+    assert same_state(SHAPE, state, plain)
 
 
 def test_decoding_on_the_device_equals_stepping(pair) -> None:
@@ -150,7 +124,7 @@ def test_decoding_on_the_device_equals_stepping(pair) -> None:
         cuda.commit(twin, [0])
         expected.append(step)
     assert tokens == expected
-    assert same_state(state, twin)
+    assert same_state(SHAPE, state, twin)
     again = cuda.new_state(512)
     cuda.prefill(again, prompt)
     stop = tokens[70]
@@ -166,7 +140,7 @@ def test_a_listener_who_leaves_early_finds_the_state_where_he_left(pair) -> None
     heard = [next(listening) for _ in range(7)]
     listening.close()
     assert heard == list(cuda.decode(twin, token, 7))
-    assert same_state(state, twin)
+    assert same_state(SHAPE, state, twin)
 
 
 def test_features_and_hidden(pair) -> None:

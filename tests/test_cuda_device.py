@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from device_checks import plain_run, relative, same_state
 from random_models import random_tree
-from test_cuda import SHAPE, bf16_tensors, ids, plain_run, relative, same_state
+from test_cuda import SHAPE, bf16_tensors, ids
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.driver import Device
@@ -68,7 +69,7 @@ def test_older_chips_run_trees_as_they_run_text(older: CudaBackend, nodes: int) 
     np.testing.assert_array_equal(logits[path], plain_run(older, states[1], tree.tokens[path]))
     older.forward(states[0], tree)
     older.commit(states[0], path)
-    assert same_state(*states)
+    assert same_state(SHAPE, *states)
 
 
 def test_older_chips_decode_as_they_step(older: CudaBackend) -> None:
@@ -80,7 +81,7 @@ def test_older_chips_decode_as_they_step(older: CudaBackend) -> None:
         step = int(older.forward(states[1], Tree.chain([step])).argmax[0])
         older.commit(states[1], [0])
         assert step == following
-    assert same_state(*states)
+    assert same_state(SHAPE, *states)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -127,7 +128,7 @@ def test_a_snapshot_holds_what_is_used_and_fits_a_longer_state(device: Device) -
     saved = backend.snapshot(short)
     assert saved.nbytes < short.delta.nbytes + short.history.nbytes + short.keys.nbytes + short.values.nbytes
     backend.restore(long, saved)
-    assert same_state(short, long)
+    assert same_state(SHAPE, short, long)
     follow = ids(7, 10)
     np.testing.assert_array_equal(plain_run(backend, long, follow), plain_run(backend, short, follow))
     with pytest.raises(WarpsmithError, match="does not fit"):

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from device_checks import plain_run, relative, same_state
 from emulator.gpu import emulated_gpu
 from random_models import random_tensors, random_tree
 from warpsmith.backend.base import LOGITS, Want
@@ -84,29 +85,8 @@ def pair() -> Iterator[tuple[CudaBackend, ReferenceBackend]]:
         yield both
 
 
-def relative(got: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.abs(got - expected).max() / np.abs(expected).max())
-
-
 def ids(seed: int, count: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, SHAPE.vocab, count)
-
-
-def plain_run(backend, state, tokens) -> np.ndarray:
-    rows = []
-    for token in tokens:
-        rows.append(backend.forward(state, Tree.chain([token]), LOGITS).logits)
-        backend.commit(state, [0])
-    return np.concatenate(rows)
-
-
-def state_bits(state) -> list[bytes]:
-    def rows(buffer) -> bytes:
-        heads = len(SHAPE.attention_layers) * SHAPE.kv_heads
-        return buffer.read(np.uint32, (heads, state.context, 128))[:, : state.length].tobytes()
-
-    delta = state.delta.read(np.uint32, (state.delta.nbytes // 4,)).tobytes()
-    return [delta, rows(state.keys), rows(state.values)]
 
 
 @pytest.mark.parametrize("nodes", [1, 11])
@@ -142,7 +122,7 @@ def check_a_tree(pair, length: int, nodes: int) -> None:
     cuda.commit(states[0], path)
     assert relative(logits, reference.forward(states[2], tree, LOGITS).logits) < BOUND
     np.testing.assert_array_equal(logits[path], plain_run(cuda, states[1], tree.tokens[path]))
-    assert state_bits(states[0]) == state_bits(states[1])
+    assert same_state(SHAPE, states[0], states[1])
 
 
 @pytest.mark.parametrize(("length", "nodes"), [(0, 3), (13, 8), (16, 13), (21, 22)])
@@ -177,7 +157,7 @@ def test_decoding_in_one_launch_equals_stepping(pair) -> None:
         cuda.commit(twin, [0])
         expected.append(step)
     assert tokens == expected
-    assert state_bits(state) == state_bits(twin)
+    assert same_state(SHAPE, state, twin)
 
 
 def test_tokens_are_drawn_as_the_sampler_draws_them(pair) -> None:

@@ -10,8 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from device_checks import plain_run, relative, same_state
 from random_models import random_tensors, random_tree
-from test_cuda import SHAPE, STAGES, ids, plain_run, relative, same_state
+from test_cuda import SHAPE, STAGES, ids
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.layout import Layout
@@ -231,7 +232,7 @@ def test_a_node_depends_only_on_its_ancestors(file: str, nodes: int, request: py
     np.testing.assert_array_equal(logits[path], plain_run(cuda, plain, tree.tokens[path]))
     cuda.forward(state, tree)
     cuda.commit(state, path)
-    assert same_state(state, plain)
+    assert same_state(SHAPE, state, plain)
 
 
 @pytest.mark.parametrize("file", ["q8", "mixed"])
@@ -244,7 +245,7 @@ def test_decoding_on_the_device_equals_stepping(file: str, request: pytest.Fixtu
         step = int(cuda.forward(states[1], Tree.chain([step])).argmax[0])
         cuda.commit(states[1], [0])
         assert step == following
-    assert same_state(*states)
+    assert same_state(SHAPE, *states)
 
 
 # -- embeddings of their own -------------------------------------------------------------------------------------------

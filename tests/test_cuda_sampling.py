@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from test_cuda import SHAPE, bf16_tensors, ids, same_state
+from device_checks import same_state
+from test_cuda import SHAPE, bf16_tensors, ids
 from warpsmith.backend.base import LOGITS, Want, output_from_logits
 from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.layout import MAX_BIASES
@@ -147,7 +148,7 @@ def test_a_listener_who_leaves_finds_the_state_where_he_left(
     tokens = [next(listening) for _ in range(heard)]
     listening.close()
     assert list(random_model.decode(twin, prompt[-1], heard, frozenset(), sampling, prompt)) == tokens
-    assert same_state(state, twin)
+    assert same_state(SHAPE, state, twin)
 
 
 @pytest.mark.parametrize("sampling", [ORDINARY[0], ORDINARY[5], Sampling(temperature=1.0)], ids=str)

@@ -13,7 +13,6 @@
 #include <functional>
 #include <random>
 #include <stdexcept>
-#include <string>
 #include <vector>
 #include <sys/mman.h>
 

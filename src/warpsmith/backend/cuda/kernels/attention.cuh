@@ -18,13 +18,10 @@
 // older sums in step [tiles][16]; last what makes means of the sums. Sixteen bytes of a value at position p lie p mod 8 places
 // apart (exclusive or) from where they would, so that rows of any positions that follow each other are in different banks.
 #pragma once
-#include "block.cuh"
+#include "attention_rows.cuh"
 
-static_assert(HEAD_DIM == 256 && ROTARY == 64, "a lane has eight dimensions; the rotated ones are in lanes 0 to 7");
 static_assert(HEAD_DIM == 32 * WARPS, "a warp has 32 dimensions of the sums");
 static_assert(SPLITS * KEYS >= MAX_NODES + KEYS, "a split has drafted keys in one chunk only");
-constexpr float ATTENTION_SCALE = 0.0625f * 1.44269504f;  // 256 ** -0.5, and scores are to base 2
-constexpr float LARGEST_HALF = 65504.0f;
 constexpr int AHEAD = 1;  // steps that are on their way to the L2 cache
 
 struct AttentionScratch {
@@ -42,77 +39,6 @@ struct AttentionScratch {
 
 // Where 16 bytes of a value are in its row, in words.
 __device__ __forceinline__ int value_unit(int unit, int position) { return (unit ^ (position & 7)) * 4; }
-
-// One warp makes a row of a node, eight dimensions a lane: rows are all query heads, then all keys, then all values. Normed and
-// rotated, except for a value, which is kept finite: in a tree it is multiplied by other nodes' zeros.
-__device__ __forceinline__ uint4 make_row(const Block& b, int node, int row, const float* vectors) {
-    const bool is_query = row < HEADS, is_value = row >= HEADS + KV_HEADS;
-    const int position = b.length + (NODES == 1 ? 0 : b.s.depth[node]);
-    // pairs (j, j + 32): lanes 0..3 hold the first of a pair, lanes 4..7 the second
-    const float4* low = (const float4*)(b.p.rope + (position & 63) * 32 + (b.lane & 3) * 8);
-    const float4* high = (const float4*)(b.p.rope + (64 + (position >> 6)) * 32 + (b.lane & 3) * 8);
-    float4 rope_low[4], rope_high[4];  // asked for now, used once the row is here
-#pragma unroll
-    for (int i = 0; i < 4; i++) rope_low[i] = __ldg(low + i), rope_high[i] = __ldg(high + i);
-    const float4* norm = (const float4*)(vectors + (is_query ? Q_NORM_AT : K_NORM_AT)) + b.lane * 2;
-    const float4 w0 = __ldg(norm), w1 = __ldg(norm + 1);
-    const u32* from = b.words(ATTENTION_TURN, node, ATTENTION_IN_AT) + b.lane * 8 +
-                      (is_query ? row * 2 * HEAD_DIM : 2 * ATTENTION_DIM + (row - HEADS) * HEAD_DIM);
-    uint4 got[2];
-    Watchdog dog;
-    do {
-        got[0] = load16(from), got[1] = load16(from + 4);
-        dog.check();
-    } while (!everywhere(came16(got[0]) & came16(got[1])));
-    const float4 a = floats(got[0]), c = floats(got[1]);
-    float v[8] = {a.x, a.y, a.z, a.w, c.x, c.y, c.z, c.w};
-    if (is_value) {
-#pragma unroll
-        for (int j = 0; j < 8; j++) v[j] = fminf(fmaxf(v[j], -LARGEST_HALF), LARGEST_HALF);
-    } else {
-        float cosine[8], sine[8];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float4 l = rope_low[i], h = rope_high[i];
-            cosine[2 * i] = l.x * h.x - l.y * h.y, sine[2 * i] = l.y * h.x + l.x * h.y;
-            cosine[2 * i + 1] = l.z * h.z - l.w * h.w, sine[2 * i + 1] = l.w * h.z + l.z * h.w;
-        }
-        float square = 0.0f;
-#pragma unroll
-        for (int j = 0; j < 8; j++) square = fmaf(v[j], v[j], square);
-        const float scale = rsqrtf(warp_sum(square) / HEAD_DIM + EPS);
-        v[0] *= scale * w0.x, v[1] *= scale * w0.y, v[2] *= scale * w0.z, v[3] *= scale * w0.w;
-        v[4] *= scale * w1.x, v[5] *= scale * w1.y, v[6] *= scale * w1.z, v[7] *= scale * w1.w;
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            const float other = __shfl_xor_sync(~0u, v[j], 4);
-            if (b.lane < 8) v[j] = b.lane < 4 ? v[j] * cosine[j] - other * sine[j] : v[j] * cosine[j] + other * sine[j];
-            if (is_query) v[j] *= ATTENTION_SCALE;
-        }
-    }
-    return {pack_half(v[0], v[1]), pack_half(v[2], v[3]), pack_half(v[4], v[5]), pack_half(v[6], v[7])};
-}
-
-// A row of a drafted or decoded key or value, where it is kept.
-__device__ __forceinline__ void keep_row(const Block& b, int index, int node, int row, uint4 packed) {
-    const bool is_value = row >= HEADS + KV_HEADS;
-    const size_t head_at = (size_t)index * KV_HEADS + (row - HEADS) % KV_HEADS;
-    u32* to = b.decoding() ? (is_value ? b.p.values : b.p.keys) + (head_at * b.p.context + b.length) * (HEAD_DIM / 2)
-                           : (is_value ? b.p.pending_values : b.p.pending_keys) + (head_at * MAX_NODES + node) * (HEAD_DIM / 2);
-    *(uint4*)(to + b.lane * 4) = packed;
-}
-
-// Step of a tree: its rows, a warp each.
-__device__ __forceinline__ void attention_rows(Block& b, int index, const float* vectors) {
-#pragma unroll 1
-    for (int task = b.warp * SMS + b.sm; task < b.nodes * ATTENTION_ROWS; task += WARPS * SMS) {
-        const int node = task / ATTENTION_ROWS, row = task % ATTENTION_ROWS;
-        const uint4 packed = make_row(b, node, row, vectors);
-        u32* to = b.words(ATTENTION_TURN, node, ATTENTION_ROWS_AT) + row * (HEAD_DIM / 2) + b.lane * 4;
-        publish16(to, b.other(ATTENTION_TURN), packed);
-        if (row >= HEADS) keep_row(b, index, node, row, packed);
-    }
-}
 
 // The rows a pass over nodes [first, first + count) of an item uses, and keys and values of all up to them if they are
 // `fresh`: into shared memory.
@@ -451,88 +377,4 @@ __device__ __forceinline__ void attention_parts(Block& b, int index, const float
             attention_item(b, index, item % KV_HEADS, split, first_tile, min(tiles, all_tiles - first_tile), chunks, vectors);
     }
     if (NODES > 1) b.sync();
-}
-
-// Stage: merge the splits in their order, gate, publish. A warp takes 64 dimensions of a node's head, a lane eight of them in
-// every fourth split.
-__device__ __forceinline__ void attention_merge(Block& b) {
-    constexpr int PIECES = HEAD_DIM / 64, ROUNDS = SPLITS / 4, EACH = SPLITS / 32;
-    static_assert(SPLITS % 32 == 0, "a lane looks after whole splits");
-    const int tasks = b.nodes * HEADS * PIECES, quarter = b.lane >> 3;
-#pragma unroll 1
-    for (int task = b.warp * SMS + b.sm; task < tasks; task += WARPS * SMS) {
-        const int node = task / (HEADS * PIECES), head = task / PIECES % HEADS, piece = task % PIECES;
-        const int dim = piece * 64 + (b.lane >> 2 & 1) * 32 + quarter * 8 + (b.lane & 3) * 2;  // the lane's two in the end
-        const int splits = min(SPLITS, (b.length + (NODES == 1 ? 0 : b.s.depth[node])) / KEYS + 1);
-        const u32* stats_at = b.words(ATTENTION_TURN, node, STATS_AT) + head * SPLITS * 2;
-        const u32* gate_at = b.words(ATTENTION_TURN, node, ATTENTION_IN_AT) + (head * 2 + 1) * HEAD_DIM + dim;
-        u32* part = b.p.parts + (((size_t)node * HEADS + head) * SPLITS + quarter) * (HEAD_DIM / 2) + piece * 32 + (b.lane & 7) * 4;
-        uint2 stats[EACH], gates = {NOT_YET, NOT_YET};
-        uint4 got[ROUNDS];
-#pragma unroll
-        for (int i = 0; i < EACH; i++) stats[i] = {NOT_YET, NOT_YET};
-#pragma unroll
-        for (int i = 0; i < ROUNDS; i++) got[i] = {NOT_YET, NOT_YET, NOT_YET, NOT_YET};
-        Watchdog dog;
-        bool came;
-        do {  // what has not come yet
-            came = true;
-#pragma unroll
-            for (int i = 0; i < EACH; i++)
-                if (stats[i].x == NOT_YET) stats[i] = load8(stats_at + min(i * 32 + b.lane, splits - 1) * 2);
-            if (gates.x == NOT_YET) gates = load8(gate_at);
-#pragma unroll
-            for (int i = 0; i < ROUNDS; i++) {
-                if (i * 4 >= splits) break;
-                if (!came16(got[i])) got[i] = load16(part + min(i * 4, splits - 1 - quarter) * (HEAD_DIM / 2));
-            }
-#pragma unroll
-            for (int i = 0; i < EACH; i++) came &= stats[i].x != NOT_YET;
-            came &= gates.x != NOT_YET;
-#pragma unroll
-            for (int i = 0; i < ROUNDS; i++) {
-                if (i * 4 >= splits) break;
-                came &= came16(got[i]);
-            }
-            dog.check();
-        } while (!everywhere(came));
-        float peak = MINUS_INFINITY, share[EACH], weight = 0.0f, sum[8] = {};
-#pragma unroll
-        for (int i = 0; i < EACH; i++) peak = fmaxf(peak, __uint_as_float(stats[i].x));  // past the last: the last again
-        peak = warp_max(peak);
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            const float mine = __fmul_rn(power_of_2(__uint_as_float(stats[i].x) - peak), __uint_as_float(stats[i].y));  // never fused
-            share[i] = i * 32 + b.lane < splits ? mine : 0.0f;
-            weight += share[i];
-        }
-        weight = warp_sum(weight);
-#pragma unroll
-        for (int i = 0; i < ROUNDS; i++) {
-            if (i * 4 >= splits) break;
-            const float mine = __shfl_sync(~0u, share[i / 8], i % 8 * 4 + quarter);  // 0 past the last split
-            const u32 words[4] = {got[i].x, got[i].y, got[i].z, got[i].w};
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const float2 two = unpack_half(words[j]);
-                sum[2 * j] = fmaf(mine, two.x, sum[2 * j]), sum[2 * j + 1] = fmaf(mine, two.y, sum[2 * j + 1]);
-            }
-        }
-        // At every step a lane passes on half of what it has.
-        float four[4], two[2];
-        const bool late = quarter & 2, odd = quarter & 1;
-#pragma unroll
-        for (int j = 0; j < 4; j++) four[j] = (late ? sum[j + 4] : sum[j]) + __shfl_xor_sync(~0u, late ? sum[j] : sum[j + 4], 16);
-#pragma unroll
-        for (int j = 0; j < 2; j++) two[j] = (odd ? four[j + 2] : four[j]) + __shfl_xor_sync(~0u, odd ? four[j] : four[j + 2], 8);
-        const float inverse = reciprocal(weight);
-        const float gate0 = sigmoid(__uint_as_float(gates.x)), gate1 = sigmoid(__uint_as_float(gates.y));
-        const u32 pair = pack_bf16(two[0] * inverse * gate0, two[1] * inverse * gate1);
-        const u32 next = __shfl_down_sync(~0u, pair, 1);
-        if (b.lane % 2 == 0)
-            publish8(b.values<ATTENTION_DIM>(ATTENTION_TURN, node, ATTENTION_Y_AT, head * HEAD_DIM + dim), b.other(ATTENTION_TURN), pair, next);
-#pragma unroll
-        for (int i = 0; i < ROUNDS; i++)
-            if (i * 4 + quarter < splits) store16(part + i * 4 * (HEAD_DIM / 2), NOT_YET, NOT_YET, NOT_YET, NOT_YET);
-    }
 }

@@ -6,6 +6,7 @@
 //   out (projection, residual) -> mid;  mlp_in (norm, gate, up) -> h;  mlp_out (projection, residual) -> x;
 //   head (norm, logits) -> best.
 #include "attention.cuh"
+#include "attention_merge.cuh"
 #include "convolve.cuh"
 #include "delta.cuh"
 #include "embedding.cuh"

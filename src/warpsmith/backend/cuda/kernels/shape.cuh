@@ -67,7 +67,6 @@ constexpr int BLOCKS_PER_HEAD = STATE_DIM / COLUMNS;
 constexpr int HISTORY = 4;                        // convolution inputs kept, by position modulo 4
 constexpr int KEYS = 16;                          // keys of an attention chunk: two a warp
 constexpr int SPLITS = 128 / KV_HEADS;            // chunk c belongs to split c mod SPLITS, whatever the chip
-constexpr int ATTENTION_ITEMS = KV_HEADS * SPLITS;
 
 // --- exchanges: what eight nodes' activations take, in 4-byte words (see exchange.cuh) --------------------------------
 // First a row a node of all that is f32. Then an area for each kind of activation that a matrix product reads: sums of squares

@@ -103,7 +103,7 @@ constexpr int RING_SLOTS = ROOM / SLOT_COST < WANTED_SLOTS ? ROOM / SLOT_COST : 
 constexpr int SCRATCH_AT = RING_SLOTS * SLOT_BYTES;
 constexpr int SHARED_AT = (SCRATCH_AT + SCRATCH_FLOATS * 4 + 15 + (NODES == 1 ? 0 : ROOM - RING_SLOTS * SLOT_COST)) / 16 * 16;
 // What a tree's rows leave of the scratch, and what is left besides, holds states of nodes where chains branch off.
-constexpr int KEPT_AT = SCRATCH_AT + (MIX_AT + DELTA_FLOATS) * 4, KEPT_STATES = NODES == 1 ? 0 : (SHARED_AT - KEPT_AT) / (STATE_FLOATS * 4);
+constexpr int KEPT_STATES = NODES == 1 ? 0 : (SHARED_AT - SCRATCH_AT - (MIX_AT + DELTA_FLOATS) * 4) / (STATE_FLOATS * 4);
 constexpr int BARRIERS_AT = SHARED_AT + ((int)sizeof(Shared) + 15) / 16 * 16;
 constexpr int SHELF_BARRIERS_AT = BARRIERS_AT + 16 * RING_SLOTS, GATE_AT = SHELF_BARRIERS_AT + 16 * SHELF_SLOTS;
 static_assert(GATE_AT + 8 <= SHARED_MEMORY, "all of it must fit");
