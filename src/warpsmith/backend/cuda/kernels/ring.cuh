@@ -54,6 +54,9 @@ struct RingOf {
 typedef RingOf<RING_SLOTS, SLOT_BYTES> Ring;
 typedef RingOf<SHELF_SLOTS, SHELF_SLOT_BYTES> Shelf;  // activations, see fetch.cuh
 
+// What is waited for must be the ring's last turn.
+constexpr int MOST_IN_FLIGHT = smaller(IN_FLIGHT, RING_SLOTS);
+
 struct Producer {
     Ring ring;
     const u8* source;
@@ -87,7 +90,7 @@ struct Producer {
         for (int unit = 0; unit < units; unit++) {
 #pragma unroll 1
             for (int left = unit_bytes; left > 0; left -= most) {
-                if (issued - landed == IN_FLIGHT) land_one();
+                if (issued - landed == MOST_IN_FLIGHT) land_one();
                 if (issued >= RING_SLOTS) {
                     Watchdog dog;
                     while (!barrier_done(ring.empty + 8 * ring.slot, ring.parity ^ 1)) {
