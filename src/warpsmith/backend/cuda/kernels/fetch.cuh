@@ -40,31 +40,24 @@ struct Fetcher {
         }
         return true;
     }
-    // How many octets of an activation have come, at least `wanted` of them. Words of an octet's last node tell: its squares, which are
-    // a word from every SM, or one of every chunk. It looks at two octets at a time, so that one that has come long ago costs no look of
-    // its own. -1: the consumers have stopped.
+    // Waits for an octet of an activation. Words of its last node tell: its squares, which are a word from every SM, or one of every
+    // chunk. More looks, or looks at more words, would only be in the way of what is published. False: the consumers have stopped.
     template <int K, int SQUARES>
-    __device__ int wait_for(const u32* values, int wanted) const {
+    __device__ bool wait_for(const u32* values, int octet) const {
         constexpr int COUNT = SQUARES ? SQUARES : K / 32, EACH = (COUNT + 31) / 32, STRIDE = SQUARES ? 1 : CHUNK_WORDS;
-        const auto first_word = [&](int octet) {
-            const int node = min(7, nodes - 1 - octet * 8);
-            const u32* at = values + octet * OCTET_WORDS + lane * STRIDE;
-            return SQUARES ? at - square_words(SQUARES) + node * square_stride(SQUARES) : at + node * 16 + 12;
-        };
-        const u32 *one = first_word(wanted - 1), *two = first_word(min(wanted, (nodes - 1) / 8));
+        const int node = min(7, nodes - 1 - octet * 8);
+        const u32* at = values + octet * OCTET_WORDS + lane * STRIDE;
+        at += SQUARES ? node * square_stride(SQUARES) - square_words(SQUARES) : node * 16 + 12;
         Watchdog dog;
         while (true) {
-            u32 got[2][EACH];
+            u32 got[EACH];
 #pragma unroll
-            for (int i = 0; i < EACH; i++) {
-                const bool live = COUNT % 32 == 0 || i * 32 + lane < COUNT;
-                got[0][i] = live ? load4(one + i * 32 * STRIDE) : 0, got[1][i] = live ? load4(two + i * 32 * STRIDE) : 0;
-            }
-            bool came[2] = {true, true};
+            for (int i = 0; i < EACH; i++) got[i] = COUNT % 32 == 0 || i * 32 + lane < COUNT ? load4(at + i * 32 * STRIDE) : 0;
+            bool came = true;
 #pragma unroll
-            for (int i = 0; i < EACH; i++) came[0] &= got[0][i] != NOT_YET, came[1] &= got[1][i] != NOT_YET;
-            if (everywhere(came[0])) return wanted + (everywhere(came[1]) ? 1 : 0);
-            if (has_stopped()) return -1;
+            for (int i = 0; i < EACH; i++) came &= got[i] != NOT_YET;
+            if (everywhere(came)) return true;
+            if (has_stopped()) return false;
             dog.check();
         }
     }
@@ -91,8 +84,10 @@ struct Fetcher {
             for (int block = 0; block < CHUNKS; block += EACH)
 #pragma unroll 1
                 for (int octet = 0; octet * 8 < nodes; octet++) {
-                    if (octet >= come) come = wait_for<K, SQUARES>(values, octet + 1);
-                    if (come < 0) return false;
+                    if (octet == come) {
+                        if (!wait_for<K, SQUARES>(values, octet)) return false;
+                        come++;
+                    }
 #pragma unroll 1
                     for (int c = block; c < min(block + EACH, CHUNKS); c += CHAIN) {
                         const int words = min(CHAIN, CHUNKS - c) * WARPS * CHUNK_WORDS;

@@ -103,8 +103,8 @@ __device__ __forceinline__ float4 sum_parts(const float* at, int stride) {
 // all lanes of a warp, `live` or not; `unit` counts from 0; quarters 0 and 2 of a unit are in neighbouring lanes, and 1 and 3.
 // A `gather` in a tree first writes them to `kept`, where a token's ancestors are then found ROW_STRIDE floats a token apart.
 //
-// A tree goes octet by octet, and some warps finish one while the others are at the next: its first nodes are with the next stage
-// before the last are done with this one.
+// A tree goes octet by octet; when one or two have been summed (STEP_TOKENS) the warps finish them, and their nodes are with the next
+// stage before the last are done with this one.
 template <class Finish>
 __device__ __forceinline__ void multiply_normed(Block& b, StageTypes types, int first_unit, int units, const u32* x,
                                                 const u32* squares, bool gather, Finish finish) {
@@ -126,42 +126,46 @@ __device__ __forceinline__ void multiply_normed(Block& b, StageTypes types, int 
             if (!FETCHES) b.sync();      // polling would hold up the loads of a warp that comes late
         }
 #pragma unroll 1
-        for (int first = 0; first < b.nodes; first += 8, step++) {
-            if constexpr (FETCHES) {
-                octet.take(b, last ? 0 : first / 8, x, squares, first);
-                if (last) b.shelf.release(1, 0);
-            } else if (base == 0 || NODES > 8) {
-                octet.poll(b, x, squares, first);
+        for (int start = 0; start < b.nodes; start += STEP_TOKENS, step++) {
+            float* partial = b.scratch + (WIDE_BUFFERS == 1 ? 0 : b.buffer * WIDE_FLOATS);
+#pragma unroll 1
+            for (int first = start; first < min(start + STEP_TOKENS, b.nodes); first += 8) {
+                if constexpr (FETCHES) {
+                    octet.take(b, last ? 0 : first / 8, x, squares, first);
+                    if (last) b.shelf.release(1, 0);
+                } else if (base == 0 || NODES > 8) {
+                    octet.poll(b, x, squares, first);
+                }
+                if (base == 0) octet.keep_squares(b, first);
+                if (step == 0 && first == 0) b.mark();
+                if (WIDE_BUFFERS == 1 && first == start) b.sync();  // the sums before have been read
+                float* mine = partial + (b.warp * STEP_TOKENS + first - start + (b.lane & 3) * 2) * ROW_STRIDE + (b.lane >> 2);
+                const int tokens = b.nodes - first - (b.lane & 3) * 2;  // of this lane's two
+                multiply_wide<CHUNKS>(run.type, w, octet.a, [&](int u, float4 sum) {
+                    if (tokens > 0) mine[u * WIDE] = sum.x, mine[u * WIDE + 8] = sum.z;
+                    if (NODES > 1 && tokens > 1) mine[ROW_STRIDE + u * WIDE] = sum.y, mine[ROW_STRIDE + u * WIDE + 8] = sum.w;
+                });
             }
-            if (base == 0) octet.keep_squares(b, first);
-            if (step == 0) b.mark();
-            float* partial = b.scratch + b.buffer * PARTIAL_FLOATS;
-            float* mine = partial + (b.warp * TOKENS_AT_ONCE + (b.lane & 3) * 2) * ROW_STRIDE + (b.lane >> 2);
-            const int tokens = b.nodes - first - (b.lane & 3) * 2;  // of this lane's two
-            multiply_wide<CHUNKS>(run.type, w, octet.a, [&](int u, float4 sum) {
-                if (tokens > 0) mine[u * WIDE] = sum.x, mine[u * WIDE + 8] = sum.z;
-                if (NODES > 1 && tokens > 1) mine[ROW_STRIDE + u * WIDE] = sum.y, mine[ROW_STRIDE + u * WIDE + 8] = sum.w;
-            });
             if (step == 0) b.mark();
             b.sync();
             if (step == 0) b.mark();
-            constexpr int WARP_STRIDE = TOKENS_AT_ONCE * ROW_STRIDE;
+            constexpr int WARP_STRIDE = STEP_TOKENS * ROW_STRIDE;
             if constexpr (NODES == 1) {  // every warp has half a unit, two lanes
                 if (b.warp < 2 * count) {
                     const int quarter = (b.warp & 1) + 2 * (b.lane & 1), unit = b.warp >> 1;
                     const float4 sum = sum_parts<WARPS>(partial + unit * WIDE + quarter * 4, WARP_STRIDE);
                     finish(b.lane < 2, base + unit, 0, quarter, scaled(sum, inverse_rms(b, 0)), nullptr);
                 }
-            } else {  // a few lanes a token, AT_ONCE warps in turn
-                constexpr int LANES = 4 * AT_ONCE, TOKENS = 32 / LANES;
+            } else {  // a few lanes a token; if there are more warps than that takes, they take turns
+                constexpr int LANES = 4 * AT_ONCE, TOKENS = 32 / LANES, WORKERS_HERE = STEP_TOKENS / TOKENS;
                 const int quarter = (b.lane >> 1 & 1) + 2 * (b.lane & 1), unit = b.lane / 4 % AT_ONCE;
-                const int worker = (b.warp + step * AT_ONCE) % WARPS, mine = first + worker * TOKENS + b.lane / LANES;
-                const bool works = worker < AT_ONCE && first + worker * TOKENS < b.nodes, live = unit < count && mine < b.nodes;
+                const int worker = (b.warp + step * WORKERS_HERE) % WARPS, mine = start + worker * TOKENS + b.lane / LANES;
+                const bool works = worker < WORKERS_HERE && start + worker * TOKENS < b.nodes, live = unit < count && mine < b.nodes;
                 const int token = min(mine, b.nodes - 1);
                 float* kept = b.scratch + KEPT_ROWS_AT + unit * WIDE + quarter * 4;
                 float4 v = {};
                 if (works) {
-                    const float4 sum = sum_parts<WARPS>(partial + (token - first) * ROW_STRIDE + unit * WIDE + quarter * 4, WARP_STRIDE);
+                    const float4 sum = sum_parts<WARPS>(partial + (token - start) * ROW_STRIDE + unit * WIDE + quarter * 4, WARP_STRIDE);
                     v = scaled(sum, inverse_rms(b, token));
                     if (gather) *(float4*)(kept + token * ROW_STRIDE) = v;
                 }

@@ -92,13 +92,12 @@ __device__ __forceinline__ NarrowSums multiply_one(Block& b, int type, const u32
     return sums;
 }
 
-// The same for an octet: from the shelf, a slot a chain, or from where it comes. All is taken before anything is multiplied, so that
-// the shelf is free for the next octet.
+// The same for an octet: from the shelf, a slot a chain, or from where it comes. A chain is multiplied while the next is on its way.
 template <int COUNT, int K, bool SCALED>
 struct OctetProduct {
     static constexpr int CHUNKS = chunks_of(K), CHAINS = (COUNT + CHAIN - 1) / CHAIN;
     typename ScalesOf<SCALED, CHAINS>::type scales;
-    u32 x[COUNT][NARROW_WORDS];
+    u32 x[CHAIN][NARROW_WORDS];
 
     __device__ static constexpr int chunks_here(int chain) { return smaller(CHAIN, COUNT - chain * CHAIN); }
 
@@ -113,7 +112,7 @@ struct OctetProduct {
             if (c >= COUNT) break;
             const bool live = K % CHUNK_K == 0 || (start + c) * 32 + q * 8 < K;
             const uint4 got = live ? get(piece + ((b.warp * chunks_here(chain) + i) * CHUNK_WORDS + token * 16 + q * 4)) : uint4{};
-            x[c][0] = got.x, x[c][1] = got.y, x[c][NARROW_WORDS - 2] = got.z, x[c][NARROW_WORDS - 1] = got.w;
+            x[i][0] = got.x, x[i][1] = got.y, x[i][NARROW_WORDS - 2] = got.z, x[i][NARROW_WORDS - 1] = got.w;
             came &= came8(got);
         }
         if (chain == 0) {
@@ -125,6 +124,8 @@ struct OctetProduct {
     __device__ __forceinline__ float2 multiply(Block& b, int type, const u32* w, const u32* from, const u32* squares, int block, int first) {
         const auto get_shared = [](SharedWords at) { return load_shared16(at.address); };
         const auto get_global = [](const u32* at) { return load16(at); };
+        const int q = b.lane & 3;
+        NarrowSums sums;
 #pragma unroll
         for (int chain = 0; chain < CHAINS; chain++) {
             bool there = false;
@@ -139,13 +140,10 @@ struct OctetProduct {
                 there = load(b, chain, from + (block + chain * CHAIN) * WARPS * CHUNK_WORDS, squares, squares, block, first, get_global);
                 dog.check();
             }
+            if (chain == 0) scales.finish(squares);
+            if (first == 0 && chain == CHAINS - 1) b.mark();
+            sums.add(type, w, chain, x, chunks_here(chain), q, scales.at(q, chain));
         }
-        if (first == 0) b.mark();
-        scales.finish(squares);
-        const int q = b.lane & 3;
-        NarrowSums sums;
-#pragma unroll
-        for (int chain = 0; chain < CHAINS; chain++) sums.add(type, w, chain, x + chain * CHAIN, chunks_here(chain), q, scales.at(q, chain));
         return sums.total(type);
     }
 };
@@ -160,7 +158,7 @@ struct ToResidual {
 
     template <int PARTS>
     __device__ __forceinline__ void finish(Block& b, int unit, int rows, int token, int half, bool live, float4 norm) const {
-        const float* partial = b.scratch + b.buffer * PARTIAL_FLOATS;
+        const float* partial = b.scratch + b.buffer * NARROW_FLOATS;
         const float4 sum = sum_parts<PARTS>(partial + token * UNIT_STRIDE + half * 4, NODES * UNIT_STRIDE);
         float4* own = (float4*)b.s.residual[unit][token] + half;
         const float4 x = add(*own, sum);
@@ -185,7 +183,7 @@ __device__ __forceinline__ void multiply_block(Block& b, int type, const u32* fr
     if (!FETCHES) b.sync();  // polling would hold up the loads of a warp that comes late
     const bool last = index == Blocks::COUNT - 1;
     const int q = b.lane & 3, half = b.lane & 1;
-    float* partial = b.scratch + b.buffer * PARTIAL_FLOATS + (index * WARPS + b.warp) * NODES * UNIT_STRIDE + (b.lane >> 2);
+    float* partial = b.scratch + b.buffer * NARROW_FLOATS + (index * WARPS + b.warp) * NODES * UNIT_STRIDE + (b.lane >> 2);
     if constexpr (NODES == 1) {
         const float total = multiply_one<COUNT, K, SCALED>(b, type, w, from, squares, index * Blocks::EACH).total(type).x;
         if (q == 0) partial[0] = total;
@@ -221,6 +219,7 @@ __device__ __forceinline__ void project_to_residual(Block& b, StageTypes types, 
     static_assert(!SCALED || Blocks::CHUNKS % CHAIN == 0 || CHAIN % Blocks::CHUNKS == 0, "a chain of chunks must lie in one head");
     const int first = first_unit(HIDDEN_UNITS, b.sm), units = first_unit(HIDDEN_UNITS, b.sm + 1) - first;
     const int type = types.run<NARROW>(0, 1).type;
+    if (WIDE_BUFFERS == 1) b.sync();  // sums of the stage before may still be read
 #pragma unroll 1
     for (int unit = 0; unit < units; unit++) {
         const float4 norm = __ldg((const float4*)(to.next_norm + (first + unit) * 8 + (b.lane & 1) * 4));

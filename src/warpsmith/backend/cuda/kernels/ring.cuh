@@ -54,8 +54,8 @@ struct RingOf {
 typedef RingOf<RING_SLOTS, SLOT_BYTES> Ring;
 typedef RingOf<SHELF_SLOTS, SHELF_SLOT_BYTES> Shelf;  // activations, see fetch.cuh
 
-// What is waited for must be the ring's last turn.
-constexpr int MOST_IN_FLIGHT = smaller(IN_FLIGHT, RING_SLOTS);
+// Activations that come in whole pieces are held up by more than two. And what is waited for must be the ring's last turn.
+constexpr int MOST_IN_FLIGHT = smaller(FETCHES ? smaller(IN_FLIGHT, 2) : IN_FLIGHT, RING_SLOTS);
 
 struct Producer {
     Ring ring;

@@ -9,7 +9,7 @@
 struct __align__(16) Step {
     int source, keep, next, time;
 };
-constexpr int WORKERS = WARPS / 2, FETCHERS = WARPS / 2;                         // see delta.cuh
+constexpr int WORKERS = WARPS / 2, FETCHERS = WARPS / 2;  // see delta.cuh
 constexpr int IN_ROWS = (DELTA_IN_UNITS + SMS - 1) / SMS * WIDE;                 // of a DeltaNet projection, an SM's at most
 
 struct __align__(16) Shared {
@@ -20,7 +20,7 @@ struct __align__(16) Shared {
     Step steps[NODES];
     float squares[2][NODES][WARPS];        // each warp's share of a norm's sum of squares
     int first[WORKERS];                    // each worker's first node
-    int came[(NODES + 7) / 8][FETCHERS], kept[NODES][2];  // signs: an octet's rows, the halves of a kept state
+    int came[(NODES + 7) / 8][FETCHERS], kept[NODES][2];  // signs: rows, a kept state's parts
     int token[NODES], depth[NODES], deepest;
     int path[NODES][4];                    // a node's nearest ancestors: itself, parent, ... ; -1 - i: i before the root
     u8 ancestor[NODES][NODES];             // [node][depth]
@@ -54,19 +54,21 @@ struct NarrowBlocks {
 };
 // On sm_90a a warp fetches a tree's activations for all others (see fetch.cuh), if they are more than an octet and all of x fits
 // on its shelf.
-constexpr int SHELF_SLOTS = 4;
+constexpr int SHELF_SLOTS = NODES == 24 ? 3 : 4;  // with three, 24 nodes have room for another slot of weights
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr bool FETCHES = NODES > 8 && NODES / 8 * pieces_of(HIDDEN) <= SHELF_SLOTS && parts_of(VALUE_DIM) == WARPS && SHARED_MEMORY > (200 << 10);
 #else
 constexpr bool FETCHES = false;
 #endif
 
-// Partial sums, twice: of UNITS_AT_ONCE units and TOKENS_AT_ONCE tokens, or of one unit of 8 rows and all tokens. A tree's
-// rows behind them, for the convolution; then the shelf.
+// Tokens that a projection finishes together: an octet, or two where there are so many that all warps have work with them.
+constexpr int STEP_TOKENS = FETCHES ? 16 : TOKENS_AT_ONCE;
+// Partial sums: of UNITS_AT_ONCE units and STEP_TOKENS, twice unless that takes too much room; or of one unit of 8 rows and all tokens,
+// twice. A tree's rows behind them, for the convolution; then the shelf.
 constexpr int ROW_STRIDE = UNITS_AT_ONCE * WIDE + 4, UNIT_STRIDE = 12;  // floats a token; keep the banks apart
-constexpr int PARTIAL_FLOATS =
-    larger(WARPS * TOKENS_AT_ONCE * ROW_STRIDE, larger(parts_of(FFN), parts_of(Y_DIM)) * NODES * UNIT_STRIDE);
-constexpr int KEPT_ROWS_AT = 2 * PARTIAL_FLOATS, SHELF_AT = on_lines(KEPT_ROWS_AT + (NODES == 1 ? 0 : NODES * ROW_STRIDE));
+constexpr int WIDE_BUFFERS = FETCHES ? 1 : 2, WIDE_FLOATS = WARPS * STEP_TOKENS * ROW_STRIDE;
+constexpr int NARROW_FLOATS = larger(parts_of(FFN), parts_of(Y_DIM)) * NODES * UNIT_STRIDE;
+constexpr int KEPT_ROWS_AT = larger(WIDE_BUFFERS * WIDE_FLOATS, 2 * NARROW_FLOATS), SHELF_AT = on_lines(KEPT_ROWS_AT + (NODES == 1 ? 0 : NODES * ROW_STRIDE));
 constexpr int SHELF_SQUARE_WORDS = larger(square_words(HIDDEN_UNITS), square_words(BLOCKS));
 constexpr int SHELF_SLOT_BYTES = (SHELF_SQUARE_WORDS + CHAIN * WARPS * CHUNK_WORDS) * 4;
 constexpr int SHELF_FLOATS = FETCHES ? SHELF_SLOTS * SHELF_SLOT_BYTES / 4 : 0;
@@ -96,7 +98,7 @@ constexpr int SCRATCH_FLOATS = larger(PRODUCT_FLOATS, MIX_AT + MIX_FLOATS);
 constexpr int STATE_FLOATS = COLUMNS * STATE_DIM;
 
 constexpr int ROOM = SHARED_MEMORY - (int)sizeof(Shared) - SCRATCH_FLOATS * 4 - 96 - 16 * SHELF_SLOTS;
-constexpr int WANTED_SLOTS = NODES == 1 ? 13 : NODES == 8 ? 10 : NODES == 16 ? 8 : 6;
+constexpr int WANTED_SLOTS = NODES == 1 ? 13 : NODES == 8 ? 10 : NODES == 16 ? 8 : 7;
 constexpr int SLOT_COST = SLOT_BYTES + 16;  // with its two barriers
 static_assert(ROOM >= 2 * SLOT_COST, "the ring needs two slots");
 constexpr int RING_SLOTS = ROOM / SLOT_COST < WANTED_SLOTS ? ROOM / SLOT_COST : WANTED_SLOTS;

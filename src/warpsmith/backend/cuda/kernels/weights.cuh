@@ -65,28 +65,32 @@ __device__ __forceinline__ u32 load_tile(const Block& b, u32 at, u32* w) {
     return w[registers_of(TYPE, ROWS) - 1];
 }
 
-// This warp's tiles of COUNT chunks, which begin with a slot.
+// This warp's tiles of COUNT chunks, which begin with the ring's slot `ahead`. Returns a word of the last loads.
+template <int TYPE, int ROWS, int COUNT>
+__device__ __forceinline__ u32 load_tiles(const Block& b, int ahead, u32* w) {
+    constexpr int EACH = slot_chunks(TYPE, ROWS), SLOTS = (COUNT + EACH - 1) / EACH;
+    u32 last = 0;
+#pragma unroll
+    for (int s = 0; s < SLOTS; s++) {
+        b.ring.wait(ahead + s);
+        const u32 data = b.ring.data(ahead + s);
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const int c = s * EACH + i;
+            if (c >= COUNT) break;
+            const u32 got = load_tile<TYPE, ROWS>(b, data + i * chunk_bytes(TYPE, ROWS), w + c * registers_of(TYPE, ROWS));
+            last |= i == EACH - 1 || c == COUNT - 1 ? got : 0;
+        }
+    }
+    return last;
+}
+// They are taken half a ring at a time.
 template <int TYPE, int ROWS, int COUNT>
 __device__ __forceinline__ void take_tiles(Block& b, u32* w) {
-    constexpr int EACH = slot_chunks(TYPE, ROWS), SLOTS = (COUNT + EACH - 1) / EACH, HALF_RING = RING_SLOTS / 2;
-    constexpr int SPAN = SLOTS < HALF_RING ? SLOTS : HALF_RING;  // slots given back together
-#pragma unroll
-    for (int s0 = 0; s0 < SLOTS; s0 += SPAN) {
-        u32 last = 0;
-#pragma unroll
-        for (int s = 0; s < SPAN && s0 + s < SLOTS; s++) {
-            b.ring.wait(s);
-            const u32 data = b.ring.data(s);
-#pragma unroll
-            for (int i = 0; i < EACH; i++) {
-                const int c = (s0 + s) * EACH + i;
-                if (c >= COUNT) break;
-                const u32 got = load_tile<TYPE, ROWS>(b, data + i * chunk_bytes(TYPE, ROWS), w + c * registers_of(TYPE, ROWS));
-                last |= i == EACH - 1 || c == COUNT - 1 ? got : 0;
-            }
-        }
-        b.ring.release(SLOTS - s0 < SPAN ? SLOTS - s0 : SPAN, last & b.r.zero);
-    }
+    constexpr int EACH = slot_chunks(TYPE, ROWS), SLOTS = (COUNT + EACH - 1) / EACH, SPAN = smaller(SLOTS, larger(1, RING_SLOTS / 2));
+    const u32 last = load_tiles<TYPE, ROWS, smaller(COUNT, SPAN * EACH)>(b, 0, w);
+    b.ring.release(SPAN, last & b.r.zero);
+    if constexpr (SPAN < SLOTS) take_tiles<TYPE, ROWS, COUNT - SPAN * EACH>(b, w + SPAN * EACH * registers_of(TYPE, ROWS));
 }
 
 // Units of a run, as many as go together; and one unit's COUNT chunks. Registers that are not needed are zero: left as they
@@ -94,15 +98,26 @@ __device__ __forceinline__ void take_tiles(Block& b, u32* w) {
 template <int TYPE, int CHUNKS>
 __device__ __forceinline__ void take_wide(Block& b, int units, u32 (&w)[wide_registers(CHUNKS)]) {
     constexpr int EACH = CHUNKS * registers_of(TYPE, WIDE), UNITS = units_at_once(TYPE);
+    // A unit's slots are given back when the next one's loads have been asked for, if the ring holds two.
+    constexpr int SLOTS = (CHUNKS + slot_chunks(TYPE, WIDE) - 1) / slot_chunks(TYPE, WIDE);
+    constexpr bool TWO = 2 * SLOTS <= RING_SLOTS;
+    u32 last = 0;
 #pragma unroll
     for (int u = 0; u < UNITS; u++) {
         if (u < units) {
-            take_tiles<TYPE, WIDE, CHUNKS>(b, w + u * EACH);
+            if constexpr (TWO) {
+                const u32 got = load_tiles<TYPE, WIDE, CHUNKS>(b, u == 0 ? 0 : SLOTS, w + u * EACH);
+                if (u > 0) b.ring.release(SLOTS, last & b.r.zero);
+                last = got;
+            } else {
+                take_tiles<TYPE, WIDE, CHUNKS>(b, w + u * EACH);
+            }
         } else {
 #pragma unroll
             for (int i = 0; i < EACH; i++) w[u * EACH + i] = 0;
         }
     }
+    if (TWO) b.ring.release(SLOTS, last & b.r.zero);
 #pragma unroll
     for (int i = UNITS * EACH; i < wide_registers(CHUNKS); i++) w[i] = 0;
 }
