@@ -12,6 +12,9 @@ struct Watchdog {
     void check() const { machine::hand_on("words"); }
 };
 
+template <int TIME>
+inline void rest() {}
+
 inline u32 shared_address(const void* p) { return (u32)((const u8*)p - machine::shared_memory()); }
 inline u8* shared_pointer(u32 address) { return machine::shared_memory() + address; }
 

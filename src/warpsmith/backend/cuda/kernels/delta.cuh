@@ -220,6 +220,28 @@ __device__ __forceinline__ void with_kept_state(const Block& b, int place, int b
         use((float4*)(b.p.branch_state + ((size_t)block * MAX_NODES + place) * STATE_FLOATS) + mine);
 }
 
+// Gate and publish four nodes: eight lanes a node, two columns each.
+__device__ __forceinline__ float2 gated_norm(int block, const float* vectors) {
+    return __ldg((const float2*)(vectors + GATED_NORM_AT + block * COLUMNS % STATE_DIM) + threadIdx.x % 8);
+}
+__device__ __forceinline__ void publish_nodes(const Block& b, int index, int block, const float* rows, int first, float2 weight) {
+    const int node = first + b.lane / 8, mine = b.lane % 8;
+    const bool live = node < b.nodes;
+    const float* made = rows + min(node, b.nodes - 1) * ROW_FLOATS + mine * 2;
+    const float2 out = *(const float2*)(made + OUT_ROW), z = *(const float2*)(made + Z_ROW);
+    const float2 write = *(const float2*)(made + WRITE_ROW);
+    const u32 pair = pack_bf16(out.x * weight.x * z.x, out.y * weight.y * z.y), after = __shfl_down_sync(~0u, pair, 1);
+    float square = __fmul_rn(out.x, out.x) + __fmul_rn(out.y, out.y);  // not fused: one node's are not
+#pragma unroll
+    for (int step = 1; step < 8; step *= 2) square += __shfl_xor_sync(~0u, square, step);
+    if (live && mine % 2 == 0)
+        publish8(b.values<VALUE_DIM>(DELTA_TURN, node, DELTA_Y_AT, block * COLUMNS + mine * 2), b.other(DELTA_TURN), pair, after);
+    if (live && mine == 1)
+        publish4(b.squares<BLOCKS>(DELTA_TURN, node, DELTA_SQUARES_AT) + block, b.other(DELTA_TURN), __float_as_uint(square));
+    const size_t at = (size_t)index * BLOCKS + block;
+    if (live) ((float2*)b.p.pending_write)[(at * MAX_NODES + node) * (COLUMNS / 2) + mine] = write;
+}
+
 __device__ __forceinline__ void delta_tree(Block& b, int index, int block, const float* vectors) {
     float* rows = b.scratch + MIX_AT;  // [nodes][ROW_FLOATS]
     const size_t at = (size_t)index * BLOCKS + block;
@@ -233,7 +255,7 @@ __device__ __forceinline__ void delta_tree(Block& b, int index, int block, const
 #pragma unroll
         for (int i = 0; i < 4; i++) s[c][i] = worker == 0 ? committed[Row::place(i)] : float4{};  // the root's
     }
-    const float2 weight = __ldg((const float2*)(vectors + GATED_NORM_AT + block * COLUMNS % STATE_DIM) + threadIdx.x % 8);
+    const float2 weight = FETCHES ? float2{} : gated_norm(block, vectors);
     b.sync();  // the scratch held partial sums
     b.epoch++;
     fetch_rows(b, index, block, rows);
@@ -253,6 +275,7 @@ __device__ __forceinline__ void delta_tree(Block& b, int index, int block, const
         const Step step = next;
         const Row row = coming;
         float* mine = rows + node * ROW_FLOATS;
+        const int done = node;
         node = step.next;
         next = b.s.steps[max(node, 0)];  // the next node's row is on its way while this one is worked on
         wait_for_row(node);
@@ -283,30 +306,19 @@ __device__ __forceinline__ void delta_tree(Block& b, int index, int block, const
             give_sign(b, b.s.kept[step.keep][half]);
         }
         if (b.lane < 8) mine[OUT_ROW + column] = made.out, mine[WRITE_ROW + column] = write[0];
+        if (FETCHES) arrive_for_warp(b.done.nodes + 8 * (done / 4));
     }
     b.mark();
+    if constexpr (FETCHES) {  // partial sums take the rows' place
+        barrier_wait(b.done.published, (b.epoch - 1) & 1);
+        b.mark();
+        return;
+    }
     b.sync();
     b.mark();
-
-    // Gate and publish: eight lanes a node, two columns each.
 #pragma unroll 1
-    for (int first = 0; first < b.nodes; first += CONSUMERS / 8) {
-        const int node = first + threadIdx.x / 8, mine = threadIdx.x % 8;
-        if (first + b.warp * 4 >= b.nodes) break;
-        const bool live = node < b.nodes;
-        const float* made = rows + min(node, b.nodes - 1) * ROW_FLOATS + mine * 2;
-        const float2 out = *(const float2*)(made + OUT_ROW), z = *(const float2*)(made + Z_ROW);
-        const float2 write = *(const float2*)(made + WRITE_ROW);
-        const u32 pair = pack_bf16(out.x * weight.x * z.x, out.y * weight.y * z.y), after = __shfl_down_sync(~0u, pair, 1);
-        float square = __fmul_rn(out.x, out.x) + __fmul_rn(out.y, out.y);  // not fused: one node's are not
-#pragma unroll
-        for (int step = 1; step < 8; step *= 2) square += __shfl_xor_sync(~0u, square, step);
-        if (live && mine % 2 == 0)
-            publish8(b.values<VALUE_DIM>(DELTA_TURN, node, DELTA_Y_AT, block * COLUMNS + mine * 2), b.other(DELTA_TURN), pair, after);
-        if (live && mine == 1)
-            publish4(b.squares<BLOCKS>(DELTA_TURN, node, DELTA_SQUARES_AT) + block, b.other(DELTA_TURN), __float_as_uint(square));
-        if (live) ((float2*)b.p.pending_write)[(at * MAX_NODES + node) * (COLUMNS / 2) + mine] = write;
-    }
+    for (int first = b.warp * 4; first < b.nodes; first += WARPS * 4)
+        publish_nodes(b, index, block, rows, first, weight);
 }
 
 // Stage: every block of the layer that this SM has.
@@ -320,5 +332,5 @@ __device__ __forceinline__ void delta_mix(Block& b, int index, const float* vect
         else
             delta_tree(b, index, block, vectors);
     }
-    if (NODES > 1) b.sync();  // partial sums take the rows' place
+    if (NODES > 1 && !FETCHES) b.sync();  // partial sums take the rows' place
 }

@@ -1,6 +1,7 @@
 // One dispatch for a whole forward pass, or for many decoded tokens: embedding to argmax, every layer.
 //
-// Grid: one block an SM, all resident (cooperative launch). 8 consumer warps compute; one warp feeds the ring.
+// Grid: one block an SM, all resident (cooperative launch). 8 consumer warps compute; one warp feeds the ring; for trees on sm_90a one
+// fetches activations and two publish nodes.
 // Stages and what they publish:
 //   embed -> x;  per layer: in (norm, projections) -> in;  mix -> y (attention: in a tree rows, then parts, then merge);
 //   out (projection, residual) -> mid;  mlp_in (norm, gate, up) -> h;  mlp_out (projection, residual) -> x;
@@ -11,6 +12,7 @@
 #include "delta.cuh"
 #include "embedding.cuh"
 #include "fetch.cuh"
+#include "publish.cuh"
 #include "residual.cuh"
 #include "sample.cuh"
 
@@ -224,11 +226,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     Ring ring(shared_address(memory), shared_address(memory + BARRIERS_AT));
     const Shelf shelf(shared_address(memory + SCRATCH_AT + SHELF_AT * 4), shared_address(memory + SHELF_BARRIERS_AT));
     const u32 gate = shared_address(memory + GATE_AT);
+    const Done done(shared_address(memory + DONE_AT));
     if (threadIdx.x == 0) {
         ring.init();
         if (FETCHES) {
             shelf.init();
             barrier_init(gate, WARPS);
+            done.init(request.nodes);
         }
         show_barriers();
         shared.stopped = 0;
@@ -246,11 +250,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
                 if (!producer.token(stream)) break;
             producer.drain();
         }
-        if constexpr (FETCHES)
+        if constexpr (FETCHES) {
             if (other >= 32 && other < 64) Fetcher(params, shelf, gate, &shared.stopped, request.nodes).run();
+            if (other >= 64) {
+                Block block(params, request, draw, shared, (float*)(memory + SCRATCH_AT), ring, shelf, gate, done);
+                block.warp -= WARPS + 2;
+                publish_outputs(block);
+            }
+        }
         return;
     }
     take_registers<240 - (OTHERS_REGISTERS - 24) / 2>();
-    Block block(params, request, draw, shared, (float*)(memory + SCRATCH_AT), ring, shelf, gate);
+    Block block(params, request, draw, shared, (float*)(memory + SCRATCH_AT), ring, shelf, gate, done);
     consume(block);
 }

@@ -161,7 +161,7 @@ struct ToResidual {
         const float* partial = b.scratch + b.buffer * NARROW_FLOATS;
         const float4 sum = sum_parts<PARTS>(partial + token * UNIT_STRIDE + half * 4, NODES * UNIT_STRIDE);
         float4* own = (float4*)b.s.residual[unit][token] + half;
-        const float4 x = add(*own, sum);
+        const float4 x = add(live ? *own : float4{}, sum);
         float square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, x.w * x.w)));
         square += __shfl_xor_sync(~0u, square, 1);
         if (!live) return;

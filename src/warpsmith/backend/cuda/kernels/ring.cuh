@@ -54,6 +54,28 @@ struct RingOf {
 typedef RingOf<RING_SLOTS, SLOT_BYTES> Ring;
 typedef RingOf<SHELF_SLOTS, SHELF_SLOT_BYTES> Shelf;  // activations, see fetch.cuh
 
+// Nodes of a DeltaNet block that are done, four by four, for the warps that publish them (see publish.cuh); and that those are done.
+struct Done {
+    u32 nodes, published;  // barriers: a group of nodes each; one
+
+    __device__ explicit Done(u32 barriers) : nodes(barriers), published(barriers + 8 * DONE_GROUPS) {}
+
+    __device__ void init(int count) const {
+        constexpr int LANES = ARRIVALS / WARPS;  // that arrive for a warp
+#pragma unroll 1
+        for (int i = 0; i * 4 < count; i++) barrier_init(nodes + 8 * i, LANES * WORKER_WARPS * min(4, count - i * 4));
+        barrier_init(published, LANES * PUBLISHERS);
+    }
+};
+__device__ __forceinline__ void arrive_for_warp(u32 barrier) {
+    __syncwarp();
+#ifdef EVERY_LANE_ARRIVES
+    barrier_arrive(barrier);
+#else
+    if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
+#endif
+}
+
 // Activations that come in whole pieces are held up by more than two. And what is waited for must be the ring's last turn.
 constexpr int MOST_IN_FLIGHT = smaller(FETCHES ? smaller(IN_FLIGHT, 2) : IN_FLIGHT, RING_SLOTS);
 
