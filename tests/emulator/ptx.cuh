@@ -100,8 +100,6 @@ inline u32 load4(const void* at) { return *(const u32*)at; }
 
 template <int COUNT>
 inline void sync_threads() { machine::barrier(1, COUNT); }
-inline void store_release(int& sign, int value) { sign = value, machine::progress(); }
-inline int load_acquire(const int& sign) { return sign; }
 
 // --- arithmetic -----------------------------------------------------------------------------------------------------
 

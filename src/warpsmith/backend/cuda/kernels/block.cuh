@@ -14,7 +14,7 @@ struct Block {
     Ring ring;
     Shelf shelf;
     u32 gate;  // a barrier: the mixer's scratch is free
-    Done done;
+    Signs signs;
     int sm = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     u32 turns = 0;
     int buffer = 0;  // which half of the partial sums the next go to
@@ -24,8 +24,8 @@ struct Block {
     int nodes;
 
     __device__ Block(const Params& params, const Request& request, const Draw* how, Shared& shared, float* scratch_area,
-                     const Ring& r0, const Shelf& s0, u32 gate0, const Done& d0)
-        : p(params), r(request), draw(how), s(shared), scratch(scratch_area), ring(r0), shelf(s0), gate(gate0), done(d0), length(request.length),
+                     const Ring& r0, const Shelf& s0, u32 gate0, const Signs& signs0)
+        : p(params), r(request), draw(how), s(shared), scratch(scratch_area), ring(r0), shelf(s0), gate(gate0), signs(signs0), length(request.length),
           nodes(NODES == 1 ? 1 : request.nodes) {}
 
     // Where things are in the copy of this use: what an octet exchanges, from `at` on; a node's row; four of its values, from k

@@ -113,15 +113,8 @@ __device__ __forceinline__ void delta_one(Block& b, int index, int block, const 
 
 // --- a tree ---------------------------------------------------------------------------------------------------------
 
-// Signs in shared memory: a warp's writes before it are there, for DeltaNet block `epoch`.
-__device__ __forceinline__ void give_sign(const Block& b, int& sign) {
-    __syncwarp();
-    if (b.lane == 0) store_release(sign, b.epoch);
-}
-__device__ __forceinline__ void wait_for_sign(const Block& b, const int& sign) {
-    Watchdog dog;
-    while (!everywhere(load_acquire(sign) == b.epoch)) dog.check();
-}
+// The turn of the signs for this block.
+__device__ __forceinline__ u32 sign_turn(const Block& b) { return b.epoch - 1 & 1; }
 
 // Rows, octet by octet, a warp two nodes: the first four warps have the first octet and can start with it, the others the rest.
 // In registers: q, k, and in lanes 0-3 v, 4-7 z, 8 the group with beta, 9 the one with fade.
@@ -181,7 +174,7 @@ __device__ __forceinline__ void fetch_rows(Block& b, int index, int block, float
             if (b.lane == 8) row[GATES_ROW + 1] = value[i], row[GATES_ROW + 2] = rk;
             if (b.lane == 9) row[GATES_ROW] = value[i], row[GATES_ROW + 3] = rq, row[GATES_ROW + 4] = qk[i] * rq * rk;
         }
-        give_sign(b, b.s.came[first / 8][mine]);
+        arrive_for_warp(b.signs.rows + first);  // eight bytes an octet
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {  // for `commit`
             const int node = first + mine + i * FETCHERS;
@@ -263,7 +256,7 @@ __device__ __forceinline__ void delta_tree(Block& b, int index, int block, const
     int node = b.s.first[worker], come = 0;
     const auto wait_for_row = [&](int wanted) {
         if (wanted < come) return;
-        wait_for_sign(b, b.s.came[wanted / 8][b.lane % FETCHERS]);
+        barrier_wait(b.signs.rows + wanted / 8 * 8, sign_turn(b));
         come = wanted / 8 * 8 + 8;
     };
     Step next = b.s.steps[max(node, 0)];
@@ -281,7 +274,7 @@ __device__ __forceinline__ void delta_tree(Block& b, int index, int block, const
         wait_for_row(node);
         coming = Row(rows + max(node, 0) * ROW_FLOATS, parts, column);
         if (step.source >= 0) {  // a chain branches off, perhaps from another worker's
-            wait_for_sign(b, b.s.kept[step.source][half]);
+            barrier_wait(b.signs.kept + 8 * (step.source * WORKER_WARPS + half), sign_turn(b));
             with_kept_state(b, step.source, block, [&](const float4* from) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) s[0][i] = from[i * 64], s[1][i] = from[(i + 4) * 64];
@@ -303,14 +296,14 @@ __device__ __forceinline__ void delta_tree(Block& b, int index, int block, const
 #pragma unroll
                 for (int i = 0; i < 4; i++) to[i * 64] = s[0][i], to[(i + 4) * 64] = s[1][i];
             });
-            give_sign(b, b.s.kept[step.keep][half]);
+            arrive_for_warp(b.signs.kept + 8 * (step.keep * WORKER_WARPS + half));
         }
         if (b.lane < 8) mine[OUT_ROW + column] = made.out, mine[WRITE_ROW + column] = write[0];
-        if (FETCHES) arrive_for_warp(b.done.nodes + 8 * (done / 4));
+        if (FETCHES) arrive_for_warp(b.signs.nodes + 8 * (done / 4));
     }
     b.mark();
     if constexpr (FETCHES) {  // partial sums take the rows' place
-        barrier_wait(b.done.published, (b.epoch - 1) & 1);
+        barrier_wait(b.signs.published, sign_turn(b));
         b.mark();
         return;
     }

@@ -71,15 +71,11 @@ __device__ __forceinline__ void prepare_tree(Block& b) {
         }
     }
     b.sync();
-    if (NODES > 1) {
-        if (threadIdx.x < sizeof(b.s.came) / 4) b.s.came[0][threadIdx.x] = 0;
-        if (threadIdx.x < sizeof(b.s.kept) / 4) b.s.kept[0][threadIdx.x] = 0;
-        if (threadIdx.x == 0) {
-            deal_nodes(b);
-            int deepest = 0;
-            for (int node = 0; node < b.nodes; node++) deepest = max(deepest, b.s.depth[node]);
-            b.s.deepest = deepest;
-        }
+    if (NODES > 1 && threadIdx.x == 0) {
+        deal_nodes(b);
+        int deepest = 0;
+        for (int node = 0; node < b.nodes; node++) deepest = max(deepest, b.s.depth[node]);
+        b.s.deepest = deepest;
     }
     b.sync();
 }
@@ -226,17 +222,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     Ring ring(shared_address(memory), shared_address(memory + BARRIERS_AT));
     const Shelf shelf(shared_address(memory + SCRATCH_AT + SHELF_AT * 4), shared_address(memory + SHELF_BARRIERS_AT));
     const u32 gate = shared_address(memory + GATE_AT);
-    const Done done(shared_address(memory + DONE_AT));
+    const Signs signs(shared_address(memory + SIGNS_AT));
     if (threadIdx.x == 0) {
         ring.init();
         if (FETCHES) {
             shelf.init();
             barrier_init(gate, WARPS);
-            done.init(request.nodes);
         }
         show_barriers();
         shared.stopped = 0;
     }
+    signs.init(request.nodes);
     __syncthreads();
     constexpr int OTHERS_REGISTERS = FETCHES ? 40 : 24;  // of a thread that does not consume
     if (threadIdx.x >= CONSUMERS) {
@@ -253,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         if constexpr (FETCHES) {
             if (other >= 32 && other < 64) Fetcher(params, shelf, gate, &shared.stopped, request.nodes).run();
             if (other >= 64) {
-                Block block(params, request, draw, shared, (float*)(memory + SCRATCH_AT), ring, shelf, gate, done);
+                Block block(params, request, draw, shared, (float*)(memory + SCRATCH_AT), ring, shelf, gate, signs);
                 block.warp -= WARPS + 2;
                 publish_outputs(block);
             }
@@ -261,6 +257,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         return;
     }
     take_registers<240 - (OTHERS_REGISTERS - 24) / 2>();
-    Block block(params, request, draw, shared, (float*)(memory + SCRATCH_AT), ring, shelf, gate, done);
+    Block block(params, request, draw, shared, (float*)(memory + SCRATCH_AT), ring, shelf, gate, signs);
     consume(block);
 }

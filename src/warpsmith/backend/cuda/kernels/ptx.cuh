@@ -158,16 +158,6 @@ __device__ __forceinline__ u32 load4(const void* at) {
 template <int COUNT>
 __device__ __forceinline__ void sync_threads() { asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory"); }
 
-// A sign that what was written before it is there, for threads that wait for it.
-__device__ __forceinline__ void store_release(int& sign, int value) {
-    asm volatile("st.release.cta.shared.b32 [%0], %1;" ::"r"(shared_address(&sign)), "r"(value) : "memory");
-}
-__device__ __forceinline__ int load_acquire(const int& sign) {
-    int value;
-    asm volatile("ld.acquire.cta.shared.b32 %0, [%1];" : "=r"(value) : "r"(shared_address(&sign)) : "memory");
-    return value;
-}
-
 // --- arithmetic -----------------------------------------------------------------------------------------------------
 
 // acc (16 x 8) += a (16 x 16, bf16) * b (16 x 8, bf16).

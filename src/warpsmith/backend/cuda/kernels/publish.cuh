@@ -20,14 +20,14 @@ __device__ __forceinline__ void publish_outputs(Block& b) {
 #pragma unroll 1
             for (int node = b.warp * 4; node < b.nodes; node += PUBLISHERS * 4) {
                 Watchdog dog;
-                while (!everywhere(barrier_done(b.done.nodes + 8 * (node / 4), b.epoch & 1))) {
+                while (!everywhere(barrier_done(b.signs.nodes + 8 * (node / 4), b.epoch & 1))) {
                     if (!everywhere(!*(const volatile int*)&b.s.stopped)) return;
                     rest<100>();  // a warp that spins would take the others' turns
                     dog.check();
                 }
                 publish_nodes(b, index, block, rows, node, weight);
             }
-            arrive_for_warp(b.done.published);
+            arrive_for_warp(b.signs.published);
         }
         b.turns ^= DELTA_TURN;
         vectors += DELTA_VECTORS;

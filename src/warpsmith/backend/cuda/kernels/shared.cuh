@@ -10,7 +10,7 @@ struct __align__(16) Step {
     int source, keep, next, time;
 };
 constexpr int WORKERS = WARPS / 2, WORKER_WARPS = WARPS / WORKERS, FETCHERS = WARPS / 2;  // see delta.cuh
-constexpr int PUBLISHERS = 2, DONE_GROUPS = (NODES + 3) / 4;                     // see publish.cuh
+constexpr int PUBLISHERS = 2, DONE_GROUPS = (NODES + 3) / 4, TREE_OCTETS = (NODES + 7) / 8;  // see publish.cuh
 constexpr int IN_ROWS = (DELTA_IN_UNITS + SMS - 1) / SMS * WIDE;                 // of a DeltaNet projection, an SM's at most
 
 struct __align__(16) Shared {
@@ -21,7 +21,6 @@ struct __align__(16) Shared {
     Step steps[NODES];
     float squares[2][NODES][WARPS];        // each warp's share of a norm's sum of squares
     int first[WORKERS];                    // each worker's first node
-    int came[(NODES + 7) / 8][FETCHERS], kept[NODES][WORKER_WARPS];  // signs: an octet's rows, the halves of a kept state
     int token[NODES], depth[NODES], deepest;
     int path[NODES][4];                    // a node's nearest ancestors: itself, parent, ... ; -1 - i: i before the root
     u8 ancestor[NODES][NODES];             // [node][depth]
@@ -98,8 +97,8 @@ constexpr int MIX_FLOATS = larger(larger(DELTA_FLOATS, ATTENTION_FLOATS), SAMPLE
 constexpr int SCRATCH_FLOATS = larger(PRODUCT_FLOATS, MIX_AT + MIX_FLOATS);
 constexpr int STATE_FLOATS = COLUMNS * STATE_DIM;
 
-constexpr int DONE_BYTES = FETCHES ? 8 * DONE_GROUPS + 8 : 0;
-constexpr int ROOM = SHARED_MEMORY - (int)sizeof(Shared) - SCRATCH_FLOATS * 4 - 96 - 16 * SHELF_SLOTS - DONE_BYTES;
+constexpr int SIGNS = NODES == 1 ? 0 : TREE_OCTETS + NODES * WORKER_WARPS + (FETCHES ? DONE_GROUPS + 1 : 0);  // see ring.cuh
+constexpr int ROOM = SHARED_MEMORY - (int)sizeof(Shared) - SCRATCH_FLOATS * 4 - 96 - 16 * SHELF_SLOTS - 8 * SIGNS;
 constexpr int WANTED_SLOTS = NODES == 1 ? 13 : NODES == 8 ? 10 : NODES == 16 ? 8 : 7;
 constexpr int SLOT_COST = SLOT_BYTES + 16;  // with its two barriers
 static_assert(ROOM >= 2 * SLOT_COST, "the ring needs two slots");
@@ -109,5 +108,5 @@ constexpr int SHARED_AT = (SCRATCH_AT + SCRATCH_FLOATS * 4 + 15 + (NODES == 1 ? 
 // What a tree's rows leave of the scratch, and what is left besides, holds states of nodes where chains branch off.
 constexpr int KEPT_STATES = NODES == 1 ? 0 : (SHARED_AT - SCRATCH_AT - (MIX_AT + DELTA_FLOATS) * 4) / (STATE_FLOATS * 4);
 constexpr int BARRIERS_AT = SHARED_AT + ((int)sizeof(Shared) + 15) / 16 * 16;
-constexpr int SHELF_BARRIERS_AT = BARRIERS_AT + 16 * RING_SLOTS, GATE_AT = SHELF_BARRIERS_AT + 16 * SHELF_SLOTS, DONE_AT = GATE_AT + 8;
-static_assert(DONE_AT + DONE_BYTES <= SHARED_MEMORY, "all of it must fit");
+constexpr int SHELF_BARRIERS_AT = BARRIERS_AT + 16 * RING_SLOTS, GATE_AT = SHELF_BARRIERS_AT + 16 * SHELF_SLOTS, SIGNS_AT = GATE_AT + 8;
+static_assert(SIGNS_AT + 8 * SIGNS <= SHARED_MEMORY, "all of it must fit");
