@@ -64,17 +64,18 @@ class Case:
     types: dict[str, str] = dataclasses.field(default_factory=dict)
     tied: bool = True
     architecture: str | None = None
-    shared_memory: int = 227 << 10
-    sms: int = 3  # so few that each has several units of a stage
+    options: dict[str, object] = dataclasses.field(default_factory=dict)
+
+
+SMS = 3  # so few that each has several units of a stage
 
 
 @contextmanager
 def backends(case: Case) -> Iterator[tuple[CudaBackend, ReferenceBackend]]:
     config = dataclasses.replace(SHAPE, tied=case.tied)
     tensors = tensors_of(config, case.types)
-    with emulated_gpu(case.sms, case.variants):
-        options = {"SHARED_MEMORY": case.shared_memory}
-        cuda = CudaBackend(config, tensors, architecture=case.architecture, options=options)
+    with emulated_gpu(SMS, case.variants):
+        cuda = CudaBackend(config, tensors, architecture=case.architecture, options=case.options)
         cuda.largest_tree = case.variants[-1]
         yield cuda, ReferenceBackend(config, tensors)
 
@@ -134,9 +135,9 @@ def test_a_node_depends_only_on_its_ancestors(pair, length: int, nodes: int) -> 
 OTHERS = {
     "q8_0, gates in bf16": (Case((1, 24), {"ssm_alpha": "BF16", "ssm_beta": "BF16", "": "Q8_0"}), 13),
     "untied, head in q8_0": (Case((1, 8), {"output": "Q8_0"}, tied=False), 5),
-    "an older chip: no bulk copies, two slots of ring": (
-        Case((1, 16), architecture="compute_80", shared_memory=99 << 10, sms=12),
-        9,
+    "without bulk copies, fewer slots than copies asked for": (
+        Case((1, 8), architecture="compute_80", options={"IN_FLIGHT": 20}),
+        5,
     ),
 }
 
