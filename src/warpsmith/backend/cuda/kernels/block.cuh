@@ -1,6 +1,6 @@
 // What one thread block (one SM) knows and shares while it runs.
 #pragma once
-#include "ring.cuh"
+#include "signs.cuh"
 
 // Which copy of an exchange is in use: a bit each, flipped after every use (see exchange.cuh).
 enum Turn { X_TURN = 1, LAYER_TURN = 2, DELTA_TURN = 4, ATTENTION_TURN = 8, BEST_TURN = 16 };

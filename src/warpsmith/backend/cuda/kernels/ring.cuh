@@ -54,35 +54,6 @@ struct RingOf {
 typedef RingOf<RING_SLOTS, SLOT_BYTES> Ring;
 typedef RingOf<SHELF_SLOTS, SHELF_SLOT_BYTES> Shelf;  // activations, see fetch.cuh
 
-// A warp's arrival: what it wrote before is there for who waits.
-__device__ __forceinline__ void arrive_for_warp(u32 barrier) {
-    __syncwarp();
-#ifdef EVERY_LANE_ARRIVES
-    barrier_arrive(barrier);
-#else
-    if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
-#endif
-}
-
-// Barriers that warps give each other signs with while a tree goes through a DeltaNet block (see delta.cuh), one turn a block: an octet's
-// rows are there; half of a state is kept; four nodes are done; all are published (see publish.cuh).
-struct Signs {
-    u32 rows, kept, nodes, published;
-
-    __device__ explicit Signs(u32 barriers)
-        : rows(barriers), kept(rows + 8 * TREE_OCTETS), nodes(kept + 8 * NODES * WORKER_WARPS), published(nodes + 8 * DONE_GROUPS) {}
-
-    // Each thread one, for a tree of `count` nodes.
-    __device__ void init(int count) const {
-        constexpr int LANES = ARRIVALS / WARPS;  // that arrive for a warp
-        const int sign = threadIdx.x, done = sign - TREE_OCTETS - NODES * WORKER_WARPS;
-        if (sign >= SIGNS) return;
-        const int nodes_here = min(4, count - done * 4);
-        const int warps = sign < TREE_OCTETS ? FETCHERS : done < 0 ? 1 : done == DONE_GROUPS ? PUBLISHERS : WORKER_WARPS * max(1, nodes_here);
-        barrier_init(rows + 8 * sign, LANES * warps);
-    }
-};
-
 // Activations that come in whole pieces are held up by more than two. And what is waited for must be the ring's last turn.
 constexpr int MOST_IN_FLIGHT = smaller(FETCHES ? smaller(IN_FLIGHT, 2) : IN_FLIGHT, RING_SLOTS);
 

@@ -97,7 +97,7 @@ constexpr int MIX_FLOATS = larger(larger(DELTA_FLOATS, ATTENTION_FLOATS), SAMPLE
 constexpr int SCRATCH_FLOATS = larger(PRODUCT_FLOATS, MIX_AT + MIX_FLOATS);
 constexpr int STATE_FLOATS = COLUMNS * STATE_DIM;
 
-constexpr int SIGNS = NODES == 1 ? 0 : TREE_OCTETS + NODES * WORKER_WARPS + (FETCHES ? DONE_GROUPS + 1 : 0);  // see ring.cuh
+constexpr int SIGNS = NODES == 1 ? 0 : TREE_OCTETS + NODES * WORKER_WARPS + (FETCHES ? DONE_GROUPS + 1 : 0);  // see signs.cuh
 constexpr int ROOM = SHARED_MEMORY - (int)sizeof(Shared) - SCRATCH_FLOATS * 4 - 96 - 16 * SHELF_SLOTS - 8 * SIGNS;
 constexpr int WANTED_SLOTS = NODES == 1 ? 13 : NODES == 8 ? 10 : NODES == 16 ? 8 : 7;
 constexpr int SLOT_COST = SLOT_BYTES + 16;  // with its two barriers

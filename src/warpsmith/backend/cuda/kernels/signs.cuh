@@ -1,0 +1,32 @@
+// Signs that warps of an SM give each other with mbarriers.
+#pragma once
+#include "ring.cuh"
+
+// A warp's arrival: what it wrote before is there for who waits.
+__device__ __forceinline__ void arrive_for_warp(u32 barrier) {
+    __syncwarp();
+#ifdef EVERY_LANE_ARRIVES
+    barrier_arrive(barrier);
+#else
+    if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
+#endif
+}
+
+// Barriers that warps give each other signs with while a tree goes through a DeltaNet block (see delta.cuh), one turn a block: an octet's
+// rows are there; half of a state is kept; four nodes are done; all are published (see publish.cuh).
+struct Signs {
+    u32 rows, kept, nodes, published;
+
+    __device__ explicit Signs(u32 barriers)
+        : rows(barriers), kept(rows + 8 * TREE_OCTETS), nodes(kept + 8 * NODES * WORKER_WARPS), published(nodes + 8 * DONE_GROUPS) {}
+
+    // Each thread one, for a tree of `count` nodes.
+    __device__ void init(int count) const {
+        constexpr int LANES = ARRIVALS / WARPS;  // that arrive for a warp
+        const int sign = threadIdx.x, done = sign - TREE_OCTETS - NODES * WORKER_WARPS;
+        if (sign >= SIGNS) return;
+        const int nodes_here = min(4, count - done * 4);
+        const int warps = sign < TREE_OCTETS ? FETCHERS : done < 0 ? 1 : done == DONE_GROUPS ? PUBLISHERS : WORKER_WARPS * max(1, nodes_here);
+        barrier_init(rows + 8 * sign, LANES * warps);
+    }
+};
