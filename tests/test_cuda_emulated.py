@@ -133,7 +133,7 @@ def test_a_node_depends_only_on_its_ancestors(pair, length: int, nodes: int) -> 
 
 
 OTHERS = {
-    "q8_0, gates in bf16": (Case((1, 24), {"ssm_alpha": "BF16", "ssm_beta": "BF16", "": "Q8_0"}), 13),
+    "q8_0, gates in bf16": (Case((1, 24), {"ssm_alpha": "BF16", "ssm_beta": "BF16", "": "Q8_0"}), 9),
     "untied, head in q8_0": (Case((1, 8), {"output": "Q8_0"}, tied=False), 5),
     "without bulk copies, fewer slots than copies asked for": (
         Case((1, 8), architecture="compute_80", options={"IN_FLIGHT": 20}),
