@@ -25,8 +25,8 @@ struct Block {
 
     __device__ Block(const Params& params, const Request& request, const Draw* how, Shared& shared, float* scratch_area,
                      const Ring& r0, const Shelf& s0, u32 gate0, const Signs& signs0)
-        : p(params), r(request), draw(how), s(shared), scratch(scratch_area), ring(r0), shelf(s0), gate(gate0), signs(signs0), length(request.length),
-          nodes(NODES == 1 ? 1 : request.nodes) {}
+        : p(params), r(request), draw(how), s(shared), scratch(scratch_area), ring(r0), shelf(s0), gate(gate0), signs(signs0),
+          length(request.length), nodes(NODES == 1 ? 1 : request.nodes) {}
 
     // Where things are in the copy of this use: what an octet exchanges, from `at` on; a node's row; four of its values, from k
     // on, of an activation with K of them. And how far the other copy is.

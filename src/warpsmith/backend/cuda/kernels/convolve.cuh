@@ -4,7 +4,7 @@
 // Maths: y_t = silu(w0 x_{t-3} + w1 x_{t-2} + w2 x_{t-1} + w3 x_t), along a node's own path. The SM that has a channel's row
 // of the projection has it for every node, so it convolves as well: once, and what is published is ready for use.
 // Layout: taps and the inputs of the last three committed tokens of this SM's channels come to shared memory while the
-// weights do; a tree's own inputs go there once they are summed (in the half of the partial sums that is not in use).
+// weights do; a tree's own inputs go there once they are summed (behind the partial sums).
 // Bytes: 16 of taps and 12 of history a channel; a node's inputs are kept for `commit`.
 #pragma once
 #include "block.cuh"

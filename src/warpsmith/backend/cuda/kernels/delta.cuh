@@ -213,10 +213,11 @@ __device__ __forceinline__ void with_kept_state(const Block& b, int place, int b
         use((float4*)(b.p.branch_state + ((size_t)block * MAX_NODES + place) * STATE_FLOATS) + mine);
 }
 
-// Gate and publish four nodes: eight lanes a node, two columns each.
+// Of a lane's two columns.
 __device__ __forceinline__ float2 gated_norm(int block, const float* vectors) {
     return __ldg((const float2*)(vectors + GATED_NORM_AT + block * COLUMNS % STATE_DIM) + threadIdx.x % 8);
 }
+// Gate and publish four nodes: eight lanes a node, two columns each.
 __device__ __forceinline__ void publish_nodes(const Block& b, int index, int block, const float* rows, int first, float2 weight) {
     const int node = first + b.lane / 8, mine = b.lane % 8;
     const bool live = node < b.nodes;
@@ -267,8 +268,8 @@ __device__ __forceinline__ void delta_tree(Block& b, int index, int block, const
     while (node >= 0) {
         const Step step = next;
         const Row row = coming;
-        float* mine = rows + node * ROW_FLOATS;
         const int done = node;
+        float* mine = rows + done * ROW_FLOATS;
         node = step.next;
         next = b.s.steps[max(node, 0)];  // the next node's row is on its way while this one is worked on
         wait_for_row(node);

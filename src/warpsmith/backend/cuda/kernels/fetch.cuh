@@ -15,8 +15,7 @@
 __device__ __forceinline__ void open_shelf(const Block& b) {
 #if __CUDA_ARCH__ >= 900
     before_copies();
-    __syncwarp();
-    if (b.lane == 0) barrier_arrive(b.gate);
+    arrive_for_warp(b.gate);
 #endif
 }
 
@@ -30,12 +29,10 @@ struct Fetcher {
     __device__ Fetcher(const Params& params, const Shelf& s, u32 gate0, const int* stop, int count)
         : p(params), shelf(s), gate(gate0), stopped(stop), nodes(count) {}
 
-    // All lanes go on, or none.
-    __device__ bool has_stopped() const { return !everywhere(!*(const volatile int*)stopped); }
     __device__ bool wait(u32 barrier, u32 parity) const {
         Watchdog dog;
         while (!everywhere(barrier_done(barrier, parity))) {
-            if (has_stopped()) return false;
+            if (has_stopped(stopped)) return false;
             dog.check();
         }
         return true;
@@ -57,7 +54,7 @@ struct Fetcher {
 #pragma unroll
             for (int i = 0; i < EACH; i++) came &= got[i] != NOT_YET;
             if (everywhere(came)) return true;
-            if (has_stopped()) return false;
+            if (has_stopped(stopped)) return false;
             dog.check();
         }
     }

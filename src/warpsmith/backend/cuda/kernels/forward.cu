@@ -227,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         ring.init();
         if (FETCHES) {
             shelf.init();
-            barrier_init(gate, WARPS);
+            barrier_init(gate, WARPS * LANES_ARRIVE);
         }
         show_barriers();
         shared.stopped = 0;

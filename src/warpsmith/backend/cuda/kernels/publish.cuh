@@ -21,7 +21,7 @@ __device__ __forceinline__ void publish_outputs(Block& b) {
             for (int node = b.warp * 4; node < b.nodes; node += PUBLISHERS * 4) {
                 Watchdog dog;
                 while (!everywhere(barrier_done(b.signs.nodes + 8 * (node / 4), b.epoch & 1))) {
-                    if (!everywhere(!*(const volatile int*)&b.s.stopped)) return;
+                    if (has_stopped(&b.s.stopped)) return;
                     rest<100>();  // a warp that spins would take the others' turns
                     dog.check();
                 }

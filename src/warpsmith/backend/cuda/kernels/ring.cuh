@@ -7,9 +7,9 @@
 
 // One lane gives a slot back for its warp. The race checker does not follow that: for it every lane does.
 #ifdef EVERY_LANE_ARRIVES
-constexpr int ARRIVALS = WARPS * 32;
+constexpr int LANES_ARRIVE = 32;
 #else
-constexpr int ARRIVALS = WARPS;
+constexpr int LANES_ARRIVE = 1;
 #endif
 
 template <int SLOTS, int BYTES>
@@ -24,7 +24,7 @@ struct RingOf {
 #pragma unroll 1
         for (int i = 0; i < SLOTS; i++) {
             barrier_init(full + 8 * i, COPY_LANES);
-            barrier_init(empty + 8 * i, ARRIVALS);
+            barrier_init(empty + 8 * i, WARPS * LANES_ARRIVE);
         }
     }
     __device__ void advance() {

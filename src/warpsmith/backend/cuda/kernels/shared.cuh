@@ -68,7 +68,8 @@ constexpr int STEP_TOKENS = FETCHES ? 16 : TOKENS_AT_ONCE;
 constexpr int ROW_STRIDE = UNITS_AT_ONCE * WIDE + 4, UNIT_STRIDE = 12;  // floats a token; keep the banks apart
 constexpr int WIDE_BUFFERS = FETCHES ? 1 : 2, WIDE_FLOATS = WARPS * STEP_TOKENS * ROW_STRIDE;
 constexpr int NARROW_FLOATS = larger(parts_of(FFN), parts_of(Y_DIM)) * NODES * UNIT_STRIDE;
-constexpr int KEPT_ROWS_AT = larger(WIDE_BUFFERS * WIDE_FLOATS, 2 * NARROW_FLOATS), SHELF_AT = on_lines(KEPT_ROWS_AT + (NODES == 1 ? 0 : NODES * ROW_STRIDE));
+constexpr int KEPT_ROWS_AT = larger(WIDE_BUFFERS * WIDE_FLOATS, 2 * NARROW_FLOATS);
+constexpr int SHELF_AT = on_lines(KEPT_ROWS_AT + (NODES == 1 ? 0 : NODES * ROW_STRIDE));
 constexpr int SHELF_SQUARE_WORDS = larger(square_words(HIDDEN_UNITS), square_words(BLOCKS));
 constexpr int SHELF_SLOT_BYTES = (SHELF_SQUARE_WORDS + CHAIN * WARPS * CHUNK_WORDS) * 4;
 constexpr int SHELF_FLOATS = FETCHES ? SHELF_SLOTS * SHELF_SLOT_BYTES / 4 : 0;

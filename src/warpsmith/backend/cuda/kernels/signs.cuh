@@ -12,6 +12,9 @@ __device__ __forceinline__ void arrive_for_warp(u32 barrier) {
 #endif
 }
 
+// The consumers have stopped: all lanes of a warp learn it, or none.
+__device__ __forceinline__ bool has_stopped(const int* stopped) { return !everywhere(!*(const volatile int*)stopped); }
+
 // Barriers that warps give each other signs with while a tree goes through a DeltaNet block (see delta.cuh), one turn a block: an octet's
 // rows are there; half of a state is kept; four nodes are done; all are published (see publish.cuh).
 struct Signs {
@@ -22,11 +25,10 @@ struct Signs {
 
     // Each thread one, for a tree of `count` nodes.
     __device__ void init(int count) const {
-        constexpr int LANES = ARRIVALS / WARPS;  // that arrive for a warp
         const int sign = threadIdx.x, done = sign - TREE_OCTETS - NODES * WORKER_WARPS;
         if (sign >= SIGNS) return;
         const int nodes_here = min(4, count - done * 4);
         const int warps = sign < TREE_OCTETS ? FETCHERS : done < 0 ? 1 : done == DONE_GROUPS ? PUBLISHERS : WORKER_WARPS * max(1, nodes_here);
-        barrier_init(rows + 8 * sign, LANES * warps);
+        barrier_init(rows + 8 * sign, warps * LANES_ARRIVE);
     }
 };
