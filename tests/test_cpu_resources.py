@@ -48,7 +48,9 @@ def test_threads_stay_and_sleep_between_calls() -> None:
     while not all(asleep(thread) for thread in team):
         assert time.monotonic() < deadline, "threads spin on although there is nothing to do"
     del cpu, state
-    assert not team & set(os.listdir(TASKS))
+    deadline = time.monotonic() + 30  # a joined thread is still listed until the kernel has buried it
+    while team & set(os.listdir(TASKS)):
+        assert time.monotonic() < deadline, "threads outlive their engine"
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores are not a process's to choose here")
