@@ -64,17 +64,18 @@ class Case:
     types: dict[str, str] = dataclasses.field(default_factory=dict)
     tied: bool = True
     architecture: str | None = None
+    pairs: bool = False
     options: dict[str, object] = dataclasses.field(default_factory=dict)
 
 
-SMS = 3  # so few that each has several units of a stage
+SMS = 3  # so few that each has several units of a stage; pairs have 4
 
 
 @contextmanager
 def backends(case: Case) -> Iterator[tuple[CudaBackend, ReferenceBackend]]:
     config = dataclasses.replace(SHAPE, tied=case.tied)
     tensors = tensors_of(config, case.types)
-    with emulated_gpu(SMS, case.variants):
+    with emulated_gpu(SMS + case.pairs, case.variants, case.pairs):
         cuda = CudaBackend(config, tensors, architecture=case.architecture, options=case.options)
         cuda.largest_tree = case.variants[-1]
         yield cuda, ReferenceBackend(config, tensors)
@@ -82,7 +83,7 @@ def backends(case: Case) -> Iterator[tuple[CudaBackend, ReferenceBackend]]:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[CudaBackend, ReferenceBackend]]:
-    with backends(Case((1, 8, 24))) as both:
+    with backends(Case((1, 8, 24), pairs=True)) as both:
         yield both
 
 
@@ -133,8 +134,12 @@ def test_a_node_depends_only_on_its_ancestors(pair, length: int, nodes: int) -> 
 
 
 OTHERS = {
+    "every SM its own units": (Case((1, 24)), 13),
     "q8_0, gates in bf16": (Case((1, 24), {"ssm_alpha": "BF16", "ssm_beta": "BF16", "": "Q8_0"}), 9),
-    "untied, head in q8_0": (Case((1, 8), {"output": "Q8_0"}, tied=False), 5),
+    "untied, head and half of the narrow ones in q8_0": (
+        Case((1, 8), {"output": "Q8_0", "ffn_down": "Q8_0"}, tied=False, pairs=True),
+        5,
+    ),
     "without bulk copies, fewer slots than copies asked for": (
         Case((1, 8), architecture="compute_80", options={"IN_FLIGHT": 20}),
         5,

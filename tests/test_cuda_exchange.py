@@ -15,8 +15,8 @@ from warpsmith.backend.cuda import exchange as host
 from warpsmith.backend.cuda.backend import build_constants
 from warpsmith.backend.cuda.compiler import compile_source, target
 from warpsmith.backend.cuda.driver import Chip
-from warpsmith.backend.cuda.exchange import NOT_YET, Exchange
-from warpsmith.backend.cuda.layout import Layout, busy_sms
+from warpsmith.backend.cuda.exchange import NOT_YET, Area, Exchange
+from warpsmith.backend.cuda.layout import Layout, dealt_sms
 from warpsmith.backend.cuda.profiles import load_profiles
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.checkpoint.canonical import open_checkpoint
@@ -57,16 +57,16 @@ ROWS = {
     "best": ("BEST_AT", "SMS * 2"),
 }
 SQUARES = {
-    "x": ("X_SQUARES_AT", "HIDDEN_UNITS"),
-    "mid": ("MID_SQUARES_AT", "HIDDEN_UNITS"),
-    "delta": ("DELTA_SQUARES_AT", "BLOCKS"),
+    "x": ("Residual", "X_SQUARES_AT", "HIDDEN_PIECES"),
+    "mid": ("Residual", "MID_SQUARES_AT", "HIDDEN_PIECES"),
+    "delta": ("DeltaOutput", "DELTA_SQUARES_AT", "BLOCKS"),
 }
 VALUES = {
-    "x": ("X_AT", "HIDDEN"),
-    "mid": ("MID_AT", "HIDDEN"),
-    "h": ("H_AT", "FFN"),
-    "delta": ("DELTA_Y_AT", "VALUE_DIM"),
-    "attention": ("ATTENTION_Y_AT", "ATTENTION_DIM"),
+    "x": ("Residual", "X_AT", "HIDDEN"),
+    "mid": ("Residual", "MID_AT", "HIDDEN"),
+    "h": ("Inner", "H_AT", "FFN"),
+    "delta": ("DeltaOutput", "DELTA_Y_AT", "VALUE_DIM"),
+    "attention": ("AttentionOutput", "ATTENTION_Y_AT", "ATTENTION_DIM"),
 }
 NODES = (0, 3, 7, 8, 45)
 
@@ -85,27 +85,32 @@ def host_places(exchange: Exchange) -> dict[str, int]:
         places |= {at: int(row[0, 0]), count: row.shape[1]}
         for node in NODES:
             places[f"{node} / 8 * OCTET_WORDS + {node} % 8 * NODE_WORDS + {at}"] = int(row[node, 0])
-    for name, (at, count) in SQUARES.items():
+    for name, (kind, at, count) in SQUARES.items():
         row = exchange.squares(words, name, MAX_NODES)
         places |= {at: int(row[0, 0]), count: row.shape[1]}
         for node in NODES:
-            address = f"{node} / 8 * OCTET_WORDS + {at} + {node} % 8 * square_stride({count})"
-            places[address] = int(row[node, 0])
-    for name, (at, count) in VALUES.items():
+            for i in (0, row.shape[1] - 1):
+                places[f"{node} / 8 * OCTET_WORDS + {at} + {kind}::square({node}, {i})"] = int(row[node, i])
+    for name, (kind, at, count) in VALUES.items():
         halves = value_halves(exchange, name)
         k_all = halves.shape[1]
         places |= {at: int(halves[0, 0]) // 2, count: k_all}
         for i, k in enumerate(sorted({*range(0, k_all, k_all // 16 + 1), k_all - 1})):
             node = NODES[i % len(NODES)]
-            address = f"{node} / 8 * OCTET_WORDS + {at} + value_word({count}, {node}, {k})"
+            address = f"{node} / 8 * OCTET_WORDS + {at} + {kind}::value({node}, {k})"
             places[f"2 * ({address}) + {k % 2}"] = int(halves[node, k])
     return places
 
 
-def kernel_constants(model: Config, nodes: int) -> dict[str, object]:
+def layout_of(model: Config, pairs: bool = False) -> Layout:
+    sms, sharers = dealt_sms(model, load_profiles()["h200"].sms, pairs)
+    return Layout(model, sms, sharers=sharers)
+
+
+def kernel_constants(layout: Layout, nodes: int) -> dict[str, object]:
     profile = load_profiles()["h200"]
     chip = Chip(profile.name, profile.capability, profile.sms, profile.shared_memory)
-    return build_constants(Layout(model, min(profile.sms, busy_sms(model))), chip, profile, nodes)
+    return build_constants(layout, chip, profile, nodes)
 
 
 def refused(places: Mapping[str, int], constants: Mapping[str, object]) -> set[str]:
@@ -123,17 +128,17 @@ def refused(places: Mapping[str, int], constants: Mapping[str, object]) -> set[s
     return set()
 
 
-@pytest.mark.parametrize("nodes", [1, 8])
+@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_host_s_places_are_the_kernel_s(name: str, nodes: int) -> None:
-    constants = kernel_constants(MODELS[name], nodes)
-    layout = Layout(MODELS[name], int(str(constants["SMS"])))
-    assert refused(host_places(layout.exchange), constants) == set()
+def test_the_host_s_places_are_the_kernel_s(name: str, pairs: bool) -> None:
+    layout = layout_of(MODELS[name], pairs)
+    for nodes in (1, 8):
+        assert refused(host_places(layout.exchange), kernel_constants(layout, nodes)) == set()
 
 
 def test_another_place_is_noticed() -> None:
-    constants = kernel_constants(SIZES["tiny"], 1)
-    places = host_places(Layout(SIZES["tiny"], int(str(constants["SMS"]))).exchange)
+    layout = layout_of(SIZES["tiny"])
+    constants, places = kernel_constants(layout, 1), host_places(layout.exchange)
     for first in (0, 1):  # half of them at a time: the compiler gives up after a hundred errors
         changed = {kernel: places[kernel] ^ 1 for kernel in list(places)[first::2]}
         assert refused(places | changed, constants) == set(changed)
@@ -141,10 +146,10 @@ def test_another_place_is_noticed() -> None:
 
 @pytest.mark.parametrize(("constant", "other"), [("CHAIN", 2), ("CHUNK_WORDS", 256), ("WARPS", 16)])
 def test_another_arrangement_is_noticed(constant: str, other: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    constants = kernel_constants(SIZES["0.8B"], 1)
+    layout = layout_of(SIZES["0.8B"])
+    constants = kernel_constants(layout, 1)
     monkeypatch.setattr(host, constant, other)
-    layout = Layout(SIZES["0.8B"], int(str(constants["SMS"])))
-    assert any("value_word" in place for place in refused(host_places(layout.exchange), constants))
+    assert any("::value(" in place for place in refused(host_places(layout.exchange), constants))
 
 
 # -- any sizes ---------------------------------------------------------------------------------------------------------
@@ -154,9 +159,9 @@ def test_another_arrangement_is_noticed(constant: str, other: int, monkeypatch: 
 def exchanges(draw: st.DrawFn) -> Exchange:
     """Rows and areas of any size: whole and broken lines, chunks and chains."""
     rows = draw(st.lists(st.integers(1, 200), max_size=3))
-    areas = draw(
-        st.lists(st.tuples(st.integers(1, 900).map(lambda quarter: 4 * quarter), st.integers(0, 100)), max_size=3)
-    )
+    whole = st.builds(lambda quarters, squares: Area(4 * quarters, squares), st.integers(1, 900), st.integers(0, 100))
+    halves = st.builds(lambda k, squares: Area(64 * k, 2 * squares, 2), st.integers(1, 50), st.integers(0, 50))
+    areas = draw(st.lists(whole | halves, max_size=3))
     return Exchange({f"row {i}": r for i, r in enumerate(rows)}, {f"area {i}": a for i, a in enumerate(areas)})
 
 
@@ -169,8 +174,8 @@ def test_nothing_shares_a_place(exchange: Exchange) -> None:
     for name in exchange.rows:
         row = exchange.row(words, name, 8)
         taken += [2 * row, 2 * row + 1]
-    for name, (_, squares) in exchange.areas.items():
-        if squares:
+    for name, area in exchange.areas.items():
+        if area.squares:
             row = exchange.squares(words, name, 8)
             taken += [2 * row, 2 * row + 1]
         taken.append(value_halves(exchange, name, 8))
@@ -180,7 +185,8 @@ def test_nothing_shares_a_place(exchange: Exchange) -> None:
 
 
 def written(rows: list[np.ndarray], areas: list[tuple[np.ndarray, np.ndarray]], nodes: int) -> np.ndarray:
-    """One copy, word after word as shape.cuh describes it: `rows` are [nodes, words], `areas` (squares, values)."""
+    """One copy, word after word as shape.cuh describes it: `rows` are [nodes, words], `areas` (squares, values), one
+    for each share."""
     parts: list[np.ndarray] = []
 
     def put(array: np.ndarray, words: int) -> None:
@@ -219,12 +225,17 @@ def test_what_was_written_is_read_back(exchange: Exchange, nodes: int, seed: int
         return random.integers(0, np.iinfo(kind).max, (nodes, count), dtype=kind, endpoint=True)
 
     rows = {name: bits(np.uint32, count) for name, count in exchange.rows.items()}
-    areas = {name: (bits(np.uint32, squares), bits(np.uint16, k)) for name, (k, squares) in exchange.areas.items()}
-    copy = written(list(rows.values()), list(areas.values()), nodes)
+    areas = {n: (a.shares, bits(np.uint32, a.squares), bits(np.uint16, a.k)) for n, a in exchange.areas.items()}
+    shares = [
+        pair
+        for count, squares, values in areas.values()
+        for pair in zip(np.split(squares, count, axis=1), np.split(values, count, axis=1), strict=True)
+    ]
+    copy = written(list(rows.values()), shares, nodes)
     assert len(copy) == -(-nodes // 8) * exchange.octet_words
     for name, row in rows.items():
         np.testing.assert_array_equal(exchange.row(copy, name, nodes), row)
-    for name, (squares, values) in areas.items():
+    for name, (_, squares, values) in areas.items():
         np.testing.assert_array_equal(exchange.squares(copy, name, nodes), squares)
         as_float32 = exchange.values(copy, name, nodes).view(np.uint32)
         np.testing.assert_array_equal(as_float32, values.astype(np.uint32) << 16)

@@ -15,7 +15,7 @@ from random_models import random_tensors, random_tree
 from test_cuda import SHAPE, STAGES, ids
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.cuda.backend import CudaBackend
-from warpsmith.backend.cuda.layout import Layout
+from warpsmith.backend.cuda.layout import Layout, Part, WeightStage
 from warpsmith.backend.cuda.shape import chunks_of
 from warpsmith.backend.cuda.trace import read_exchange
 from warpsmith.backend.reference import ReferenceBackend
@@ -98,36 +98,41 @@ def streamed(layout: Layout, stream: np.ndarray) -> dict[str, np.ndarray]:
     """Every tensor's values, read the way lanes and warps take them (see weights.cuh)."""
     values: dict[str, np.ndarray] = {}
     for number, (stage, part) in enumerate(layout.parts):
-        chunks, halves = chunks_of(stage.k), stage.unit_rows // 8
         mine = [
             stream[start : start + size]
             for start, size in zip(layout.part_start[number], layout.part_bytes[number], strict=True)
         ]
-        tiles = np.concatenate(mine).reshape(part.units * chunks, -1)
-        if part.type == "Q8_0":
-            # chunk, warp, row of eight, eight k, half of the rows, k; then the scales
-            low = tiles[:, : 2048 * halves].reshape(-1, chunks, 8, 8, 4, halves, 8).astype(np.float32) - 128
-            scales = np.ascontiguousarray(tiles[:, 2048 * halves :]).view(np.float16).astype(np.float32)
-            low *= scales.reshape(-1, chunks, 8, 8, 1, halves, 1)
-            rows = low.transpose(0, 5, 3, 2, 1, 4, 6)
-        else:
-            words = (np.ascontiguousarray(tiles).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-            if halves == 2:  # chunk, warp, later four k, row of eight, eight k, later pair, half of the rows, k
-                rows = words.reshape(-1, chunks, 8, 2, 8, 4, 2, 2, 2).transpose(0, 7, 4, 2, 1, 5, 3, 6, 8)
-            else:  # chunk, warp, row, eight k, later pair, later four k, k
-                rows = words.reshape(-1, chunks, 8, 8, 4, 2, 2, 2).transpose(0, 3, 2, 1, 4, 6, 5, 7)
-        matrix = rows.reshape(part.units * stage.unit_rows, chunks * 256)
-        assert not matrix[:, stage.k :].any()
+        shares = (np.concatenate(mine[share :: stage.sharers]) for share in range(stage.sharers))
+        matrix = np.concatenate([unpacked(stage, part, share) for share in shares], axis=1)
         for piece in part.pieces:
             first = piece.first_row - part.first_unit * stage.unit_rows
             if piece.pattern:
-                values[piece.tensor] = matrix.reshape(-1, 2, 8, chunks * 256)[:, piece.pattern - 1].reshape(
-                    -1, chunks * 256
-                )
+                values[piece.tensor] = matrix.reshape(-1, 2, 8, stage.k)[:, piece.pattern - 1].reshape(-1, stage.k)
             else:
                 values[piece.tensor] = matrix[first:]
-            values[piece.tensor] = values[piece.tensor][:, : stage.k]
     return values
+
+
+def unpacked(stage: WeightStage, part: Part, stream: np.ndarray) -> np.ndarray:
+    """The rows of a part, at the k of those whose streams these are."""
+    k = stage.k // stage.sharers
+    chunks, halves = chunks_of(k), stage.unit_rows // 8
+    tiles = stream.reshape(part.units * chunks, -1)
+    if part.type == "Q8_0":
+        # chunk, warp, row of eight, eight k, half of the rows, k; then the scales
+        low = tiles[:, : 2048 * halves].reshape(-1, chunks, 8, 8, 4, halves, 8).astype(np.float32) - 128
+        scales = np.ascontiguousarray(tiles[:, 2048 * halves :]).view(np.float16).astype(np.float32)
+        low *= scales.reshape(-1, chunks, 8, 8, 1, halves, 1)
+        rows = low.transpose(0, 5, 3, 2, 1, 4, 6)
+    else:
+        words = (np.ascontiguousarray(tiles).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        if halves == 2:  # chunk, warp, later four k, row of eight, eight k, later pair, half of the rows, k
+            rows = words.reshape(-1, chunks, 8, 2, 8, 4, 2, 2, 2).transpose(0, 7, 4, 2, 1, 5, 3, 6, 8)
+        else:  # chunk, warp, row, eight k, later pair, later four k, k
+            rows = words.reshape(-1, chunks, 8, 8, 4, 2, 2, 2).transpose(0, 3, 2, 1, 4, 6, 5, 7)
+    matrix = rows.reshape(part.units * stage.unit_rows, chunks * 256)
+    assert not matrix[:, k:].any()
+    return matrix[:, :k]
 
 
 @pytest.mark.parametrize("file", ["q8", "mixed"])

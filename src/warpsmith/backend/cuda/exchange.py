@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,15 +14,35 @@ CHAIN, CHUNK_WORDS = 4, 128
 NOT_YET = 0xFFFFFFFF  # what an exchanged word is before it has come
 
 
+@dataclass(frozen=True)
+class Area:
+    """So many bf16 values and sums of squares a node, in equal shares."""
+
+    k: int
+    squares: int
+    shares: int = 1
+
+    @property
+    def share_k(self) -> int:
+        return self.k // self.shares
+
+    @property
+    def share_squares(self) -> int:
+        return self.squares // self.shares
+
+    @property
+    def share_words(self) -> int:
+        return 8 * _square_stride(self.share_squares) + chunks_of(self.share_k) * WARPS * CHUNK_WORDS
+
+
 class Exchange:
     """Where eight nodes' activations lie while SMs exchange them (see shape.cuh): f32 `rows` of so many words a node,
-    then `areas` of (bf16 values, sums of squares) a node."""
+    then `areas`."""
 
-    def __init__(self, rows: Mapping[str, int], areas: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(self, rows: Mapping[str, int], areas: Mapping[str, Area]) -> None:
         self.rows, self.areas = rows, areas
         self.row_starts, self.node_words = _places({name: _on_lines(words) for name, words in rows.items()})
-        words = {n: 8 * _square_stride(s) + chunks_of(k) * WARPS * CHUNK_WORDS for n, (k, s) in areas.items()}
-        self.area_starts, area_words = _places(words)
+        self.area_starts, area_words = _places({n: area.shares * area.share_words for n, area in areas.items()})
         self.octet_words = 8 * self.node_words + area_words
 
     @property
@@ -35,17 +56,19 @@ class Exchange:
         return copy[at + np.arange(self.rows[name])]
 
     def squares(self, copy: np.ndarray, name: str, nodes: int) -> np.ndarray:
-        node, count = np.arange(nodes)[:, None], self.areas[name][1]
-        return copy[self._area(name, node) + node % 8 * _square_stride(count) + np.arange(count)]
+        node, area = np.arange(nodes)[:, None], self.areas[name]
+        share, square = np.divmod(np.arange(area.squares), area.share_squares) if area.squares else (0, np.arange(0))
+        at = self._area(name, node) + node % 8 * _square_stride(area.share_squares)
+        return copy[at + share * area.share_words + square]
 
     def values(self, copy: np.ndarray, name: str, nodes: int) -> np.ndarray:
         """[nodes, k] in float32, out of the order of the mma's operands."""
-        node, (k_all, squares) = np.arange(nodes)[:, None], self.areas[name]
-        chunks, pair = chunks_of(k_all), np.arange(0, k_all, 2)
+        node, area = np.arange(nodes)[:, None], self.areas[name]
+        chunks, (share, pair) = chunks_of(area.share_k), np.divmod(np.arange(0, area.k, 2), area.share_k)
         warp, chunk = pair // 32 // chunks, pair // 32 % chunks
         before = chunk // CHAIN * CHAIN
         place = before * WARPS + warp * np.minimum(CHAIN, chunks - before) + chunk - before
-        at = self._area(name, node) + 8 * _square_stride(squares) + node % 8 * 16
+        at = self._area(name, node) + 8 * _square_stride(area.share_squares) + node % 8 * 16 + share * area.share_words
         words = np.ascontiguousarray(copy[at + place * CHUNK_WORDS + pair % 32 // 2])
         return (words.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 

@@ -18,6 +18,7 @@ struct Block {
     int sm = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     u32 turns = 0;
     int buffer = 0;  // which half of the partial sums the next go to
+    u32 summed = 0;  // units of projections back to the residual stream, so far
     int norm = 0;    // which of `squares` the last norm's sums are in
     int epoch = 0;   // DeltaNet blocks so far, in a tree
     int length;      // tokens committed before the tree
@@ -29,15 +30,15 @@ struct Block {
           length(request.length), nodes(NODES == 1 ? 1 : request.nodes) {}
 
     // Where things are in the copy of this use: what an octet exchanges, from `at` on; a node's row; four of its values, from k
-    // on, of an activation with K of them. And how far the other copy is.
+    // on; one of its sums of squares. And how far the other copy is.
     __device__ u32* octet(Turn turn, int node, int at) const {
         return p.exchange + ((turns & turn ? COPY_WORDS : 0) + node / 8 * OCTET_WORDS + at);
     }
     __device__ u32* words(Turn turn, int node, int at) const { return octet(turn, node, at) + node % 8 * NODE_WORDS; }
-    template <int K>
-    __device__ u32* values(Turn turn, int node, int at, int k) const { return octet(turn, node, at) + value_word(K, node, k); }
-    template <int COUNT>
-    __device__ u32* squares(Turn turn, int node, int at) const { return octet(turn, node, at) + node % 8 * square_stride(COUNT); }
+    template <class Activation>
+    __device__ u32* value(Turn turn, int node, int at, int k) const { return octet(turn, node, at) + Activation::value(node, k); }
+    template <class Activation>
+    __device__ u32* square(Turn turn, int node, int at, int i) const { return octet(turn, node, at) + Activation::square(node, i); }
     __device__ int other(Turn turn) const { return turns & turn ? -COPY_WORDS : COPY_WORDS; }
 
     // Every stage starts with this. Without it the compiler computes addresses of all stages before the layer loop and
@@ -46,6 +47,9 @@ struct Block {
         asm volatile("" : "+r"(sm), "+r"(warp), "+r"(lane), "+r"(length));
         if (NODES > 1) asm volatile("" : "+r"(nodes));
     }
+
+    // Partial sums from the SM that shares units with this one.
+    __device__ float* received() const { return (float*)((u8*)&s + (RECEIVED_AT - SHARED_AT)); }
 
     // All consumer warps; the producer takes no part.
     __device__ void sync() const { sync_threads<CONSUMERS>(); }

@@ -106,8 +106,8 @@ __device__ __forceinline__ void delta_one(Block& b, int index, int block, const 
         for (int step = 1; step < COLUMNS; step *= 2) square += __shfl_xor_sync(~0u, square, step);
         const u32 pair = pack_bf16(gated, __shfl_down_sync(~0u, gated, 1)), next = __shfl_down_sync(~0u, pair, 2);
         if (b.lane < COLUMNS && mine % 4 == 0)
-            publish8(b.values<VALUE_DIM>(DELTA_TURN, 0, DELTA_Y_AT, block * COLUMNS + mine), b.other(DELTA_TURN), pair, next);
-        if (b.lane == 1) publish4(b.squares<BLOCKS>(DELTA_TURN, 0, DELTA_SQUARES_AT) + block, b.other(DELTA_TURN), __float_as_uint(square));
+            publish8(b.value<DeltaOutput>(DELTA_TURN, 0, DELTA_Y_AT, block * COLUMNS + mine), b.other(DELTA_TURN), pair, next);
+        if (b.lane == 1) publish4(b.square<DeltaOutput>(DELTA_TURN, 0, DELTA_SQUARES_AT, block), b.other(DELTA_TURN), __float_as_uint(square));
     }
 }
 
@@ -229,9 +229,9 @@ __device__ __forceinline__ void publish_nodes(const Block& b, int index, int blo
 #pragma unroll
     for (int step = 1; step < 8; step *= 2) square += __shfl_xor_sync(~0u, square, step);
     if (live && mine % 2 == 0)
-        publish8(b.values<VALUE_DIM>(DELTA_TURN, node, DELTA_Y_AT, block * COLUMNS + mine * 2), b.other(DELTA_TURN), pair, after);
+        publish8(b.value<DeltaOutput>(DELTA_TURN, node, DELTA_Y_AT, block * COLUMNS + mine * 2), b.other(DELTA_TURN), pair, after);
     if (live && mine == 1)
-        publish4(b.squares<BLOCKS>(DELTA_TURN, node, DELTA_SQUARES_AT) + block, b.other(DELTA_TURN), __float_as_uint(square));
+        publish4(b.square<DeltaOutput>(DELTA_TURN, node, DELTA_SQUARES_AT, block), b.other(DELTA_TURN), __float_as_uint(square));
     const size_t at = (size_t)index * BLOCKS + block;
     if (live) ((float2*)b.p.pending_write)[(at * MAX_NODES + node) * (COLUMNS / 2) + mine] = write;
 }

@@ -96,7 +96,7 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
     int delta_index = 0, attention_index = 0;
 #pragma unroll 1
     for (int half = 0; half <= 2 * LAYERS; half++) {  // a layer's mixer, then its MLP; at last the head
-        const int layer = half >> 1;
+        const int layer = half >> 1, rank = b.sm % SHARERS;
         const bool head = half == 2 * LAYERS, mlp = half & 1, recurrent = !head && is_recurrent(layer);
         const int all = head ? HEAD_UNITS : mlp ? MLP_IN_UNITS : recurrent ? DELTA_IN_UNITS : ATTENTION_IN_UNITS;
         const int first = first_unit(all, b.sm), units = first_unit(all, b.sm + 1) - first;
@@ -113,7 +113,7 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
                 up.x = __shfl_xor_sync(~0u, v.x, 1), up.y = __shfl_xor_sync(~0u, v.y, 1);
                 up.z = __shfl_xor_sync(~0u, v.z, 1), up.w = __shfl_xor_sync(~0u, v.w, 1);
                 if (live && quarter < 2)
-                    publish8(b.values<FFN>(LAYER_TURN, token, H_AT, (first + unit) * 8 + quarter * 4), b.other(LAYER_TURN),
+                    publish8(b.value<Inner>(LAYER_TURN, token, H_AT, (first + unit) * 8 + quarter * 4), b.other(LAYER_TURN),
                              pack_bf16(silu(v.x) * up.x, silu(v.y) * up.y), pack_bf16(silu(v.z) * up.z, silu(v.w) * up.w));
             } else if (live) {
                 const int row = (first + unit) * WIDE + quarter * 4;
@@ -138,7 +138,7 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
                 if (b.r.feature_layers[i] == layer) feature = b.p.out_features + (size_t)i * b.nodes * HIDDEN;
             vectors += recurrent ? DELTA_VECTORS : ATTENTION_VECTORS;
             b.turns ^= X_TURN;
-            project_to_residual<FFN, false>(b, mlp_out_types(layer), b.octet(LAYER_TURN, 0, H_AT), nullptr,
+            project_to_residual<Inner::SHARE_K, false>(b, mlp_out_types(layer), b.octet(LAYER_TURN, 0, H_AT) + rank * Inner::SHARE_WORDS, nullptr,
                                             {X_TURN, X_AT, X_SQUARES_AT, vectors + MIX_NORM, feature});
             b.turns ^= LAYER_TURN;
         } else {
@@ -157,13 +157,14 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
             }
             STAGE_DONE;
             if (FETCHES) open_shelf(b);
-            const u32* squares = recurrent ? b.octet(DELTA_TURN, 0, DELTA_SQUARES_AT) : nullptr;
-            const u32* y = recurrent ? b.octet(DELTA_TURN, 0, DELTA_Y_AT) : b.octet(ATTENTION_TURN, 0, ATTENTION_Y_AT);
+            const u32* squares = recurrent ? b.octet(DELTA_TURN, 0, DELTA_SQUARES_AT) + rank * DeltaOutput::SHARE_WORDS : nullptr;
+            const u32* y = recurrent ? squares + DeltaOutput::VALUES_AT
+                                     : b.octet(ATTENTION_TURN, 0, ATTENTION_Y_AT) + rank * AttentionOutput::SHARE_WORDS;
             const ToResidual mid = {LAYER_TURN, MID_AT, MID_SQUARES_AT, vectors + MLP_NORM, nullptr};
             if (VALUE_DIM == ATTENTION_DIM || recurrent)
-                project_to_residual<VALUE_DIM, true>(b, mix_out_types(layer), y, squares, mid);
+                project_to_residual<DeltaOutput::SHARE_K, true>(b, mix_out_types(layer), y, squares, mid);
             else
-                project_to_residual<ATTENTION_DIM, false>(b, mix_out_types(layer), y, nullptr, mid);
+                project_to_residual<AttentionOutput::SHARE_K, false>(b, mix_out_types(layer), y, nullptr, mid);
             b.turns ^= recurrent ? DELTA_TURN : ATTENTION_TURN;
         }
         STAGE_DONE;
@@ -208,7 +209,14 @@ __device__ __forceinline__ void consume(Block& b) {
     if (threadIdx.x == 0) atomicExch(&b.s.stopped, 1);  // nobody waits for weights any more
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ Params params,
+// SMs that share units are a cluster.
+#if SHARERS > 1
+#define CLUSTER __cluster_dims__(SHARERS)
+#else
+#define CLUSTER
+#endif
+
+extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) forward(const __grid_constant__ Params params,
 #if NODES == 1
                                                                  const __grid_constant__ Request request,
                                                                  const __grid_constant__ Draw how) {
@@ -233,17 +241,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         shared.stopped = 0;
     }
     signs.init(request.nodes);
+#if SHARERS > 1
+    sync_cluster();
+#else
     __syncthreads();
+#endif
     constexpr int OTHERS_REGISTERS = FETCHES ? 40 : 24;  // of a thread that does not consume
     if (threadIdx.x >= CONSUMERS) {
         leave_registers<OTHERS_REGISTERS>();
         const int other = threadIdx.x - CONSUMERS;
         if (other < COPY_LANES) {
             Producer producer(ring, &shared.stopped);
-            const u8* stream = params.stream + params.stream_start[blockIdx.x];
 #pragma unroll 1
             for (int step = 0; step < max(1, request.steps); step++)
-                if (!producer.token(stream)) break;
+                if (!producer.token(params.stream + params.stream_start[blockIdx.x])) break;
             producer.drain();
         }
         if constexpr (FETCHES) {
@@ -254,9 +265,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
                 publish_outputs(block);
             }
         }
-        return;
+    } else {
+        take_registers<240 - (OTHERS_REGISTERS - 24) / 2>();
+        Block block(params, request, draw, shared, (float*)(memory + SCRATCH_AT), ring, shelf, gate, signs);
+        consume(block);
     }
-    take_registers<240 - (OTHERS_REGISTERS - 24) / 2>();
-    Block block(params, request, draw, shared, (float*)(memory + SCRATCH_AT), ring, shelf, gate, signs);
-    consume(block);
+#if SHARERS > 1
+    sync_cluster();  // sums may be on their way to who is done first
+#endif
 }

@@ -87,12 +87,12 @@ __device__ __forceinline__ void end_head(Block& b, const float* norm_weight) {
         publish8(b.words(BEST_TURN, token, BEST_AT) + b.sm * 2, b.other(BEST_TURN), best ? ~(u32)best : 0, (u32)(best >> 32));
     }
     if (b.r.want_hidden) {  // x after the final norm: each SM its own rows
-        const int own = first_unit(HIDDEN_UNITS, b.sm), rows = (first_unit(HIDDEN_UNITS, b.sm + 1) - own) * 8;
+        const OwnUnits own(b.sm);
+        const int rows = own.count * PIECE;
 #pragma unroll 1
         for (int item = threadIdx.x; item < b.nodes * rows; item += CONSUMERS) {
-            const int token = item / rows, row = item % rows;
-            b.p.out_hidden[(size_t)token * HIDDEN + own * 8 + row] =
-                b.s.residual[row / 8][token][row % 8] * inverse_rms(b, token) * __ldg(norm_weight + own * 8 + row);
+            const int token = item / rows, unit = item % rows / PIECE, row = item % PIECE, at = own.piece(unit) * PIECE + row;
+            b.p.out_hidden[(size_t)token * HIDDEN + at] = b.s.residual[unit][token][row] * inverse_rms(b, token) * __ldg(norm_weight + at);
         }
     }
 }

@@ -60,10 +60,9 @@ constexpr int MOST_IN_FLIGHT = smaller(FETCHES ? smaller(IN_FLIGHT, 2) : IN_FLIG
 struct Producer {
     Ring ring;
     const u8* source;
-    int issued = 0;
+    int on_way = 0;  // copies
     int oldest = 0;  // slot of the oldest copy not yet known to have landed
     u32 oldest_parity = 0;
-    int landed = 0;
     int* stopped;
     const u64 policy = evict_first();
 
@@ -72,14 +71,13 @@ struct Producer {
     __device__ void land_one() {
         barrier_wait(ring.full + 8 * oldest, oldest_parity);
         if (++oldest == RING_SLOTS) oldest = 0, oldest_parity ^= 1;
-        landed++;
+        on_way--;
     }
     // Copy this SM's units of a stage, each in slots of its own. False when the consumers have stopped.
-    template <int ROWS>
-    __device__ bool stage(int all_units, int k, StageTypes types) {
-        const int end = first_unit(all_units, blockIdx.x + 1);
-        for (int unit = first_unit(all_units, blockIdx.x); unit < end;) {
-            const Run run = types.run<ROWS>(unit, end);
+    template <u32 TYPES, int ROWS>
+    __device__ bool stage(int unit, int end, int k, StageTypes types) {
+        while (unit < end) {
+            const Run run = types.run<TYPES>(unit, end);
             if (!copy(run.units, chunks_of(k) * chunk_bytes(run.type, ROWS), slot_bytes(run.type))) return false;
             unit += run.units;
         }
@@ -90,22 +88,35 @@ struct Producer {
         for (int unit = 0; unit < units; unit++) {
 #pragma unroll 1
             for (int left = unit_bytes; left > 0; left -= most) {
-                if (issued - landed == MOST_IN_FLIGHT) land_one();
-                if (issued >= RING_SLOTS) {
-                    Watchdog dog;
-                    while (!barrier_done(ring.empty + 8 * ring.slot, ring.parity ^ 1)) {
-                        if (atomicAdd(stopped, 0)) return false;
-                        dog.check();
-                    }
+                if (on_way == MOST_IN_FLIGHT) land_one();
+                Watchdog dog;
+                while (!barrier_done(ring.empty + 8 * ring.slot, ring.parity ^ 1)) {  // passes in the first round
+                    if (atomicAdd(stopped, 0)) return false;
+                    dog.check();
                 }
                 const u32 bytes = min(left, most);
                 copy_slot(ring.data(0), source, bytes, ring.full + 8 * ring.slot, policy);
                 source += bytes;
                 ring.advance();
-                issued++;
+                on_way++;
             }
         }
         return true;
+    }
+    // Which block this is. The compiler may not know that it is always the same: it would compute all stages' units before the loop and
+    // has no registers to keep them in.
+    __device__ static int sm() {
+        int index = blockIdx.x;
+        asm volatile("" : "+r"(index));
+        return index;
+    }
+    __device__ bool wide(int all, StageTypes types) {
+        const int who = sm();
+        return stage<WIDE_TYPES, WIDE>(first_unit(all, who), first_unit(all, who + 1), HIDDEN, types);
+    }
+    __device__ bool narrow(int k, StageTypes types) {
+        const OwnUnits own(sm());
+        return stage<NARROW_TYPES, NARROW>(own.first, own.first + own.count, k / SHARERS, types);
     }
     __device__ bool token(const u8* stream) {
         source = stream;
@@ -113,15 +124,15 @@ struct Producer {
         for (int layer = 0; layer < LAYERS; layer++) {
             const bool recurrent = is_recurrent(layer);
             const int in_units = recurrent ? DELTA_IN_UNITS : ATTENTION_IN_UNITS;
-            if (!stage<WIDE>(in_units, HIDDEN, in_types(layer))) return false;
-            if (!stage<NARROW>(HIDDEN_UNITS, recurrent ? VALUE_DIM : ATTENTION_DIM, mix_out_types(layer))) return false;
-            if (!stage<WIDE>(MLP_IN_UNITS, HIDDEN, mlp_in_types(layer))) return false;
-            if (!stage<NARROW>(HIDDEN_UNITS, FFN, mlp_out_types(layer))) return false;
+            if (!wide(in_units, in_types(layer))) return false;
+            if (!narrow(recurrent ? VALUE_DIM : ATTENTION_DIM, mix_out_types(layer))) return false;
+            if (!wide(MLP_IN_UNITS, mlp_in_types(layer))) return false;
+            if (!narrow(FFN, mlp_out_types(layer))) return false;
         }
-        return stage<WIDE>(HEAD_UNITS, HIDDEN, head_types());
+        return wide(HEAD_UNITS, head_types());
     }
     // No copy may be on its way when the block exits.
     __device__ void drain() {
-        while (landed < issued) land_one();
+        while (on_way > 0) land_one();
     }
 };

@@ -2,7 +2,7 @@
 //
 // Given with -D: HIDDEN FFN VOCAB LAYERS RECURRENT_MASK HEADS KV_HEADS KEY_HEADS VALUE_HEADS EPS (the model);
 // LAYER_TYPES HEAD_TYPE TIED EMBEDDING_TYPE (how its weights are stored, see weights.cuh);
-// SMS SHARED_MEMORY IN_FLIGHT (the chip); NODES (tree nodes this build takes).
+// SMS SHARED_MEMORY IN_FLIGHT SHARERS (the chip); NODES (tree nodes this build takes).
 #pragma once
 #include "ptx.cuh"
 
@@ -32,12 +32,13 @@ __host__ __device__ constexpr int count_recurrent(int below) {
 constexpr int DELTA_LAYERS = count_recurrent(LAYERS), ATTENTION_LAYERS = LAYERS - DELTA_LAYERS;
 
 // --- the weight stream ----------------------------------------------------------------------------------------------
-// A unit is some output rows of a matrix, all of K: 16 rows where there are many (projections into the mixer and the MLP,
-// LM head), 8 where every SM must have its share of few (projections back to the residual stream). It is cut into chunks of
-// 256 k, a tile of 32 k for each warp: warp w owns k in [w * K/8, (w+1) * K/8). How a tile's weights lie is up to the
-// unit's type (weights.cuh): a lane has rows l / 4 (and l / 4 + 8) at k = 8 (l mod 4) .. + 7, as the mma wants them.
+// A unit is some output rows of a matrix: 16 rows where there are many (projections into the mixer and the MLP, LM head). Where every
+// SM must have its share of few (projections back to the residual stream) it is 8 rows, all of K; or, with two SHARERS, 16 rows whose
+// K two SMs of a cluster share. An SM's part of it is cut into chunks of 256 k, a tile of 32 k for each warp: warp w owns k in
+// [w * K/8, (w+1) * K/8). How a tile's weights lie is up to the unit's type (weights.cuh): a lane has rows l / 4 (and l / 4 + 8) at
+// k = 8 (l mod 4) .. + 7, as the mma wants them.
 // A slot of the ring holds whole chunks of one unit: 16 KB of weights, and their scales; a unit's last slot what is left.
-constexpr int CHUNK_K = 32 * WARPS, WIDE = 16, NARROW = 8;
+constexpr int CHUNK_K = 32 * WARPS, WIDE = 16, PIECE = 8, NARROW = PIECE * SHARERS;  // PIECE: rows of a unit that an SM ends up with
 enum WeightType { BF16, Q8_0 };
 // BF16: 64 bytes a row of a tile. Q8_0: a row of a tile is a block of the file, 32 values with their fp16 scale.
 __host__ __device__ constexpr int chunk_bytes(int type, int rows) { return WARPS * rows * (type == Q8_0 ? 34 : 64); }
@@ -50,15 +51,24 @@ constexpr int DELTA_IN_ROWS = CONV_CHANNELS + VALUE_DIM + 2 * VALUE_HEADS;      
 constexpr int ATTENTION_IN_ROWS = 2 * ATTENTION_DIM + 2 * KV_HEADS * HEAD_DIM;  // q and gate | k | v
 constexpr int DELTA_IN_UNITS = units_of(DELTA_IN_ROWS, WIDE), ATTENTION_IN_UNITS = units_of(ATTENTION_IN_ROWS, WIDE);
 constexpr int MLP_IN_UNITS = units_of(2 * FFN, WIDE);     // a unit is 8 gate rows and their 8 up rows
-constexpr int HIDDEN_UNITS = units_of(HIDDEN, NARROW);    // mixer output and MLP output: who owns a piece of the residual
+constexpr int HIDDEN_UNITS = units_of(HIDDEN, NARROW), HIDDEN_PIECES = units_of(HIDDEN, PIECE);  // mixer output and MLP output
 constexpr int HEAD_UNITS = units_of(VOCAB, WIDE);
-constexpr int OWN_UNITS = (HIDDEN_UNITS + SMS - 1) / SMS;
 
-// Units are dealt in order: SM i has [first_unit(U, i), first_unit(U, i + 1)).
-__host__ __device__ constexpr int first_unit(int units, int sm) { return (int)((unsigned)units * (unsigned)sm / SMS); }
-__host__ __device__ constexpr int owner_of(int units, int unit) {
-    return (int)((((unsigned)unit + 1) * SMS - 1) / (unsigned)units);
+// Units are dealt in order: SM i has [first_unit(U, i), first_unit(U, i + 1)); or the team i, the SMs that share units.
+__host__ __device__ constexpr int first_unit(int units, int owner, int owners = SMS) { return (int)((unsigned)units * (unsigned)owner / owners); }
+__host__ __device__ constexpr int owner_of(int units, int unit, int owners = SMS) {
+    return (int)((((unsigned)unit + 1) * owners - 1) / (unsigned)units);
 }
+constexpr int TEAMS = SMS / SHARERS, OWN_UNITS = (HIDDEN_UNITS + TEAMS - 1) / TEAMS;
+static_assert(SMS % SHARERS == 0 && (SHARERS == 1 || HIDDEN % NARROW == 0), "whole teams and units");
+// The units an SM has a part in, and with them pieces of the residual stream.
+struct OwnUnits {
+    int first, count, rank;
+    __host__ __device__ constexpr explicit OwnUnits(int sm)
+        : first(first_unit(HIDDEN_UNITS, sm / SHARERS, TEAMS)), count(first_unit(HIDDEN_UNITS, sm / SHARERS + 1, TEAMS) - first),
+          rank(sm % SHARERS) {}
+    __host__ __device__ constexpr int piece(int unit) const { return (first + unit) * SHARERS + rank; }
+};
 
 // --- DeltaNet and attention work items ------------------------------------------------------------------------------
 constexpr int COLUMNS = 16;                       // value columns of a DeltaNet block
@@ -85,11 +95,26 @@ __host__ __device__ constexpr int chunk_place(int chunks, int warp, int c) {
     const int before = c / CHAIN * CHAIN, left = chunks - before;
     return before * WARPS + warp * (left < CHAIN ? left : CHAIN) + c - before;
 }
-// Where a node's value lies among the values of an area.
-__host__ __device__ constexpr int value_word(int k_all, int node, int k) {
-    const int chunks = chunks_of(k_all);
-    return chunk_place(chunks, k / 32 / chunks, k / 32 % chunks) * CHUNK_WORDS + node % 8 * 16 + k % 32 / 2;
-}
+// An activation, in an area for each of those who share its K: where a node's value lies, from the first area's values on, and a sum
+// of squares, from its sums on.
+template <int K, int SQUARES, int SHARES>
+struct Activation {
+    static_assert(K % (32 * SHARES) == 0 || SHARES == 1, "shares are whole chunks of a warp");
+    static constexpr int SHARE_K = K / SHARES, SHARE_SQUARES = SQUARES / SHARES, SHARE_WORDS = area_words(SHARE_K, SHARE_SQUARES);
+    static constexpr int WORDS = SHARES * SHARE_WORDS, VALUES_AT = square_words(SHARE_SQUARES);
+
+    static __host__ __device__ constexpr int value(int node, int k) {
+        const int chunks = chunks_of(SHARE_K), chunk = k % SHARE_K / 32;
+        return k / SHARE_K * SHARE_WORDS + chunk_place(chunks, chunk / chunks, chunk % chunks) * CHUNK_WORDS + node % 8 * 16 + k % 32 / 2;
+    }
+    static __host__ __device__ constexpr int square(int node, int i) {
+        return i / SHARE_SQUARES * SHARE_WORDS + node % 8 * square_stride(SHARE_SQUARES) + i % SHARE_SQUARES;
+    }
+};
+typedef Activation<HIDDEN, HIDDEN_PIECES, 1> Residual;
+typedef Activation<FFN, 0, SHARERS> Inner;
+typedef Activation<VALUE_DIM, BLOCKS, SHARERS> DeltaOutput;
+typedef Activation<ATTENTION_DIM, 0, SHARERS> AttentionOutput;
 
 constexpr int DELTA_IN_AT = 0;                                                         // f32 projections into the mixer
 constexpr int ATTENTION_IN_AT = DELTA_IN_AT + on_lines(DELTA_IN_UNITS * WIDE);
@@ -99,14 +124,13 @@ constexpr int ATTENTION_ROWS_AT = STATS_AT + on_lines(HEADS * SPLITS * 2);      
 constexpr int BEST_AT = ATTENTION_ROWS_AT + on_lines(ATTENTION_ROWS * HEAD_DIM / 2);   // {id, logit} of each SM's best token [SMS][2]
 constexpr int NODE_WORDS = BEST_AT + on_lines(SMS * 2);
 
-constexpr int X_SQUARES_AT = 8 * NODE_WORDS, X_AT = X_SQUARES_AT + square_words(HIDDEN_UNITS);  // x times the next norm's weight
-constexpr int MID_SQUARES_AT = X_SQUARES_AT + area_words(HIDDEN, HIDDEN_UNITS);                 // the same after the mixer
-constexpr int MID_AT = MID_SQUARES_AT + square_words(HIDDEN_UNITS);
-constexpr int H_AT = MID_SQUARES_AT + area_words(HIDDEN, HIDDEN_UNITS);                         // silu(gate) * up [FFN]
-constexpr int DELTA_SQUARES_AT = H_AT + area_words(FFN, 0);                                     // of a block's outputs [BLOCKS]
-constexpr int DELTA_Y_AT = DELTA_SQUARES_AT + square_words(BLOCKS);                             // mixer output [VALUE_DIM]
-constexpr int ATTENTION_Y_AT = DELTA_SQUARES_AT + area_words(VALUE_DIM, BLOCKS);
-constexpr int OCTET_WORDS = ATTENTION_Y_AT + area_words(ATTENTION_DIM, 0);
+constexpr int X_SQUARES_AT = 8 * NODE_WORDS, X_AT = X_SQUARES_AT + Residual::VALUES_AT;           // x times the next norm's weight
+constexpr int MID_SQUARES_AT = X_SQUARES_AT + Residual::WORDS, MID_AT = MID_SQUARES_AT + Residual::VALUES_AT;  // the same after the mixer
+constexpr int H_AT = MID_SQUARES_AT + Residual::WORDS;                                            // silu(gate) * up [FFN]
+constexpr int DELTA_SQUARES_AT = H_AT + Inner::WORDS;                                           // of a block's outputs [BLOCKS]
+constexpr int DELTA_Y_AT = DELTA_SQUARES_AT + DeltaOutput::VALUES_AT;                           // mixer output [VALUE_DIM]
+constexpr int ATTENTION_Y_AT = DELTA_SQUARES_AT + DeltaOutput::WORDS;
+constexpr int OCTET_WORDS = ATTENTION_Y_AT + AttentionOutput::WORDS;
 constexpr int COPY_WORDS = MAX_NODES / 8 * OCTET_WORDS;
 
 // --- vectors: the small F32 weights, layer after layer --------------------------------------------------------------

@@ -15,20 +15,27 @@ __device__ __forceinline__ void arrive_for_warp(u32 barrier) {
 // The consumers have stopped: all lanes of a warp learn it, or none.
 __device__ __forceinline__ bool has_stopped(const int* stopped) { return !everywhere(!*(const volatile int*)stopped); }
 
-// Barriers that warps give each other signs with while a tree goes through a DeltaNet block (see delta.cuh), one turn a block: an octet's
-// rows are there; half of a state is kept; four nodes are done; all are published (see publish.cuh).
+// Barriers that warps give each other signs with. One turn a unit of a projection back to the residual stream (see residual.cuh): an
+// octet's partial sums are there; all of them have been read. One turn a DeltaNet block of a tree (see delta.cuh): an octet's rows are
+// there; half of a state is kept; four nodes are done; all are published (see publish.cuh).
 struct Signs {
-    u32 rows, kept, nodes, published;
+    u32 sums, read, rows, kept, nodes, published;
 
     __device__ explicit Signs(u32 barriers)
-        : rows(barriers), kept(rows + 8 * TREE_OCTETS), nodes(kept + 8 * NODES * WORKER_WARPS), published(nodes + 8 * DONE_GROUPS) {}
+        : sums(barriers), read(sums + 8 * TREE_OCTETS), rows(read + 8), kept(rows + 8 * TREE_OCTETS), nodes(kept + 8 * NODES * WORKER_WARPS),
+          published(nodes + 8 * DONE_GROUPS) {}
 
     // Each thread one, for a tree of `count` nodes.
     __device__ void init(int count) const {
-        const int sign = threadIdx.x, done = sign - TREE_OCTETS - NODES * WORKER_WARPS;
+        const int sign = threadIdx.x, row = sign - TREE_OCTETS - 1, done = row - TREE_OCTETS - NODES * WORKER_WARPS;
         if (sign >= SIGNS) return;
         const int nodes_here = min(4, count - done * 4);
-        const int warps = sign < TREE_OCTETS ? FETCHERS : done < 0 ? 1 : done == DONE_GROUPS ? PUBLISHERS : WORKER_WARPS * max(1, nodes_here);
-        barrier_init(rows + 8 * sign, warps * LANES_ARRIVE);
+        const int warps = sign < TREE_OCTETS    ? WARPS
+                          : row < 0             ? SHARERS * ((count + 7) / 8)
+                          : row < TREE_OCTETS   ? FETCHERS
+                          : done < 0            ? 1
+                          : done == DONE_GROUPS ? PUBLISHERS
+                                                : WORKER_WARPS * max(1, nodes_here);
+        barrier_init(sums + 8 * sign, warps * LANES_ARRIVE);
     }
 };

@@ -20,7 +20,6 @@ constexpr u32 WIDE_TYPES = types_in(0, 3) | types_in(MLP_IN_PART, 1) | 1u << HEA
 constexpr u32 NARROW_TYPES = types_in(MIX_OUT_PART, 1) | types_in(MLP_OUT_PART, 1);
 __host__ __device__ constexpr bool has(u32 types, int type) { return types >> type & 1; }
 __host__ __device__ constexpr bool several(u32 types) { return (types & types - 1) != 0; }
-__host__ __device__ constexpr u32 types_of(int unit_rows) { return unit_rows == WIDE ? WIDE_TYPES : NARROW_TYPES; }
 constexpr int SLOT_BYTES = slot_bytes(has(WIDE_TYPES | NARROW_TYPES, Q8_0) ? Q8_0 : BF16);  // room for any of them
 
 static __constant__ char layer_types[] = LAYER_TYPES;
@@ -35,10 +34,10 @@ struct StageTypes {
     int type[3];
     int second, third;  // units where those parts begin
 
-    // Units from `unit` on that have one type, before `end`.
-    template <int ROWS>
+    // Units from `unit` on that have one type, before `end`. TYPES: any of these.
+    template <u32 TYPES>
     __device__ Run run(int unit, int end) const {
-        if constexpr (several(types_of(ROWS))) {
+        if constexpr (several(TYPES)) {
             const int here = unit < second ? type[0] : unit < third ? type[1] : type[2];
             if (unit < second && type[1] != here) {
                 end = min(end, second);
@@ -47,7 +46,7 @@ struct StageTypes {
             }
             return {here, end - unit};
         }
-        return {has(types_of(ROWS), Q8_0) ? Q8_0 : BF16, end - unit};
+        return {has(TYPES, Q8_0) ? Q8_0 : BF16, end - unit};
     }
 };
 __device__ __forceinline__ StageTypes one_part(int type) { return {{type, type, type}, 0, 0}; }
