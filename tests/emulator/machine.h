@@ -223,7 +223,7 @@ inline bool run(int grid, int threads, int shared_bytes, unsigned seed, const st
     turns_without_progress = 0;
     bool ended = false;
     while (!ended && turns_without_progress++ < PATIENCE / (long)fibers.size() + 2000) {
-        while (!copies.empty() && chance() % 4) {  // any of them arrives
+        for (size_t arrivals = std::min<size_t>(copies.size(), chance() % (copies.size() + 2)); arrivals > 0; arrivals--) {  // of any
             std::swap(copies[chance() % copies.size()], copies.back());
             const auto arrive = std::move(copies.back());
             copies.pop_back();
