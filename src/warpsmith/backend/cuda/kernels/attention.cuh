@@ -357,24 +357,44 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
     }
 }
 
+// How a tree's items are dealt, once for all layers.
+__device__ __forceinline__ void deal_items(Block& b) {
+    AttentionItems& items = b.s.items;
+    const int chunks = (b.length + b.s.deepest) / KEYS + 1, splits = min(SPLITS, chunks), fresh = chunks - b.length / KEYS;
+    const int tiles = (b.nodes + TILE_NODES - 1) / TILE_NODES;
+    int fresh_groups = 1, groups = 1;
+    const auto count = [&](int more_fresh, int more) {
+        return ((fresh_groups + more_fresh) * fresh + (groups + more) * (splits - fresh)) * KV_HEADS;
+    };
+#pragma unroll 1
+    while (fresh_groups < tiles && count(1, 0) <= SMS) fresh_groups++;
+#pragma unroll 1
+    while (groups < tiles && count(0, 1) <= SMS) groups++;
+    items = {splits, fresh, fresh_groups * fresh, count(0, 0), tiles, (tiles + fresh_groups - 1) / fresh_groups, (tiles + groups - 1) / groups};
+}
+
 // Stage: this SM's items.
 __device__ __forceinline__ void attention_parts(Block& b, int index, const float* vectors) {
-    const int deepest = NODES == 1 ? 0 : b.s.deepest, chunks = (b.length + deepest) / KEYS + 1, splits = min(SPLITS, chunks);
-    int groups = 1, tiles = 1, all_tiles = 1;  // where there are few splits, more SMs share the nodes
-    if (NODES > 1) {
-        all_tiles = (b.nodes + TILE_NODES - 1) / TILE_NODES;
+    const int chunks = (b.length + (NODES == 1 ? 0 : b.s.deepest)) / KEYS + 1;
+    const int count = NODES == 1 ? min(SPLITS, chunks) * KV_HEADS : b.s.items.count;
 #pragma unroll 1
-        while (groups < all_tiles && (groups + 1) * splits * KV_HEADS <= SMS) groups++;
-        tiles = (all_tiles + groups - 1) / groups;
-    }
+    for (int item = b.sm; item < count; item += SMS) {
+        int split = item / KV_HEADS, first_tile = 0, tiles = 1;
+        if constexpr (NODES > 1) {
+            const AttentionItems items = b.s.items;
+            const bool fresh = split < items.fresh_items;
+            const int these = fresh ? items.fresh : items.splits - items.fresh;
+            tiles = fresh ? items.fresh_tiles : items.tiles;
+            if (!fresh) split -= items.fresh_items;
 #pragma unroll 1
-    for (int item = b.sm; item < groups * splits * KV_HEADS; item += SMS) {
-        int split = item / KV_HEADS, first_tile = 0;
-#pragma unroll 1
-        while (split >= splits) split -= splits, first_tile += tiles;
-        if (NODES == 1 && item > b.sm) b.sync();  // what the scratch holds may still be read
-        if (first_tile < all_tiles)
-            attention_item(b, index, item % KV_HEADS, split, first_tile, min(tiles, all_tiles - first_tile), chunks, vectors);
+            while (split >= these) split -= these, first_tile += tiles;
+            split += b.length / KEYS + (fresh ? 0 : items.fresh);  // from the first one with drafted keys on
+            split = items.splits == SPLITS ? split % SPLITS : split < items.splits ? split : split - items.splits;
+            tiles = min(tiles, items.all_tiles - first_tile);
+        } else if (item > b.sm) {
+            b.sync();  // what the scratch holds may still be read
+        }
+        if (tiles > 0) attention_item(b, index, item % KV_HEADS, split, first_tile, tiles, chunks, vectors);
     }
     if (NODES > 1) b.sync();
 }

@@ -76,6 +76,7 @@ __device__ __forceinline__ void prepare_tree(Block& b) {
         int deepest = 0;
         for (int node = 0; node < b.nodes; node++) deepest = max(deepest, b.s.depth[node]);
         b.s.deepest = deepest;
+        deal_items(b);
     }
     b.sync();
 }

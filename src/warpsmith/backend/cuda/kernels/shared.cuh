@@ -13,6 +13,14 @@ constexpr int WORKERS = WARPS / 2, WORKER_WARPS = WARPS / WORKERS, FETCHERS = WA
 constexpr int PUBLISHERS = 2, DONE_GROUPS = (NODES + 3) / 4, TREE_OCTETS = (NODES + 7) / 8;  // see publish.cuh
 constexpr int IN_ROWS = (DELTA_IN_UNITS + SMS - 1) / SMS * WIDE;                 // of a DeltaNet projection, an SM's at most
 
+// Attention's items of a tree (see attention.cuh). Splits with drafted keys take longest: they come first, and as many SMs as there are
+// share their nodes; if SMs are left, the others' as well.
+struct AttentionItems {
+    int splits, fresh;        // of them with drafted keys
+    int fresh_items, count;   // with drafted keys, of a key head; all
+    int all_tiles, fresh_tiles, tiles;  // of queries: of the tree, and of an item with drafted keys, and of another
+};
+
 struct __align__(16) Shared {
     float residual[OWN_UNITS][NODES][8];   // the rows of the residual stream this SM owns
     float4 taps[IN_ROWS];                  // of the convolution: this SM's channels
@@ -23,6 +31,7 @@ struct __align__(16) Shared {
     int first[WORKERS];                    // each worker's first node
     int token[NODES], depth[NODES], deepest;
     int path[NODES][4];                    // a node's nearest ancestors: itself, parent, ... ; -1 - i: i before the root
+    AttentionItems items;
     u8 ancestor[NODES][NODES];             // [node][depth]
     u64 best[NODES < WARPS ? WARPS : NODES];  // running argmax: value, then lowest id
     int drawn[SAMPLES ? MAX_STEPS : 1];    // tokens of this launch
