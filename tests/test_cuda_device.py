@@ -43,9 +43,7 @@ def older(device: Device) -> CudaBackend:
     """With no more shared memory than such a chip has."""
     profile = load_profiles()["rtx-3090"]
     options = WATCHDOG | {"SHARED_MEMORY": profile.shared_memory}
-    backend = CudaBackend(SHAPE, TENSORS, architecture="compute_80", options=options)
-    backend.largest_tree = profile.largest_tree
-    return backend
+    return CudaBackend(SHAPE, TENSORS, profile=profile, architecture="compute_80", options=options)
 
 
 @pytest.mark.parametrize("length", [1, 100])

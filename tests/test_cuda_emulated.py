@@ -15,6 +15,7 @@ from emulator.gpu import emulated_gpu
 from random_models import random_tensors, random_tree
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.cuda.backend import CudaBackend
+from warpsmith.backend.cuda.profiles import load_profiles
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import Tree
@@ -73,9 +74,9 @@ class Case:
 def backends(case: Case) -> Iterator[tuple[CudaBackend, ReferenceBackend]]:
     config = dataclasses.replace(SHAPE, tied=case.tied)
     tensors = tensors_of(config, case.types)
-    with emulated_gpu(case.sms, case.variants, case.pairs):
-        cuda = CudaBackend(config, tensors, architecture=case.architecture, options=case.options)
-        cuda.largest_tree = case.variants[-1]
+    profile = dataclasses.replace(load_profiles()["h200"], pairs=case.pairs, largest_tree=case.variants[-1])
+    with emulated_gpu(case.sms, case.variants):
+        cuda = CudaBackend(config, tensors, profile=profile, architecture=case.architecture, options=case.options)
         yield cuda, ReferenceBackend(config, tensors)
 
 

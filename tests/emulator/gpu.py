@@ -7,7 +7,6 @@ races or speed.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import hashlib
 import re
 import subprocess
@@ -23,7 +22,6 @@ from unittest import mock
 import numpy as np
 
 from warpsmith.backend.cuda.compiler import sources
-from warpsmith.backend.cuda.profiles import load_profiles
 
 HERE = Path(__file__).parent
 ARGUMENTS = {"forward": ["Params", "Request"], "commit": ["Params", "Path"], "pack": ["Pack"]}
@@ -188,16 +186,13 @@ class Driver:
 
 
 @contextmanager
-def emulated_gpu(sms: int, variants: tuple[int, ...], pairs: bool) -> Iterator[None]:
-    """A machine with a GPU of so many SMs, which share units in pairs or not; the kernel is built for trees of these
-    sizes."""
+def emulated_gpu(sms: int, variants: tuple[int, ...]) -> Iterator[None]:
+    """A machine with a GPU of so many SMs; the kernel is built for trees of these sizes."""
     driver = Driver(sms)
-    profile = dataclasses.replace(load_profiles()["h200"], pairs=pairs)
     with (
         mock.patch("warpsmith.backend.cuda.driver._bindings", return_value=driver),
         mock.patch("warpsmith.backend.cuda.backend.build", build),
         mock.patch("warpsmith.backend.cuda.backend.VARIANTS", variants),
         mock.patch("warpsmith.backend.cuda.backend.target", return_value="sm_90a"),
-        mock.patch("warpsmith.backend.cuda.backend.choose_profile", return_value=(profile, False)),
     ):
         yield

@@ -82,13 +82,14 @@ class CudaBackend(Backend):
         *,
         context: int | None = None,
         progress: Progress | None = None,
+        profile: Profile | None = None,
         architecture: str | None = None,
         options: Mapping[str, object] | None = None,
     ) -> None:
         self.config, self.device = config, Device()
         check_shape(config)
         self.chip = self.device.chip
-        self.chip_profile = choose_profile(self.chip.name, self.chip.capability)[0]
+        self.chip_profile = profile or choose_profile(self.chip.name, self.chip.capability)[0]
         self.largest_tree = self.chip_profile.largest_tree
         self.architecture = architecture or target(self.chip.capability)
         stored = {name: tensor.type.name for name, tensor in tensors.items()}
