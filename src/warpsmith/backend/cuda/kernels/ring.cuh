@@ -54,8 +54,9 @@ struct RingOf {
 typedef RingOf<RING_SLOTS, SLOT_BYTES> Ring;
 typedef RingOf<SHELF_SLOTS, SHELF_SLOT_BYTES> Shelf;  // activations, see fetch.cuh
 
-// Activations that come in whole pieces are held up by more than two. And what is waited for must be the ring's last turn.
-constexpr int MOST_IN_FLIGHT = smaller(FETCHES ? smaller(IN_FLIGHT, 2) : IN_FLIGHT, RING_SLOTS);
+// Copies on their way at a time: what is waited for must be the ring's last turn. Activations that come in whole pieces are held up by
+// more than two; beside the LM head, none come.
+constexpr int HEAD_IN_FLIGHT = smaller(IN_FLIGHT, RING_SLOTS), MOST_IN_FLIGHT = FETCHES ? smaller(HEAD_IN_FLIGHT, 2) : HEAD_IN_FLIGHT;
 
 struct Producer {
     Ring ring;
@@ -74,21 +75,21 @@ struct Producer {
         on_way--;
     }
     // Copy this SM's units of a stage, each in slots of its own. False when the consumers have stopped.
-    template <u32 TYPES, int ROWS>
+    template <u32 TYPES, int ROWS, int IN_FLIGHT_HERE = MOST_IN_FLIGHT>
     __device__ bool stage(int unit, int end, int k, StageTypes types) {
         while (unit < end) {
             const Run run = types.run<TYPES>(unit, end);
-            if (!copy(run.units, chunks_of(k) * chunk_bytes(run.type, ROWS), slot_bytes(run.type))) return false;
+            if (!copy(run.units, chunks_of(k) * chunk_bytes(run.type, ROWS), slot_bytes(run.type), IN_FLIGHT_HERE)) return false;
             unit += run.units;
         }
         return true;
     }
-    __device__ bool copy(int units, int unit_bytes, int most) {
+    __device__ bool copy(int units, int unit_bytes, int most, int in_flight) {
 #pragma unroll 1
         for (int unit = 0; unit < units; unit++) {
 #pragma unroll 1
             for (int left = unit_bytes; left > 0; left -= most) {
-                if (on_way == MOST_IN_FLIGHT) land_one();
+                if (on_way >= in_flight) land_one();
                 Watchdog dog;
                 while (!barrier_done(ring.empty + 8 * ring.slot, ring.parity ^ 1)) {  // passes in the first round
                     if (atomicAdd(stopped, 0)) return false;
@@ -110,9 +111,10 @@ struct Producer {
         asm volatile("" : "+r"(index));
         return index;
     }
+    template <int IN_FLIGHT_HERE = MOST_IN_FLIGHT>
     __device__ bool wide(int all, StageTypes types) {
         const int who = sm();
-        return stage<WIDE_TYPES, WIDE>(first_unit(all, who), first_unit(all, who + 1), HIDDEN, types);
+        return stage<WIDE_TYPES, WIDE, IN_FLIGHT_HERE>(first_unit(all, who), first_unit(all, who + 1), HIDDEN, types);
     }
     __device__ bool narrow(int k, StageTypes types) {
         const OwnUnits own(sm());
@@ -129,7 +131,7 @@ struct Producer {
             if (!wide(MLP_IN_UNITS, mlp_in_types(layer))) return false;
             if (!narrow(FFN, mlp_out_types(layer))) return false;
         }
-        return wide(HEAD_UNITS, head_types());
+        return wide<HEAD_IN_FLIGHT>(HEAD_UNITS, head_types());
     }
     // No copy may be on its way when the block exits.
     __device__ void drain() {
