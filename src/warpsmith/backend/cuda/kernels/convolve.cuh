@@ -45,10 +45,10 @@ __device__ __forceinline__ float4 after_projection(const Block& b, int row, floa
         return convolve(x, w);
     }
     if (row < CONV_CHANNELS + VALUE_DIM) return {silu(own.x), silu(own.y), silu(own.z), silu(own.w)};
-    const auto gate = [&](int at, float raw) {
-        if (at < VALUE_HEADS) return sigmoid(raw);
-        const int head = min(at - VALUE_HEADS, VALUE_HEADS - 1);  // a unit may be longer than the rows
-        return expf(b.s.gate_weights[VALUE_HEADS + head] * softplus(raw + b.s.gate_weights[head]));
+    const auto gate = [&](int at, float raw) {  // every mixer waits for these: both kinds at once
+        const int head = min(max(at - VALUE_HEADS, 0), VALUE_HEADS - 1);  // a unit may be longer than the rows
+        const float fade = exponential(b.s.gate_weights[VALUE_HEADS + head] * softplus(raw + b.s.gate_weights[head]));
+        return at < VALUE_HEADS ? sigmoid(raw) : fade;
     };
     const int at = row - CONV_CHANNELS - VALUE_DIM;
     return {gate(at, own.x), gate(at + 1, own.y), gate(at + 2, own.z), gate(at + 3, own.w)};

@@ -119,12 +119,12 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
             } else if (live) {
                 const int row = (first + unit) * WIDE + quarter * 4;
                 if (recurrent) {
-                    keep_input(b, delta_index, token, row, v);
                     const float4 made = after_projection(b, row, v, [&](int age) {
                         const int source = NODES == 1 ? -age : b.s.path[token][age];
                         return source < 0 ? past_input(b, row, -source) : *(const float4*)(kept + source * ROW_STRIDE);
                     });
                     publish16(b.words(DELTA_TURN, token, DELTA_IN_AT + row), b.other(DELTA_TURN), made);
+                    keep_input(b, delta_index, token, row, v);
                 } else {
                     publish16(b.words(ATTENTION_TURN, token, ATTENTION_IN_AT + row), b.other(ATTENTION_TURN), v);
                 }
