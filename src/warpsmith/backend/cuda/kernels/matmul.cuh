@@ -64,7 +64,8 @@ struct Octet {
              [](SharedWords from) { return load_shared16(from.address); });
         if (!came()) poll(b, x, x_squares, first);
     }
-    __device__ __forceinline__ void keep_squares(Block& b, int first) const {
+    // Of the squares of a lane's token, over this warp's slice.
+    __device__ __forceinline__ float square_sum() const {
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
@@ -72,9 +73,7 @@ struct Octet {
             sum += (v.x + v.y) + (v.z + v.w);
         }
         sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        const int token = first + (b.lane >> 2);
-        if ((b.lane & 3) == 0 && token < b.nodes) b.s.squares[b.norm][token][b.warp] = sum;
+        return sum + __shfl_xor_sync(~0u, sum, 2);
     }
 };
 
@@ -136,15 +135,17 @@ __device__ __forceinline__ void multiply_normed(Block& b, StageTypes types, int 
                 } else if (base == 0 || NODES > 8) {
                     octet.poll(b, x, squares, first);
                 }
-                if (base == 0) octet.keep_squares(b, first);
                 if (step == 0 && first == 0) b.mark();
                 if (WIDE_BUFFERS == 1 && first == start) b.sync();  // the sums before have been read
                 float* mine = partial + (b.warp * STEP_TOKENS + first - start + (b.lane & 3) * 2) * ROW_STRIDE + (b.lane >> 2);
                 const int tokens = b.nodes - first - (b.lane & 3) * 2;  // of this lane's two
+                const float squares_here = octet.square_sum();  // while the products are on their way
                 multiply_wide<CHUNKS>(run.type, w, octet.a, [&](int u, float4 sum) {
                     if (tokens > 0) mine[u * WIDE] = sum.x, mine[u * WIDE + 8] = sum.z;
                     if (NODES > 1 && tokens > 1) mine[ROW_STRIDE + u * WIDE] = sum.y, mine[ROW_STRIDE + u * WIDE + 8] = sum.w;
                 });
+                const int token = first + (b.lane >> 2);
+                if (base == 0 && (b.lane & 3) == 0 && token < b.nodes) b.s.squares[b.norm][token][b.warp] = squares_here;
             }
             if (step == 0) b.mark();
             b.sync();

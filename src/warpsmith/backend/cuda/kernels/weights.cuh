@@ -171,7 +171,8 @@ __device__ __forceinline__ void multiply_wide(const u32 (&all)[wide_registers(CH
                     mma(low, w[0], w[1], w[2], w[3], x[c].x, x[c].y);
                     mma(high, w[4], w[5], w[6], w[7], x[c].z, x[c].w);
                 }
-                sum = add(sum, {low[0] + high[0], low[1] + high[1], low[2] + high[2], low[3] + high[3]});
+                const float4 chain = {low[0] + high[0], low[1] + high[1], low[2] + high[2], low[3] + high[3]};
+                sum = c0 == 0 ? chain : add(sum, chain);
             }
             each(u, sum);
         }
