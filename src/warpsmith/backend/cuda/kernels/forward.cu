@@ -71,14 +71,14 @@ __device__ __forceinline__ void prepare_tree(Block& b) {
         }
     }
     b.sync();
-    if (NODES > 1 && threadIdx.x == 0) {
+    // What the mixers need, there after the first projection's barriers: by a warp that has nothing to embed, unless the tree is large.
+    if (NODES > 1 && threadIdx.x == CONSUMERS - 32) {
         deal_nodes(b);
         int deepest = 0;
         for (int node = 0; node < b.nodes; node++) deepest = max(deepest, b.s.depth[node]);
         b.s.deepest = deepest;
         deal_items(b);
     }
-    b.sync();
 }
 
 // Every layer and the head. Returns false where a debugging request stops it.
