@@ -139,11 +139,11 @@ __device__ __forceinline__ void multiply_normed(Block& b, StageTypes types, int 
                 if (WIDE_BUFFERS == 1 && first == start) b.sync();  // the sums before have been read
                 float* mine = partial + (b.warp * STEP_TOKENS + first - start + (b.lane & 3) * 2) * ROW_STRIDE + (b.lane >> 2);
                 const int tokens = b.nodes - first - (b.lane & 3) * 2;  // of this lane's two
-                const float squares_here = octet.square_sum();  // while the products are on their way
                 multiply_wide<CHUNKS>(run.type, w, octet.a, [&](int u, float4 sum) {
                     if (tokens > 0) mine[u * WIDE] = sum.x, mine[u * WIDE + 8] = sum.z;
                     if (NODES > 1 && tokens > 1) mine[ROW_STRIDE + u * WIDE] = sum.y, mine[ROW_STRIDE + u * WIDE + 8] = sum.w;
                 });
+                const float squares_here = octet.square_sum();
                 const int token = first + (b.lane >> 2);
                 if (base == 0 && (b.lane & 3) == 0 && token < b.nodes) b.s.squares[b.norm][token][b.warp] = squares_here;
             }
