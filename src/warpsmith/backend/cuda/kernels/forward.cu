@@ -97,7 +97,7 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
     int delta_index = 0, attention_index = 0;
 #pragma unroll 1
     for (int half = 0; half <= 2 * LAYERS; half++) {  // a layer's mixer, then its MLP; at last the head
-        const int layer = half >> 1, rank = b.sm % SHARERS;
+        const int layer = half >> 1;
         const bool head = half == 2 * LAYERS, mlp = half & 1, recurrent = !head && is_recurrent(layer);
         const int all = head ? HEAD_UNITS : mlp ? MLP_IN_UNITS : recurrent ? DELTA_IN_UNITS : ATTENTION_IN_UNITS;
         const int first = first_unit(all, b.sm), units = first_unit(all, b.sm + 1) - first;
@@ -106,7 +106,11 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
         if (head) begin_head(b);
         const bool gather = recurrent && !mlp;
         if (gather) ask_for_taps(b, delta_index, vectors);
-        multiply_normed(b, types, first, units, x, x + (X_SQUARES_AT - X_AT), gather, [&](bool live, int unit, int token, int quarter, float4 v, const float* kept) {
+        const auto where = [&](int unit, int quarter) {
+            const int row = (first + unit) * WIDE + quarter * 4;
+            return mlp ? H_AT + Inner::value(0, (first + unit) * 8 + quarter * 4) : (recurrent ? DELTA_IN_AT : ATTENTION_IN_AT) + row;
+        };
+        multiply_normed(b, types, first, units, x, x + (X_SQUARES_AT - X_AT), gather, where, [&](bool live, int unit, int token, int quarter, int place, float4 v, const float* kept) {
             if (head) {
                 rank_logits(b, live, (first + unit) * WIDE + quarter * 4, token, v);
             } else if (mlp) {  // gate rows, then up rows
@@ -114,7 +118,7 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
                 up.x = __shfl_xor_sync(~0u, v.x, 1), up.y = __shfl_xor_sync(~0u, v.y, 1);
                 up.z = __shfl_xor_sync(~0u, v.z, 1), up.w = __shfl_xor_sync(~0u, v.w, 1);
                 if (live && quarter < 2)
-                    publish8(b.value<Inner>(LAYER_TURN, token, H_AT, (first + unit) * 8 + quarter * 4), b.other(LAYER_TURN),
+                    publish8(b.octet(LAYER_TURN, token, place + Inner::value(token, 0)), b.other(LAYER_TURN),
                              pack_bf16(silu(v.x) * up.x, silu(v.y) * up.y), pack_bf16(silu(v.z) * up.z, silu(v.w) * up.w));
             } else if (live) {
                 const int row = (first + unit) * WIDE + quarter * 4;
@@ -123,10 +127,10 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
                         const int source = NODES == 1 ? -age : b.s.path[token][age];
                         return source < 0 ? past_input(b, row, -source) : *(const float4*)(kept + source * ROW_STRIDE);
                     });
-                    publish16(b.words(DELTA_TURN, token, DELTA_IN_AT + row), b.other(DELTA_TURN), made);
+                    publish16(b.words(DELTA_TURN, token, place), b.other(DELTA_TURN), made);
                     keep_input(b, delta_index, token, row, v);
                 } else {
-                    publish16(b.words(ATTENTION_TURN, token, ATTENTION_IN_AT + row), b.other(ATTENTION_TURN), v);
+                    publish16(b.words(ATTENTION_TURN, token, place), b.other(ATTENTION_TURN), v);
                 }
             }
         });
@@ -139,7 +143,7 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
                 if (b.r.feature_layers[i] == layer) feature = b.p.out_features + (size_t)i * b.nodes * HIDDEN;
             vectors += recurrent ? DELTA_VECTORS : ATTENTION_VECTORS;
             b.turns ^= X_TURN;
-            project_to_residual<Inner::SHARE_K, false>(b, mlp_out_types(layer), b.octet(LAYER_TURN, 0, H_AT) + rank * Inner::SHARE_WORDS, nullptr,
+            project_to_residual<Inner::SHARE_K, false>(b, mlp_out_types(layer), b.octet(LAYER_TURN, 0, H_AT) + b.sm % SHARERS * Inner::SHARE_WORDS, nullptr,
                                             {X_TURN, X_AT, X_SQUARES_AT, vectors + MIX_NORM, feature});
             b.turns ^= LAYER_TURN;
         } else {
@@ -158,9 +162,9 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
             }
             STAGE_DONE;
             if (FETCHES) open_shelf(b);
-            const u32* squares = recurrent ? b.octet(DELTA_TURN, 0, DELTA_SQUARES_AT) + rank * DeltaOutput::SHARE_WORDS : nullptr;
+            const u32* squares = recurrent ? b.octet(DELTA_TURN, 0, DELTA_SQUARES_AT) + b.sm % SHARERS * DeltaOutput::SHARE_WORDS : nullptr;
             const u32* y = recurrent ? squares + DeltaOutput::VALUES_AT
-                                     : b.octet(ATTENTION_TURN, 0, ATTENTION_Y_AT) + rank * AttentionOutput::SHARE_WORDS;
+                                     : b.octet(ATTENTION_TURN, 0, ATTENTION_Y_AT) + b.sm % SHARERS * AttentionOutput::SHARE_WORDS;
             const ToResidual mid = {LAYER_TURN, MID_AT, MID_SQUARES_AT, vectors + MLP_NORM, nullptr};
             if (VALUE_DIM == ATTENTION_DIM || recurrent)
                 project_to_residual<DeltaOutput::SHARE_K, true>(b, mix_out_types(layer), y, squares, mid);

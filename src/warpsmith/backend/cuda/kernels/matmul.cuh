@@ -98,15 +98,16 @@ __device__ __forceinline__ float4 sum_parts(const float* at, int stride) {
     return part[0];
 }
 
-// Stage: units of `types` from `first_unit` on. `finish(live, unit, token, quarter, v, kept)` for four rows of a token at a time,
-// all lanes of a warp, `live` or not; `unit` counts from 0; quarters 0 and 2 of a unit are in neighbouring lanes, and 1 and 3.
+// Stage: units of `types` from `first_unit` on. `finish(live, unit, token, quarter, place, v, kept)` for four rows of a token at a time,
+// all lanes of a warp, `live` or not; `unit` counts from 0; quarters 0 and 2 of a unit are in neighbouring lanes, and 1 and 3;
+// `place` is what `where(unit, quarter)` said while there was time.
 // A `gather` in a tree first writes them to `kept`, where a token's ancestors are then found ROW_STRIDE floats a token apart.
 //
 // A tree goes octet by octet; when one or two have been summed (STEP_TOKENS) the warps finish them, and their nodes are with the next
 // stage before the last are done with this one.
-template <class Finish>
+template <class Where, class Finish>
 __device__ __forceinline__ void multiply_normed(Block& b, StageTypes types, int first_unit, int units, const u32* x,
-                                                const u32* squares, bool gather, Finish finish) {
+                                                const u32* squares, bool gather, Where where, Finish finish) {
     constexpr int CHUNKS = chunks_of(HIDDEN), AT_ONCE = UNITS_AT_ONCE;
     static_assert(CHUNKS <= MAX_CHUNKS, "a unit must fit in the registers");
     b.norm ^= 1;
@@ -120,6 +121,11 @@ __device__ __forceinline__ void multiply_normed(Block& b, StageTypes types, int 
         const bool last = base + count == units;
         u32 w[wide_registers(CHUNKS)];
         take_wide<CHUNKS>(b, run, w);
+        // What a lane finishes. One node: every warp has half a unit, two lanes. A tree: a few lanes have a token.
+        const int quarter = NODES == 1 ? (b.warp & 1) + 2 * (b.lane & 1) : (b.lane >> 1 & 1) + 2 * (b.lane & 1);
+        const int unit = NODES == 1 ? b.warp >> 1 : b.lane / 4 % AT_ONCE;
+        int place = where(base + unit, quarter);
+        asm volatile("" : "+r"(place));  // now
         if (base == 0) {
             copies_done();               // what the last step of the stage needs
             if (!FETCHES) b.sync();      // polling would hold up the loads of a warp that comes late
@@ -151,15 +157,13 @@ __device__ __forceinline__ void multiply_normed(Block& b, StageTypes types, int 
             b.sync();
             if (step == 0) b.mark();
             constexpr int WARP_STRIDE = STEP_TOKENS * ROW_STRIDE;
-            if constexpr (NODES == 1) {  // every warp has half a unit, two lanes
+            if constexpr (NODES == 1) {
                 if (b.warp < 2 * count) {
-                    const int quarter = (b.warp & 1) + 2 * (b.lane & 1), unit = b.warp >> 1;
                     const float4 sum = sum_parts<WARPS>(partial + unit * WIDE + quarter * 4, WARP_STRIDE);
-                    finish(b.lane < 2, base + unit, 0, quarter, scaled(sum, inverse_rms(b, 0)), nullptr);
+                    finish(b.lane < 2, base + unit, 0, quarter, place, scaled(sum, inverse_rms(b, 0)), nullptr);
                 }
-            } else {  // a few lanes a token; if there are more warps than that takes, they take turns
+            } else {  // if there are more warps than it takes, they take turns
                 constexpr int LANES = 4 * AT_ONCE, TOKENS = 32 / LANES, WORKERS_HERE = STEP_TOKENS / TOKENS;
-                const int quarter = (b.lane >> 1 & 1) + 2 * (b.lane & 1), unit = b.lane / 4 % AT_ONCE;
                 const int worker = (b.warp + step * WORKERS_HERE) % WARPS, mine = start + worker * TOKENS + b.lane / LANES;
                 const bool works = worker < WORKERS_HERE && start + worker * TOKENS < b.nodes, live = unit < count && mine < b.nodes;
                 const int token = min(mine, b.nodes - 1);
@@ -171,7 +175,7 @@ __device__ __forceinline__ void multiply_normed(Block& b, StageTypes types, int 
                     if (gather) *(float4*)(kept + token * ROW_STRIDE) = v;
                 }
                 if (gather) b.sync();
-                if (works) finish(live, base + unit, token, quarter, v, kept);
+                if (works) finish(live, base + unit, token, quarter, place, v, kept);
             }
             b.buffer ^= 1;
         }

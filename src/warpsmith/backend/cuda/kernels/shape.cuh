@@ -91,8 +91,8 @@ __host__ __device__ constexpr int square_words(int squares) { return 8 * square_
 __host__ __device__ constexpr int area_words(int k, int squares) { return square_words(squares) + chunks_of(k) * WARPS * CHUNK_WORDS; }
 __host__ __device__ constexpr int pieces_of(int k) { return (chunks_of(k) + CHAIN - 1) / CHAIN; }
 // Where chunk `c` of a warp's slice lies, in chunks.
-__host__ __device__ constexpr int chunk_place(int chunks, int warp, int c) {
-    const int before = c / CHAIN * CHAIN, left = chunks - before;
+__host__ __device__ constexpr int chunk_place(unsigned chunks, unsigned warp, unsigned c) {
+    const unsigned before = c / CHAIN * CHAIN, left = chunks - before;
     return before * WARPS + warp * (left < CHAIN ? left : CHAIN) + c - before;
 }
 // An activation, in an area for each of those who share its K: where a node's value lies, from the first area's values on, and a sum
@@ -103,11 +103,11 @@ struct Activation {
     static constexpr int SHARE_K = K / SHARES, SHARE_SQUARES = SQUARES / SHARES, SHARE_WORDS = area_words(SHARE_K, SHARE_SQUARES);
     static constexpr int WORDS = SHARES * SHARE_WORDS, VALUES_AT = square_words(SHARE_SQUARES);
 
-    static __host__ __device__ constexpr int value(int node, int k) {
-        const int chunks = chunks_of(SHARE_K), chunk = k % SHARE_K / 32;
+    static __host__ __device__ constexpr int value(unsigned node, unsigned k) {
+        const unsigned chunks = chunks_of(SHARE_K), chunk = k % SHARE_K / 32;
         return k / SHARE_K * SHARE_WORDS + chunk_place(chunks, chunk / chunks, chunk % chunks) * CHUNK_WORDS + node % 8 * 16 + k % 32 / 2;
     }
-    static __host__ __device__ constexpr int square(int node, int i) {
+    static __host__ __device__ constexpr int square(unsigned node, unsigned i) {
         return i / SHARE_SQUARES * SHARE_WORDS + node % 8 * square_stride(SHARE_SQUARES) + i % SHARE_SQUARES;
     }
 };
