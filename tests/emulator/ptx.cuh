@@ -231,6 +231,7 @@ inline float warp_max(float v) {
 }
 inline float power_of_2(float x) { return std::exp2(x); }
 inline float reciprocal(float x) { return 1.0f / x; }
+inline float inverse_root(float x) { return 1.0f / std::sqrt(x); }
 inline float exponential(float x) { return std::exp(x); }
 inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 inline float silu(float x) { return x * sigmoid(x); }

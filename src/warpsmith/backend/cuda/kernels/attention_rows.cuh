@@ -47,7 +47,7 @@ __device__ __forceinline__ uint4 make_row(const Block& b, int node, int row, con
         float square = 0.0f;
 #pragma unroll
         for (int j = 0; j < 8; j++) square = fmaf(v[j], v[j], square);
-        const float scale = rsqrtf(warp_sum(square) / HEAD_DIM + EPS);
+        const float scale = inverse_root(warp_sum(square) / HEAD_DIM + EPS);
         v[0] *= scale * w0.x, v[1] *= scale * w0.y, v[2] *= scale * w0.z, v[3] *= scale * w0.w;
         v[4] *= scale * w1.x, v[5] *= scale * w1.y, v[6] *= scale * w1.z, v[7] *= scale * w1.w;
 #pragma unroll

@@ -25,7 +25,7 @@ __device__ __forceinline__ float4 update_state(float4 s, float fade, float4 k, f
     return {fmaf(k.x, write, s.x * fade), fmaf(k.y, write, s.y * fade), fmaf(k.z, write, s.z * fade), fmaf(k.w, write, s.w * fade)};
 }
 __device__ __forceinline__ float dot4(float4 a, float4 b) { return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, a.w * b.w))); }
-__device__ __forceinline__ float inverse_norm(float square) { return rsqrtf(square + 1e-6f); }
+__device__ __forceinline__ float inverse_norm(float square) { return inverse_root(square + 1e-6f); }
 
 // Where a block's rows are in the projection.
 struct DeltaPlaces {

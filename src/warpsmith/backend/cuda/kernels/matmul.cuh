@@ -82,7 +82,7 @@ __device__ __forceinline__ float inverse_rms(const Block& b, int token) {
     const float4* at = (const float4*)b.s.squares[b.norm][token];
     const float4 low = at[0], high = at[1];
     const float sum = ((low.x + low.y) + (low.z + low.w)) + ((high.x + high.y) + (high.z + high.w));
-    return rsqrtf(sum / HIDDEN + EPS);
+    return inverse_root(sum / HIDDEN + EPS);
 }
 
 // The sum over the warps' shares: PARTS of them, `stride` floats apart.

@@ -300,6 +300,11 @@ __device__ __forceinline__ float reciprocal(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
     return out;
 }
+__device__ __forceinline__ float inverse_root(float x) {
+    float out;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
 __device__ __forceinline__ float exponential(float x) { return power_of_2(LOG2_E * x); }
 __device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.0f + exponential(-x)); }
