@@ -242,10 +242,10 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) forward(const _
             shelf.init();
             barrier_init(gate, WARPS * LANES_ARRIVE);
         }
-        show_barriers();
         shared.stopped = 0;
     }
     signs.init(request.nodes);
+    show_barriers();
 #if SHARERS > 1
     sync_cluster();
 #else

@@ -32,7 +32,7 @@ __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// The copy engine must see new barriers.
+// The copy engine, and the other SM of a cluster, must see the barriers this thread has made.
 __device__ __forceinline__ void show_barriers() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
