@@ -68,6 +68,7 @@ class CudaState(State):
         self.history = device.zeros(layout.history_bytes)
         self.keys = device.allocate(layout.cache_bytes(context))
         self.values = device.allocate(layout.cache_bytes(context))
+        self.params = backend.params_for(self)  # the same for every launch
 
 
 class CudaBackend(Backend):
@@ -190,7 +191,7 @@ class CudaBackend(Backend):
         argument = Path(len(nodes), state.length, (ctypes.c_int * MAX_NODES)(*nodes))
         blocks = self.layout.delta_layers * self.layout.blocks
         blocks += self.layout.attention_layers * self.config.kv_heads
-        self._commit.launch(blocks, COLUMNS * 32, self._params(state), argument)
+        self._commit.launch(blocks, COLUMNS * 32, state.params, argument)
         self._last = None
         state.length += len(nodes)
 
@@ -357,7 +358,9 @@ class CudaBackend(Backend):
         constants = build_constants(self.layout, self.chip, self.chip_profile, nodes) | self.options
         return build(source, self.architecture, constants)
 
-    def _params(self, state: CudaState) -> Params:
+    def params_for(self, state: CudaState) -> Params:
+        """Where everything is that the kernels use, this sequence's too."""
+
         def at(buffer: Buffer) -> int:
             return buffer.pointer
 
@@ -398,7 +401,7 @@ class CudaBackend(Backend):
         request.stop_ids[: len(stop)] = list(stop)
         request.feature_layers[: len(want.features)] = list(want.features)
         self.exchange.fill_starts(NOT_YET, 2, -(-len(tree) // 8) * self.layout.exchange.octet_words)
-        arguments = (self._params(state), request, draw or Draw())  # kernels for trees know of no draw
+        arguments = (state.params, request, draw or Draw())  # kernels for trees know of no draw
         self._kernel(len(tree)).launch(self.layout.sms, threads_of(self.architecture), *arguments, cooperative=True)
 
 
