@@ -86,13 +86,6 @@ __device__ __forceinline__ void delta_one(Block& b, int index, int block, const 
     const float f = __uint_as_float(fade), rk = inverse_norm(sum[1]), rq = inverse_norm(sum[3]) * QUERY_SCALE;
     const Outcome made(sum[0], sum[2], __uint_as_float(v), f, __uint_as_float(beta), rk, rq, sum[4] * rq * rk);
     const float write = made.write * rk;
-    if (b.decoding()) {
-        state[0] = update_state(s0, f, k0, write), state[16] = update_state(s1, f, k1, write);
-    } else {
-        if (float4* key = pending_key(b, index, block, 0); key && b.warp == 0 && b.lane < 16) key[part] = k0, key[part + 16] = k1;
-        if (part == 0) b.p.pending_write[at * MAX_NODES * COLUMNS + column] = write;
-        if (column == 0 && part == 0) b.p.pending_fade[at * MAX_NODES] = f;
-    }
     float* outs = b.scratch + MIX_AT;
     if (part == 0) outs[column] = made.out * weight * __uint_as_float(z), outs[COLUMNS + column] = __fmul_rn(made.out, made.out);
     b.mark();
@@ -108,6 +101,14 @@ __device__ __forceinline__ void delta_one(Block& b, int index, int block, const 
         if (b.lane < COLUMNS && mine % 4 == 0)
             publish8(b.value<DeltaOutput>(DELTA_TURN, 0, DELTA_Y_AT, block * COLUMNS + mine), b.other(DELTA_TURN), pair, next);
         if (b.lane == 1) publish4(b.square<DeltaOutput>(DELTA_TURN, 0, DELTA_SQUARES_AT, block), b.other(DELTA_TURN), __float_as_uint(square));
+    }
+    // What nobody waits for comes last.
+    if (b.decoding()) {
+        state[0] = update_state(s0, f, k0, write), state[16] = update_state(s1, f, k1, write);
+    } else {
+        if (float4* key = pending_key(b, index, block, 0); key && b.warp == 0 && b.lane < 16) key[part] = k0, key[part + 16] = k1;
+        if (part == 0) b.p.pending_write[at * MAX_NODES * COLUMNS + column] = write;
+        if (column == 0 && part == 0) b.p.pending_fade[at * MAX_NODES] = f;
     }
 }
 
