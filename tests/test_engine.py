@@ -2,179 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from random_models import SMALL, random_tensors, random_tree
-from warpsmith.backend.base import LOGITS, PREFILL_CHUNK, Backend, State, Want
-from warpsmith.backend.cpu import CpuBackend
-from warpsmith.backend.reference import ReferenceBackend, ReferenceState
+from engine_cases import (
+    BACKEND,
+    SAMPLED,
+    VOCAB,
+    Resting,
+    RunsAhead,
+    Scripted,
+    backend_of,
+    both_modes,
+    chain,
+    conversation_after,
+    guessing,
+    plain,
+    prompt_of,
+    run,
+    star,
+    states_equal,
+    tokens_of,
+    twins,
+)
+from random_models import SMALL
+from warpsmith.backend.base import LOGITS
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
-from warpsmith.draft.base import Context, Proposer
-from warpsmith.engine.conversation import MAX_SNAPSHOTS, Conversation
+from warpsmith.draft.base import Context
+from warpsmith.engine.conversation import Conversation
 from warpsmith.engine.loop import Generation
 from warpsmith.errors import BadRequest
-
-VOCAB = SMALL.vocab
-BACKEND = ReferenceBackend(SMALL, random_tensors(SMALL))
-SAMPLED = Sampling(
-    temperature=1.5, top_k=40, top_p=0.95, repeat_penalty=1.2, frequency_penalty=0.1, repeat_last_n=10, seed=5
-)
-
-
-@cache
-def backend_of(name: str) -> Backend:
-    return BACKEND if name == "reference" else CpuBackend(SMALL, BACKEND.tensors, threads=2)
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
-
-
-def run(
-    conversation: Conversation, prompt: Sequence[int], sampling: Sampling | None = None, **options: Any
-) -> list[int]:
-    """All tokens of a request."""
-    return [token for tokens in Generation(conversation, prompt, sampling, **options) for token in tokens]
-
-
-def plain(prompt: Sequence[int], sampling: Sampling | None = None, on: str = "reference", **options: Any) -> list[int]:
-    return run(Conversation(backend_of(on), options.pop("context", 256)), prompt, sampling, **options)
-
-
-def states_equal(a: State, b: State) -> bool:
-    """Every committed bit."""
-    if not isinstance(a, ReferenceState):
-        cpu = backend_of("cpu")
-        return a.length == b.length and np.array_equal(cpu.snapshot(a).data, cpu.snapshot(b).data)
-    assert isinstance(b, ReferenceState)
-    return a.length == b.length and all(
-        np.array_equal(x.keys[: a.length], y.keys[: a.length])
-        and np.array_equal(x.values[: a.length], y.values[: a.length])
-        and np.array_equal(x.conv, y.conv)
-        and np.array_equal(x.delta, y.delta)
-        for x, y in zip(a.layers.values(), b.layers.values(), strict=True)
-    )
-
-
-# -- proposers, good and bad ------------------------------------------------------------------------------------------
-
-
-class Scripted(Proposer):
-    """Draws trees by a rule, and keeps what it observes."""
-
-    name = "scripted"
-    wants = Want(tokens="none", features=(1, 3), hidden=True)
-
-    def __init__(self, rule: Callable[[Context], Tree | None]) -> None:
-        self.rule = rule
-        self.reset()
-
-    def propose(self, context: Context) -> Tree | None:
-        assert list(context.ids[:-1]) == self.tokens, "every committed token is observed, in order, once"
-        assert context.state.length == len(self.tokens)
-        return self.rule(context)
-
-    def observe(
-        self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
-    ) -> None:
-        assert position == len(self.tokens)
-        assert features is not None
-        assert hidden is not None
-        assert features.shape == (len(tokens), 2 * SMALL.hidden)
-        assert hidden.shape == (len(tokens), SMALL.hidden)
-        self.tokens += tokens
-        self.rows += [*np.concatenate([features, hidden], axis=1)]
-
-    def reset(self) -> None:
-        self.tokens: list[int] = []
-        self.rows: list[np.ndarray] = []
-
-    def snapshot(self) -> Any:
-        return list(self.tokens), list(self.rows)
-
-    def restore(self, saved: Any) -> None:
-        self.tokens, self.rows = list(saved[0]), list(saved[1])
-
-
-class Resting(Scripted):
-    """Wants to be left alone now and then, for a number of tokens that nobody foresees."""
-
-    def __init__(self, rule: Callable[[Context], Tree | None], seed: int = 0) -> None:
-        super().__init__(rule)
-        self.rng = np.random.default_rng(seed)
-        self.told: list[tuple[int, float, float | None]] = []
-
-    @property
-    def rest(self) -> int:
-        return int(self.rng.integers(1, 9)) if self.rng.random() < 0.3 else 0
-
-    def spent(self, tokens: int, seconds: float, forward_seconds: float | None) -> None:
-        self.told.append((tokens, seconds, forward_seconds))
-
-    def observe(
-        self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
-    ) -> None:
-        if features is not None:
-            super().observe(tokens, position, features, hidden)
-        else:
-            assert hidden is None
-            assert position == len(self.tokens)
-            self.tokens += tokens
-
-
-def guessing(truth: Sequence[int], right: float, nodes: int, seed: int = 0) -> Callable[[Context], Tree]:
-    """Random trees in which a node is the true next token with probability `right`, and siblings may be equal."""
-    rng = np.random.default_rng(seed)
-
-    def rule(context: Context) -> Tree:
-        tree = random_tree(rng, nodes, VOCAB)
-        tree.tokens[0] = context.root
-        for node, depth in enumerate(tree.depths().tolist()):
-            place = len(context.ids) - 1 + depth
-            if node and rng.random() < right and place < len(truth):
-                tree.tokens[node] = truth[place]
-        return tree
-
-    return rule
-
-
-def chain(truth: Sequence[int], length: int, offset: int = 0) -> Callable[[Context], Tree]:
-    """The true continuation as a chain, or (with an offset) one that is always wrong."""
-
-    def rule(context: Context) -> Tree:
-        coming = truth[len(context.ids) :][:length]
-        return Tree.chain([context.root, *((t + offset) % VOCAB for t in coming)])
-
-    return rule
-
-
-def star(context: Context) -> Tree:
-    """Depth 1, one token tried twice."""
-    others = [context.root, *range(10, 70), 10]
-    return Tree(np.array(others), np.array([-1] + [0] * (len(others) - 1)))
-
-
-def twins(truth: Sequence[int]) -> Callable[[Context], Tree]:
-    """Every level twice: the same right token under the same parent, and what follows it under both."""
-
-    def rule(context: Context) -> Tree:
-        tokens, parents, level = [context.root], [-1], [0]
-        for token in truth[len(context.ids) :][:4]:
-            parents += [parent for parent in level for _ in range(2)]
-            level = list(range(len(tokens), len(tokens) + 2 * len(level)))
-            tokens += [token] * len(level)
-        return Tree(np.array(tokens), np.array(parents))
-
-    return rule
-
 
 PROPOSERS: dict[str, Callable[[list[int]], Callable[[Context], Tree | None]]] = {
     "nothing": lambda truth: lambda context: None,
@@ -294,33 +156,6 @@ def test_leaving_while_a_draft_rests(leave: int) -> None:
         )
 
 
-def conversation_after(prompt: list[int], taken: list[int]) -> Conversation:
-    """A plain one that has generated as much."""
-    conversation = Conversation(BACKEND, 256)
-    assert run(conversation, prompt, max_tokens=len(taken)) == taken
-    return conversation
-
-
-# -- where a request ends ---------------------------------------------------------------------------------------------
-
-
-def both_modes(
-    prompt: list[int], sampling: Sampling | None = None, **options: Any
-) -> Iterator[tuple[Conversation, Generation]]:
-    """The same request plainly and with a draft that is right ten tokens ahead."""
-    truth = prompt + plain(prompt, sampling, max_tokens=40)
-    for proposer in (None, Scripted(chain(truth, 10))):
-        conversation = Conversation(BACKEND, options.get("context", 256), proposer)
-        yield (
-            conversation,
-            Generation(conversation, prompt, sampling, **{k: v for k, v in options.items() if k != "context"}),
-        )
-
-
-def tokens_of(generation: Generation) -> list[int]:
-    return [token for tokens in generation for token in tokens]
-
-
 @pytest.mark.parametrize("place", [0, 1, 5, 11, 17])
 def test_a_stop_id_ends_the_text_before_the_state_advances(place: int) -> None:
     prompt = prompt_of(20, 3)
@@ -415,9 +250,6 @@ def test_a_draft_that_loses_the_root_is_a_mistake_not_a_text() -> None:
         run(conversation, [1, 2, 3], max_tokens=4)
 
 
-# -- sampling in place ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("last", [12, -1])
 def test_every_token_is_chosen_from_its_own_history_and_position(last: int) -> None:
     """Against a loop with nothing clever in it. The first token after the prompt is sampled like the others."""
@@ -468,196 +300,6 @@ def test_penalties_reach_greedy_decoding() -> None:
     penalised = plain(prompt, Sampling(presence_penalty=100.0, repeat_last_n=-1), max_tokens=40)
     assert len({*prompt, *penalised}) == len({*prompt}) + 40, "no token twice"
     assert len({*free}) < 40, "the model repeats itself when left alone"
-
-
-# -- prefixes, snapshots, interruptions -------------------------------------------------------------------------------
-
-
-def test_the_answer_is_continued_from_the_live_state() -> None:
-    conversation = Conversation(BACKEND, 256)
-    prompt = prompt_of(20)
-    answer = run(conversation, prompt, max_tokens=6)
-    generation = Generation(conversation, prompt + answer + [1, 2, 3], max_tokens=4)
-    tokens_of(generation)
-    assert generation.stats.cached_tokens == 25, "all but the last token, which was never run"
-    assert generation.stats.prompt_tokens == 29
-
-
-def test_a_shared_beginning_is_not_computed_again_and_bits_agree() -> None:
-    prompt = prompt_of(200)
-    conversation = Conversation(BACKEND, 400)
-    run(conversation, prompt, max_tokens=6)
-    for other in (prompt, [*prompt[:190], 1, 2, 3, 4], prompt[:128] + prompt_of(90, 9)):
-        generation = Generation(conversation, other, max_tokens=5)
-        fresh = Conversation(BACKEND, 400)
-        assert tokens_of(generation) == run(fresh, other, max_tokens=5)
-        assert generation.stats.cached_tokens == 128
-        assert states_equal(conversation.state, fresh.state)
-    generation = Generation(conversation, [*prompt[:127], 5], max_tokens=2)
-    tokens_of(generation)
-    assert generation.stats.cached_tokens == 0, "a recurrent state cannot be cut short"
-
-
-def test_where_prompts_part_a_snapshot_is_left() -> None:
-    """Two requests with the same instructions: the third does not compute them again."""
-    instructions = prompt_of(150)
-    conversation = Conversation(BACKEND, 400)
-    cached = []
-    for seed in range(3):
-        generation = Generation(conversation, instructions + prompt_of(100, 20 + seed), max_tokens=2)
-        tokens_of(generation)
-        cached.append(generation.stats.cached_tokens)
-    assert cached == [0, 0, 128]
-
-
-def test_snapshots_are_bounded_and_the_least_used_go_first() -> None:
-    conversation = Conversation(BACKEND, 256)
-    prompts = [prompt_of(100, seed) for seed in range(MAX_SNAPSHOTS + 2)]
-
-    def cached(prompt: list[int]) -> int:
-        generation = Generation(conversation, prompt, max_tokens=1)
-        tokens_of(generation)
-        return generation.stats.cached_tokens
-
-    for prompt in prompts:
-        assert cached(prompt) == 0
-        assert cached(prompts[0]) == PREFILL_CHUNK, "used all the time, never dropped"
-        assert len(conversation._saved) <= MAX_SNAPSHOTS
-    assert cached(prompts[-1]) == PREFILL_CHUNK
-    assert cached(prompts[1]) == 0, "long ago"
-
-
-def test_long_prompts_are_prefilled_in_pieces_without_changing_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = prompt_of(230)
-    whole = Conversation(BACKEND, 256)
-    expected = run(whole, prompt, max_tokens=3)
-    monkeypatch.setattr("warpsmith.engine.conversation.PIECE", 64)
-    pieces = Conversation(BACKEND, 256, Scripted(lambda context: None))
-    assert run(pieces, prompt, max_tokens=3) == expected
-    assert states_equal(whole.state, pieces.state)
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
-def test_a_consumer_may_leave_at_any_time(sampling: Sampling) -> None:
-    prompt = prompt_of(20, 3)
-    for conversation, generation in both_modes(prompt, sampling, max_tokens=30):
-        runs = iter(generation)
-        taken = [token for _ in range(3) for token in next(runs)]
-        runs.close()  # type: ignore[attr-defined]
-        assert conversation.committed == (prompt + taken)[:-1]
-        follow_up = Generation(conversation, [*prompt, *taken, 1, 2], sampling, max_tokens=3)
-        tokens_of(follow_up)
-        assert follow_up.stats.cached_tokens == len(prompt) + len(taken) - 1
-
-
-class Interrupted(ReferenceBackend):
-    """Ctrl-C in the middle of a change: the call does its work and the news of it is lost."""
-
-    name = "interrupted"
-    countdown = -1
-    where = ""
-
-    def _count(self, where: str) -> None:
-        if where == self.where:
-            self.countdown -= 1
-            if self.countdown == 0:
-                raise KeyboardInterrupt
-
-    def prefill(self, state: State, *args: Any, **kwargs: Any) -> Any:
-        output = super().prefill(state, *args, **kwargs)
-        self._count("prefill")
-        return output
-
-    def forward(self, state: State, *args: Any, **kwargs: Any) -> Any:
-        self._count("forward")
-        return super().forward(state, *args, **kwargs)
-
-    def commit(self, state: State, path: Sequence[int]) -> None:
-        super().commit(state, path)
-        state.length -= 1  # half done
-        self._count("commit")
-        state.length += 1
-
-
-@pytest.mark.parametrize("where", ["prefill", "forward", "commit"])
-@pytest.mark.parametrize("when", [1, 2])
-@pytest.mark.parametrize("drafted", [False, True])
-def test_an_interrupted_request_leaves_a_conversation_that_goes_on(where: str, when: int, drafted: bool) -> None:
-    prompt = prompt_of(100)
-    expected = plain(prompt, max_tokens=20)
-    backend = Interrupted(SMALL, BACKEND.tensors)
-    draft = Scripted(chain(prompt + expected, 4)) if drafted else None
-    conversation = Conversation(backend, 256, draft)
-    backend.where, backend.countdown = where, when
-    with pytest.raises(KeyboardInterrupt):
-        run(conversation, prompt, max_tokens=20)
-    backend.where = ""
-    assert run(conversation, prompt, max_tokens=20) == expected
-    fresh = Conversation(BACKEND, 256)
-    run(fresh, prompt, max_tokens=20)
-    assert states_equal(conversation.state, fresh.state)
-
-
-class RunsAhead(ReferenceBackend):
-    """Decodes in bursts, as a device does that is not asked between tokens."""
-
-    name = "ahead"
-
-    def decode(self, state: State, token: int, *arguments: Any) -> Iterator[int]:
-        before = self.snapshot(state)
-        made = list(super().decode(state, token, *arguments))
-        given = 0
-        try:
-            for next_token in made:
-                given += 1
-                yield next_token
-        finally:
-            if given < len(made):
-                self.restore(state, before)
-                for fed in [token, *made][:given]:
-                    self.forward(state, Tree.chain([fed]))
-                    self.commit(state, [0])
-
-
-def test_a_backend_that_runs_ahead_comes_back_when_the_text_ends() -> None:
-    prompt = prompt_of(30)
-    truth = plain(prompt, max_tokens=20)
-    conversation = Conversation(RunsAhead(SMALL, BACKEND.tensors), 256)
-    seen: list[int] = []
-
-    def until(token: int) -> bool:
-        seen.append(token)
-        return len(seen) == 8
-
-    assert run(conversation, prompt, max_tokens=20, until=until) == truth[:8]
-    assert conversation.committed == prompt + truth[:7]
-    # another request while this one stands open goes on from what was given out, not from what was run ahead
-    expected = Conversation(BACKEND, 256)
-    answers = []
-    for each in (conversation, expected):
-        runs = iter(Generation(each, prompt, max_tokens=20))
-        taken = [token for _ in range(5) for token in next(runs)]
-        follow_up = Generation(each, [*prompt, *taken, 1, 2], max_tokens=6)
-        answers.append(tokens_of(follow_up))
-        assert follow_up.stats.cached_tokens == len(prompt) + 4
-        with pytest.raises(BadRequest, match="Another request"):
-            next(runs)
-    assert answers[0] == answers[1]
-    assert states_equal(conversation.state, expected.state)
-
-
-def test_an_old_request_cannot_go_on_once_another_has_begun() -> None:
-    for sampling in (Sampling(), SAMPLED):
-        conversation = Conversation(BACKEND, 64)
-        old = iter(Generation(conversation, [1, 2, 3], sampling, max_tokens=9))
-        next(old)
-        expected = run(conversation, [4, 5], max_tokens=5)
-        with pytest.raises(BadRequest, match="Another request"):
-            next(old)
-        assert run(conversation, [4, 5], max_tokens=5) == expected
-
-
-# -- stats ------------------------------------------------------------------------------------------------------------
 
 
 def test_stats_tell_what_happened() -> None:
