@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from random_models import SMALL, random_tensors
-from warpsmith.backend.base import ARGMAX, Output, State, Want
-from warpsmith.backend.reference import ReferenceBackend, ReferenceState
-from warpsmith.backend.tree import MAX_NODES, Tree
-from warpsmith.draft import costs as costs_module
+from warpsmith.backend.base import Want
+from warpsmith.backend.tree import MAX_NODES
 from warpsmith.draft.base import Context, Draft, ScoredTree
 from warpsmith.draft.budget import (
     BINS,
@@ -32,8 +27,7 @@ from warpsmith.draft.budget import (
     least_probabilities,
     path_probabilities,
 )
-from warpsmith.draft.costs import ROUNDS, SIZES, Costs, Measured, costs_of, measure, plain_seconds, tokens_of_a_guess
-from warpsmith.errors import DoesNotFit
+from warpsmith.draft.costs import Costs
 
 FLAT = Costs.between({1: 1.0, 64: 1.0})  # every node for the price of one
 DEAR = Costs.between({1: 1.0, 64: 64.0})  # no node for less than the first
@@ -518,136 +512,3 @@ def test_a_step_that_was_not_finished_teaches_nothing() -> None:
     world.budget.reset()
     world.budget.observe([3], 2, None, None)
     assert world.budget.calibration._tried == before
-
-
-# -- measuring --------------------------------------------------------------------------------------------------------
-
-BACKEND = ReferenceBackend(SMALL, random_tensors(SMALL))
-
-
-class Clock:
-    """Forwards of n nodes take n milliseconds. The first of a size takes longer, and one round is disturbed."""
-
-    def __init__(self, slow: float = 1.0, first: float = 3.0) -> None:
-        self.now, self.slow, self.first = 0.0, slow, first
-        self.sizes: list[int] = []
-
-    def __call__(self) -> float:
-        return self.now
-
-    def backend(self) -> ReferenceBackend:
-        clock = self
-
-        class Timed(ReferenceBackend):
-            def forward(self, state: State, tree: Tree, want: Want = ARGMAX) -> Output:
-                if want.hidden:  # not a plain token
-                    clock.sizes += [len(tree)]
-                factor = clock.first if len(tree) not in clock.sizes[:-1] else 2.0 if len(clock.sizes) > 40 else 1.0
-                clock.now += len(tree) * 0.001 * clock.slow * (factor if want.hidden else 0.9)
-                return super().forward(state, tree, want)
-
-        return Timed(SMALL, BACKEND.tensors)
-
-    def measure(self) -> Measured:
-        return measure(self.backend(), Want(tokens="none", hidden=True), self)
-
-
-def test_sizes_take_turns_and_the_least_disturbed_counts() -> None:
-    clock = Clock()
-    measured = clock.measure()
-    assert measured.seconds == pytest.approx({size: 0.001 * size for size in SIZES})
-    assert measured.plain == pytest.approx(0.0009)
-    assert measured.settled
-    once = [size for size in SIZES for _ in range(2)]
-    assert clock.sizes == once + list(SIZES) * (ROUNDS - 1), "the first of a size does not count"
-
-
-def test_a_slow_machine_is_asked_for_little() -> None:
-    clock = Clock(slow=300)
-    measured = clock.measure()
-    assert list(measured.seconds) == [1, 2], "then its patience was over"
-    assert measured.seconds == pytest.approx({1: 0.3, 2: 0.6})
-    assert measured.settled, "it will be no faster the next time"
-    assert Costs.between(measured.seconds).seconds[63] == pytest.approx(0.3 * 64)
-
-
-def test_a_device_that_had_to_be_made_ready_is_measured_again_the_next_time() -> None:
-    clock = Clock(first=3000)
-    measured = clock.measure()
-    assert list(measured.seconds) == [1]
-    assert not measured.settled
-    assert size([0.9] * 30, Costs.between(measured.seconds).seconds, 0) == 0, "until then nodes are dear"
-
-
-def test_costs_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Want] = []
-
-    def counted(backend: ReferenceBackend, wants: Want) -> Measured:
-        calls.append(wants)
-        return Measured({1: 0.5, 64: 2.0}, 0.4, settled=not wants.hidden)
-
-    monkeypatch.setattr(costs_module, "measure", counted)
-    plain, features = Want(tokens="none"), Want(tokens="none", features=(1,))
-    first = costs_of(BACKEND, plain, tmp_path)
-    assert costs_of(BACKEND, plain, tmp_path) == first == Costs.between({1: 0.5, 64: 2.0}, 0.4)
-    assert len(calls) == 1
-    costs_of(BACKEND, features, tmp_path)
-    assert calls == [plain, features]
-    for file in tmp_path.iterdir():
-        assert json.loads(file.read_text())["device"] == "reference"
-        file.write_text("{")
-    assert costs_of(BACKEND, plain, tmp_path) == first
-    assert len(calls) == 3
-    for _ in range(2):
-        costs_of(BACKEND, Want(tokens="none", hidden=True), tmp_path)
-    assert len(calls) == 5, "what was not settled is not kept"
-
-
-def test_costs_from_a_busy_time_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = [Measured({1: 5.0, 64: 9.0}, 5.0, True), Measured({1: 1.0, 64: 2.0}, 1.0, True)]
-    now = [4.0, 1.0, 0.9]  # seconds of a token when it is looked at again
-    monkeypatch.setattr(costs_module, "measure", lambda backend, wants: results.pop(0))
-    monkeypatch.setattr(costs_module, "plain_seconds", lambda backend: now.pop(0))
-    monkeypatch.setattr(costs_module, "SLOW", 100.0)
-    plain = [costs_of(BACKEND, Want("none"), tmp_path).plain for _ in range(4)]
-    assert plain == [5.0, 5.0, 1.0, 1.0]
-    monkeypatch.setattr(costs_module, "SLOW", 0.5)
-    assert costs_of(BACKEND, Want("none"), tmp_path).plain == 1.0, "a slow model is not made to wait for that"
-    assert (now, results) == ([], [])
-
-
-def test_a_quick_look_at_plain_decoding() -> None:
-    clock = Clock()
-    assert plain_seconds(clock.backend(), clock) == pytest.approx(0.0009)
-
-
-def test_a_guess_is_measured_in_tokens() -> None:
-    clock = Clock()
-
-    class Slow(Draft):
-        name, calls = "slow", 0
-
-        def propose(self, context: Context) -> ScoredTree | None:
-            assert context.depth == 1
-            self.calls += 1
-            clock.now += 0.0027 if self.calls > 1 else 5.0
-            return None
-
-    assert tokens_of_a_guess(Slow(), clock.backend(), clock) == pytest.approx(3.0)
-
-
-def test_without_room_to_measure_nothing_is_kept_and_nodes_are_dear(tmp_path: Path) -> None:
-    class Cramped(ReferenceBackend):
-        def new_state(self, context: int) -> ReferenceState:
-            raise DoesNotFit("No room.")
-
-    costs = costs_of(Cramped(SMALL, BACKEND.tensors), Want(tokens="none"), tmp_path)
-    assert size([0.9] * 30, costs.seconds, 0) == 0
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs_module, "measure", lambda backend, wants: Measured({1: 1.0, 64: 2.0}, 1.0, True))
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    assert costs_of(BACKEND, Want(tokens="none"), blocked / "below").seconds[0] == 1.0

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine_cases import states_equal
 from random_models import SMALL, random_tensors, random_tree, small_config
 from warpsmith.backend.base import LOGITS, PREFILL_CHUNK, Want
 from warpsmith.backend.reference import ReferenceBackend, ReferenceState, ops
@@ -15,16 +16,6 @@ from warpsmith.errors import BadRequest
 
 BACKENDS = {ratio: ReferenceBackend(small_config(ratio), random_tensors(small_config(ratio))) for ratio in (1, 2, 3)}
 EVERY_ROW = Want("logits", every_row=True)
-
-
-def states_equal(a: ReferenceState, b: ReferenceState) -> bool:
-    return a.length == b.length and all(
-        np.array_equal(x.keys[: a.length], y.keys[: a.length])
-        and np.array_equal(x.values[: a.length], y.values[: a.length])
-        and np.array_equal(x.conv, y.conv)
-        and np.array_equal(x.delta, y.delta)
-        for x, y in zip(a.layers.values(), b.layers.values(), strict=True)
-    )
 
 
 def plain_run(backend: ReferenceBackend, state: ReferenceState, tokens: np.ndarray) -> np.ndarray:

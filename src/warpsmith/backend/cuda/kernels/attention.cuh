@@ -359,18 +359,16 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
 
 // How a tree's items are dealt, once for all layers.
 __device__ __forceinline__ void deal_items(Block& b) {
-    AttentionItems& items = b.s.items;
     const int chunks = (b.length + b.s.deepest) / KEYS + 1, splits = min(SPLITS, chunks), fresh = chunks - b.length / KEYS;
     const int tiles = (b.nodes + TILE_NODES - 1) / TILE_NODES;
     int fresh_groups = 1, groups = 1;
-    const auto count = [&](int more_fresh, int more) {
-        return ((fresh_groups + more_fresh) * fresh + (groups + more) * (splits - fresh)) * KV_HEADS;
-    };
+    const auto count = [&](int of_fresh, int of_others) { return (of_fresh * fresh + of_others * (splits - fresh)) * KV_HEADS; };
 #pragma unroll 1
-    while (fresh_groups < tiles && count(1, 0) <= SMS) fresh_groups++;
+    while (fresh_groups < tiles && count(fresh_groups + 1, groups) <= SMS) fresh_groups++;
 #pragma unroll 1
-    while (groups < tiles && count(0, 1) <= SMS) groups++;
-    items = {splits, fresh, fresh_groups * fresh, count(0, 0), tiles, (tiles + fresh_groups - 1) / fresh_groups, (tiles + groups - 1) / groups};
+    while (groups < tiles && count(fresh_groups, groups + 1) <= SMS) groups++;
+    b.s.items = {splits, fresh,       fresh_groups * fresh, count(fresh_groups, groups),
+                 tiles,  (tiles + fresh_groups - 1) / fresh_groups, (tiles + groups - 1) / groups};
 }
 
 // Stage: this SM's items.

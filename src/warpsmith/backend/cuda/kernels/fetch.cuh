@@ -60,7 +60,7 @@ struct Fetcher {
     }
     // `words` of values, with `before` words of squares before them.
     __device__ bool bring(const u32* from, int words, int before) {
-        if (brought >= SHELF_SLOTS && !wait(shelf.empty + 8 * shelf.slot, shelf.parity ^ 1)) return false;
+        if (!wait(shelf.empty + 8 * shelf.slot, shelf.parity ^ 1)) return false;  // passes in the first round
 #if __CUDA_ARCH__ >= 900
         if (lane == 0) copy_slot(shelf.data(0) + (SHELF_SQUARE_WORDS - before) * 4, from - before, (before + words) * 4, shelf.full + 8 * shelf.slot);
 #endif

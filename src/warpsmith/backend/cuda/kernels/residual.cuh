@@ -94,7 +94,7 @@ __device__ __forceinline__ float4 multiply_one(Block& b, int type, const u32* w,
     } while (!everywhere(came));
     b.mark();
     scales.finish(squares);
-    NarrowSums<NARROW> sums;
+    NarrowSums sums;
 #pragma unroll
     for (int chain = 0; chain * CHAIN < COUNT; chain++)
         sums.add(type, w, chain, x + chain * CHAIN, smaller(CHAIN, COUNT - chain * CHAIN), q, scales.at(q & 1, chain));
@@ -134,7 +134,7 @@ struct OctetProduct {
         const auto get_shared = [](SharedWords at) { return load_shared16(at.address); };
         const auto get_global = [](const u32* at) { return load16(at); };
         const int q = b.lane & 3;
-        NarrowSums<NARROW> sums;
+        NarrowSums sums;
 #pragma unroll
         for (int chain = 0; chain < CHAINS; chain++) {
             bool there = false;

@@ -211,21 +211,14 @@ __device__ __forceinline__ void multiply_wide(int type, const u32 (&w)[wide_regi
 // What a lane has of a chunk's activations, in words: of one token its first four k or its last where units have 8 rows, else both.
 constexpr int NARROW_WORDS = NODES == 1 && NARROW == 8 ? 2 : 4;
 
-// This warp's share of a unit, chain by chain. UNIT_ROWS 16: the sums of rows l / 4 and + 8 for tokens 2 q and the next.
+// This warp's share of a unit of so many rows. Of 16: the sums of rows l / 4 and + 8 for tokens 2 q and the next.
 template <int UNIT_ROWS>
-struct NarrowSums {
+struct UnitSums {
     float4 sum = {};
 
-    // Chain `chain` of the registers that hold a unit's chunks: `chunks`, whose sum is multiplied by `by`, for both tokens.
-    __device__ __forceinline__ void add(int type, const u32* all, int chain, const u32 (*x)[NARROW_WORDS], int chunks, int, float2 by) {
-        if (type == Q8_0) {
-            if constexpr (has(NARROW_TYPES, Q8_0)) add<Q8_0>(all + chain * CHAIN * registers_of(Q8_0, UNIT_ROWS), x, chunks, by);
-        } else {
-            if constexpr (has(NARROW_TYPES, BF16)) add<BF16>(all + chain * CHAIN * registers_of(BF16, UNIT_ROWS), x, chunks, by);
-        }
-    }
+    // `chunks` of a chain, whose sum is multiplied by `by`, for both tokens.
     template <int TYPE>
-    __device__ __forceinline__ void add(const u32* all, const u32 (*x)[NARROW_WORDS], int chunks, float2 by) {
+    __device__ __forceinline__ void add_chain(const u32* all, const u32 (*x)[NARROW_WORDS], int chunks, int, float2 by) {
         float low[4] = {}, high[4] = {};
 #pragma unroll
         for (int c = 0; c < CHAIN; c++) {
@@ -254,12 +247,11 @@ struct NarrowSums {
 
 // Of 8 rows: the sums of row l / 4 for tokens 2 q and the next, over the first four k and over the last.
 template <>
-struct NarrowSums<8> {
+struct UnitSums<8> {
     float2 early = {}, late = {};
 
-    // `chunks` of a chain, whose sum is multiplied by `by`, for both tokens.
     template <int TYPE>
-    __device__ __forceinline__ void add(const u32* all, const u32 (*x)[NARROW_WORDS], int chunks, int q, float2 by) {
+    __device__ __forceinline__ void add_chain(const u32* all, const u32 (*x)[NARROW_WORDS], int chunks, int q, float2 by) {
         constexpr int TILE = registers_of(TYPE, 8), LAST = NARROW_WORDS - 2;
         // Where a mma's result is: for one token in lanes 0 and 1 of four at the first four k, in 2 and 3 at the last.
         const auto at_first = [&](const float (&sum)[4]) -> float2 { return {NODES > 1 || q < 2 ? sum[0] : sum[2], sum[1]}; };
@@ -292,17 +284,20 @@ struct NarrowSums<8> {
         early = {fmaf(by.x, first.x, early.x), fmaf(by.y, first.y, early.y)};
         late = {fmaf(by.x, last.x, late.x), fmaf(by.y, last.y, late.y)};
     }
-    // Chain `chain` of the registers that hold a unit's chunks.
-    __device__ __forceinline__ void add(int type, const u32* all, int chain, const u32 (*x)[NARROW_WORDS], int chunks, int q, float2 by) {
-        if (type == Q8_0) {
-            if constexpr (has(NARROW_TYPES, Q8_0)) add<Q8_0>(all + chain * CHAIN * registers_of(Q8_0, 8), x, chunks, q, by);
-        } else {
-            if constexpr (has(NARROW_TYPES, BF16)) add<BF16>(all + chain * CHAIN * registers_of(BF16, 8), x, chunks, q, by);
-        }
-    }
     __device__ __forceinline__ float4 total(int type) {
         if (type == Q8_0) early = {early.x * LOWER, early.y * LOWER}, late = {late.x * LOWER, late.y * LOWER};
         if (NODES == 1) late.x = __shfl_xor_sync(~0u, early.x, 2);
         return {early.x + late.x, early.y + late.y, 0.0f, 0.0f};
+    }
+};
+
+struct NarrowSums : UnitSums<NARROW> {
+    // Chain `chain` of the registers that hold a unit's chunks.
+    __device__ __forceinline__ void add(int type, const u32* all, int chain, const u32 (*x)[NARROW_WORDS], int chunks, int q, float2 by) {
+        if (type == Q8_0) {
+            if constexpr (has(NARROW_TYPES, Q8_0)) add_chain<Q8_0>(all + chain * CHAIN * registers_of(Q8_0, NARROW), x, chunks, q, by);
+        } else {
+            if constexpr (has(NARROW_TYPES, BF16)) add_chain<BF16>(all + chain * CHAIN * registers_of(BF16, NARROW), x, chunks, q, by);
+        }
     }
 };
