@@ -96,6 +96,7 @@ def time_backend(backend: CudaBackend, depths: list[int], sizes: list[int]) -> N
 
 
 MARKS = 640
+UNIT = 1980  # clocks: a microsecond at the highest rate
 MATMUL = ["inputs", "multiply", "barrier", "finish"]
 
 
@@ -124,20 +125,23 @@ def print_profile(config: Config, tensors: dict[str, Tensor], chip: Profile, nod
     """Where a forward pass spends its time: the mean over SMs and layers of each part, from clocks in the kernel."""
     backend = CudaBackend(config, tensors, profile=chip, options={"PROFILE": MARKS})
     state = fake_length(backend, 520)
-    for _ in range(5):
+    for _ in range(300):  # until the chip runs at the rate that it keeps
         backend.forward(state, bushy_tree(nodes))
     marks = stage_marks(config, nodes)
-    clocks = backend.profile.read(np.int64, (backend.layout.sms, MARKS))
+    read = backend.profile.read(np.int64, (backend.layout.sms, MARKS))
+    clocks, times = read[:, :-4], np.diff(read[:, -4:].reshape(-1, 2, 2), axis=1)  # of all: clocks, nanoseconds
+    per_us = float(np.median(times[:, 0, 0] / times[:, 0, 1])) * 1e3
     counts = (clocks != 0).sum(axis=1)
     busy = clocks[counts == counts.max()]  # SMs that have a part in every stage
-    spent = np.diff(busy[:, : len(marks) + 1], axis=1) / 1980.0  # us at the boost clock
-    print(f"  profile of {nodes} nodes, {len(busy)} SMs: us each (mean, slowest SM) and a token's total")
+    spent = np.diff(busy[:, : len(marks) + 1], axis=1) / UNIT
+    print(f"  profile of {nodes} nodes, {len(busy)} SMs, in {UNIT} clocks: each (mean, slowest SM) and a token's total")
+    print(f"  {per_us:.0f} MHz, {np.median(times[:, 0, 1]) / 1e3:.1f} us from the first thread to the last")
     for stage, part in dict.fromkeys(marks):
         columns = [i for i, mark in enumerate(marks) if mark == (stage, part)]
-        times = spent[:, columns]
-        each, worst, total = times.mean(), times.max(axis=0).mean(), times.mean(axis=0).sum()
+        these = spent[:, columns]
+        each, worst, total = these.mean(), these.max(axis=0).mean(), these.mean(axis=0).sum()
         print(f"    {stage:16} {part:10} {each:7.2f} {worst:7.2f} {total:8.1f}")
-    head = (busy.max(axis=1) - busy[:, len(marks)]).mean() / 1980.0
+    head = (busy.max(axis=1) - busy[:, len(marks)]).mean() / UNIT
     print(f"    {'head':16} {'all':10} {'':15} {head:8.1f}")
     print(f"    {'token':16} {'':10} {'':15} {spent.mean(axis=0).sum() + head:8.1f}", flush=True)
 

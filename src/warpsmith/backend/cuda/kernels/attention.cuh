@@ -108,9 +108,10 @@ __device__ __forceinline__ void fetch_rows(const Block& b, const AttentionScratc
 }
 
 // 16 queries against 8 keys: lane l has key l / 4 at dimensions 8 (l mod 4) .. of every 32. Four sums, then one; of rows l / 4
-// and + 8, columns 2 (l mod 4) and the next.
+// and + 8, columns 2 (l mod 4) and the next. Rows past one node's queries are the last again.
 __device__ __forceinline__ void score_tile(const u32* q, const uint4 (&key)[8], int lane, float (&total)[4]) {
-    const uint4 *low = (const uint4*)(q + (lane >> 2) * KEY_ROW) + (lane & 3), *high = low + 8 * (KEY_ROW / 4);
+    const int row = NODES == 1 ? min(lane >> 2, QUERY_ROWS - 1) : lane >> 2;
+    const uint4 *low = (const uint4*)(q + row * KEY_ROW) + (lane & 3), *high = NODES == 1 ? low : low + 8 * (KEY_ROW / 4);
     float sum[4][4] = {};
 #pragma unroll
     for (int c = 0; c < 8; c++) {
@@ -229,7 +230,7 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
 #pragma unroll 1
                 do {
                     if (!committed) {
-                        const uint4* from = (const uint4*)(at.fresh_keys + (octet + row) * KEY_ROW) + column;
+                        const uint4* from = (const uint4*)(at.fresh_keys + min(octet + row, FRESH_ROWS - 1) * KEY_ROW) + column;
 #pragma unroll
                         for (int c = 0; c < 8; c++) key[c] = from[c * 4];
                     }

@@ -58,7 +58,15 @@ struct Block {
     // In a profiling build: when this SM got here.
     __device__ void mark() {
 #ifdef PROFILE
-        if (threadIdx.x == 0 && marks < PROFILE) p.profile[sm * PROFILE + marks++] = clock64();
+        if (threadIdx.x == 0 && marks < PROFILE - 4) p.profile[sm * PROFILE + marks++] = clock64();
+#endif
+    }
+    // And, so far from the end of its marks, what time it is: clocks, then nanoseconds.
+    __device__ void mark_time(int from_end) const {
+#ifdef PROFILE
+        if (threadIdx.x != 0) return;
+        long long* to = p.profile + (sm + 1) * PROFILE - 2 * from_end;
+        to[0] = clock64(), to[1] = nanoseconds();
 #endif
     }
 #ifdef PROFILE

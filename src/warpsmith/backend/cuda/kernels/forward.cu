@@ -181,6 +181,7 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
 }
 
 __device__ __forceinline__ void consume(Block& b) {
+    b.mark_time(2);
     if (SAMPLES && threadIdx.x == 0) b.s.reach = first_reach(b);
     prepare_tree(b);
 #pragma unroll 1
@@ -212,6 +213,7 @@ __device__ __forceinline__ void consume(Block& b) {
         if (stop) break;
     }
     if (threadIdx.x == 0) atomicExch(&b.s.stopped, 1);  // nobody waits for weights any more
+    b.mark_time(1);
 }
 
 // SMs that share units are a cluster.

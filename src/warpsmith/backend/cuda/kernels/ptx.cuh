@@ -24,6 +24,12 @@ struct Watchdog {
 template <int TIME>
 __device__ __forceinline__ void rest() { asm volatile("nanosleep.u32 %0;" ::"n"(TIME)); }
 
+__device__ __forceinline__ u64 nanoseconds() {
+    u64 time;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+    return time;
+}
+
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // --- mbarriers: full and empty signs of the ring's slots ------------------------------------------------------------
