@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from warpsmith.backend.cuda import shape, structures, top
 from warpsmith.backend.cuda.backend import VARIANTS, build_constants
 from warpsmith.backend.cuda.compiler import DIGEST_BYTES, build, cache_directory, compile_source, sources, target
 from warpsmith.backend.cuda.driver import Chip
-from warpsmith.backend.cuda.layout import Layout, dealt_sms
+from warpsmith.backend.cuda.layout import Layout, busy_sms
 from warpsmith.backend.cuda.profiles import Profile, load_profiles
 from warpsmith.backend.cuda.shape import threads_of
 from warpsmith.backend.tree import MAX_NODES
@@ -73,9 +73,7 @@ FILES = {
 
 def constants_for(profile: Profile, nodes: int, model: Config = MODEL, file: str = "BF16") -> dict[str, object]:
     chip = Chip(profile.name, profile.capability, profile.sms, profile.shared_memory)
-    has_clusters = target(profile.capability) == "sm_90a"
-    sms, sharers = dealt_sms(model, profile.sms, has_clusters and profile.pairs)
-    return build_constants(Layout(model, sms, FILES[file], sharers=sharers), chip, profile, nodes)
+    return build_constants(Layout(model, min(profile.sms, busy_sms(model)), FILES[file]), chip, profile, nodes)
 
 
 def compiled(source: str, profile: Profile, nodes: int, model: Config = MODEL, file: str = "BF16") -> Usage:
@@ -106,7 +104,6 @@ def test_the_forward_kernel_builds_for_every_chip() -> None:
     builds = [(load_profiles()[name], 1, "BF16") for name in PROFILES]
     builds.append((load_profiles()["rtx-3090"], VARIANTS[1], "Q8_0"))  # a tree where there is little shared memory
     builds.append((load_profiles()["h200"], 1, "mixed"))
-    builds.append((replace(load_profiles()["h200"], pairs=True), 1, "BF16"))
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda build: problems(*build), builds))
     assert not [problem for each in found for problem in each]
@@ -180,7 +177,7 @@ STRUCTURES = {
 }
 NUMBERS = {
     "params.cuh": {
-        **{name: getattr(shape, name) for name in ("WARPS", "CHUNK_K", "WIDE", "PIECE", "MAX_STOPS", "MAX_FEATURES")},
+        **{name: getattr(shape, name) for name in ("WARPS", "CHUNK_K", "WIDE", "NARROW", "MAX_STOPS", "MAX_FEATURES")},
         **{name: getattr(shape, name) for name in ("COLUMNS", "HISTORY", "STATE_DIM", "HEAD_DIM")},
         **{name: number for number, name in enumerate(shape.STREAM_TYPES)},
         "slot_bytes(BF16)": shape.SLOT_BYTES,

@@ -65,7 +65,6 @@ class Case:
     types: dict[str, str] = dataclasses.field(default_factory=dict)
     tied: bool = True
     architecture: str | None = None
-    pairs: bool = False
     sms: int = 3  # so few that each has several units of a stage
     options: dict[str, object] = dataclasses.field(default_factory=dict)
 
@@ -74,7 +73,7 @@ class Case:
 def backends(case: Case) -> Iterator[tuple[CudaBackend, ReferenceBackend]]:
     config = dataclasses.replace(SHAPE, tied=case.tied)
     tensors = tensors_of(config, case.types)
-    profile = dataclasses.replace(load_profiles()["h200"], pairs=case.pairs, largest_tree=case.variants[-1])
+    profile = dataclasses.replace(load_profiles()["h200"], largest_tree=case.variants[-1])
     with emulated_gpu(case.sms, case.variants):
         cuda = CudaBackend(config, tensors, profile=profile, architecture=case.architecture, options=case.options)
         yield cuda, ReferenceBackend(config, tensors)
@@ -82,7 +81,7 @@ def backends(case: Case) -> Iterator[tuple[CudaBackend, ReferenceBackend]]:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[CudaBackend, ReferenceBackend]]:
-    with backends(Case((1, 8, 24), pairs=True, sms=4)) as both:
+    with backends(Case((1, 8, 24))) as both:
         yield both
 
 
@@ -133,10 +132,10 @@ def test_a_node_depends_only_on_its_ancestors(pair, length: int, nodes: int) -> 
 
 
 OTHERS = {
-    "no pairs, SMs that share a split of keys": (Case((1, 24), sms=8), 13),
+    "SMs that share a split of keys": (Case((1, 24), sms=8), 13),
     "q8_0, gates in bf16": (Case((1, 24), {"ssm_alpha": "BF16", "ssm_beta": "BF16", "": "Q8_0"}), 9),
     "untied, head and half of the narrow ones in q8_0": (
-        Case((1, 8), {"output": "Q8_0", "ffn_down": "Q8_0"}, tied=False, pairs=True, sms=4),
+        Case((1, 8), {"output": "Q8_0", "ffn_down": "Q8_0"}, tied=False),
         5,
     ),
     "without bulk copies, fewer slots than copies asked for": (

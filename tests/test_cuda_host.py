@@ -77,7 +77,6 @@ def profile_text(**changes: str | None) -> str:
         "shared_memory_kib": "99",
         "in_flight_kib": "32",
         "largest_tree": "16",
-        "pairs": "true",
         "measured": "false",
     }
     return "\n".join(f"{key} = {value}" for key, value in (fields | changes).items() if value is not None)
@@ -87,7 +86,6 @@ def test_a_profile_is_read() -> None:
     profile = parse("new", profile_text())
     assert (profile.devices, profile.capability, profile.sms) == (("A",), (8, 6), 82)
     assert (profile.shared_memory, profile.in_flight, profile.largest_tree) == (99 << 10, 32 << 10, 16)
-    assert profile.pairs
     assert not profile.measured
 
 
@@ -105,7 +103,6 @@ def test_a_profile_is_read() -> None:
         ("in_flight_kib", "-1"),
         ("largest_tree", "65"),
         ("largest_tree", None),
-        ("pairs", "2"),
         ("measured", "1"),
         ("clusters", "4"),
     ],
@@ -204,30 +201,22 @@ def test_gates_stored_apart_cost_no_other_weights_their_type() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    teams=st.integers(1, 100),
-    sharers=st.integers(1, 2),
-    kinds=st.lists(st.sampled_from(["BF16", "Q8_0", "Q6_K"]), min_size=9, max_size=9),
-)
-def test_every_unit_has_a_place_of_its_own(teams: int, sharers: int, kinds: list[str]) -> None:
+@given(sms=st.integers(1, 200), kinds=st.lists(st.sampled_from(["BF16", "Q8_0", "Q6_K"]), min_size=9, max_size=9))
+def test_every_unit_has_a_place_of_its_own(sms: int, kinds: list[str]) -> None:
     """An SM's units follow each other in its stream, whatever their types: what the producer copies without looking."""
     names = [n for n, s in expected_shapes(SIZES["tiny"]).items() if len(s) == 2]
-    sms = teams * sharers
-    stored = {name: kinds[i % len(kinds)] for i, name in enumerate(names)}
-    layout = Layout(SIZES["tiny"], sms, stored, sharers=sharers)
+    layout = Layout(SIZES["tiny"], sms, {name: kinds[i % len(kinds)] for i, name in enumerate(names)})
     at = layout.stream_start.copy()
     number = 0
     for stage in layout.stages:
-        first = layout.units_before(stage)
+        first = layout.units_before(stage.units)
         for part in stage.parts:
             assert part.type in STREAM_TYPES
             each = stage.unit_bytes(part)
-            weights = 8 * 32 * chunks_of(stage.k // stage.sharers) * stage.unit_rows
-            assert each == weights // 32 * (34 if part.type == "Q8_0" else 64)
+            assert each == chunks_of(stage.k) * 8 * stage.unit_rows * (34 if part.type == "Q8_0" else 64)
             for sm in range(sms):
                 assert layout.part_start[number][sm] == at[sm]
-                team = sm // stage.sharers
-                low, high = max(first[team], part.first_unit), min(first[team + 1], part.first_unit + part.units)
+                low, high = max(first[sm], part.first_unit), min(first[sm + 1], part.first_unit + part.units)
                 at[sm] += max(0, high - low) * each
             number += 1
     assert at.tolist() == [*layout.stream_start[1:].tolist(), layout.stream_bytes]

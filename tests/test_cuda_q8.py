@@ -102,8 +102,7 @@ def streamed(layout: Layout, stream: np.ndarray) -> dict[str, np.ndarray]:
             stream[start : start + size]
             for start, size in zip(layout.part_start[number], layout.part_bytes[number], strict=True)
         ]
-        shares = (np.concatenate(mine[share :: stage.sharers]) for share in range(stage.sharers))
-        matrix = np.concatenate([unpacked(stage, part, share) for share in shares], axis=1)
+        matrix = unpacked(stage, part, np.concatenate(mine))
         for piece in part.pieces:
             first = piece.first_row - part.first_unit * stage.unit_rows
             if piece.pattern:
@@ -114,9 +113,8 @@ def streamed(layout: Layout, stream: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def unpacked(stage: WeightStage, part: Part, stream: np.ndarray) -> np.ndarray:
-    """The rows of a part, at the k of those whose streams these are."""
-    k = stage.k // stage.sharers
-    chunks, halves = chunks_of(k), stage.unit_rows // 8
+    """The rows of a part, from all SMs' shares of it."""
+    chunks, halves = chunks_of(stage.k), stage.unit_rows // 8
     tiles = stream.reshape(part.units * chunks, -1)
     if part.type == "Q8_0":
         # chunk, warp, row of eight, eight k, half of the rows, k; then the scales
@@ -131,8 +129,8 @@ def unpacked(stage: WeightStage, part: Part, stream: np.ndarray) -> np.ndarray:
         else:  # chunk, warp, row, eight k, later pair, later four k, k
             rows = words.reshape(-1, chunks, 8, 8, 4, 2, 2, 2).transpose(0, 3, 2, 1, 4, 6, 5, 7)
     matrix = rows.reshape(part.units * stage.unit_rows, chunks * 256)
-    assert not matrix[:, k:].any()
-    return matrix[:, :k]
+    assert not matrix[:, stage.k :].any()
+    return matrix[:, : stage.k]
 
 
 @pytest.mark.parametrize("file", ["q8", "mixed"])

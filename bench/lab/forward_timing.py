@@ -1,6 +1,6 @@
 """How long the CUDA forward kernel takes on a random 0.8B: decoding at several depths, trees of several sizes.
 
-PYTHONPATH=src python bench/lab/forward_timing.py [--type q8_0] [--pairs] [--in-flight 2 3 4] [--depths 520 32768]
+PYTHONPATH=src python bench/lab/forward_timing.py [--type q8_0] [--in-flight 2 3 4] [--depths 520 32768]
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from functools import partial
 import numpy as np
 
 from warpsmith.backend.cuda.backend import CudaBackend, CudaState
-from warpsmith.backend.cuda.driver import Device
-from warpsmith.backend.cuda.profiles import Profile, choose
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.canonical import Tensor
@@ -121,9 +119,9 @@ def stage_marks(config: Config, nodes: int) -> list[tuple[str, str]]:
     return marks
 
 
-def print_profile(config: Config, tensors: dict[str, Tensor], chip: Profile, nodes: int) -> None:
+def print_profile(config: Config, tensors: dict[str, Tensor], nodes: int) -> None:
     """Where a forward pass spends its time: the mean over SMs and layers of each part, from clocks in the kernel."""
-    backend = CudaBackend(config, tensors, profile=chip, options={"PROFILE": MARKS})
+    backend = CudaBackend(config, tensors, options={"PROFILE": MARKS})
     state = fake_length(backend, 520)
     for _ in range(300):  # until the chip runs at the rate that it keeps
         backend.forward(state, bushy_tree(nodes))
@@ -149,9 +147,6 @@ def print_profile(config: Config, tensors: dict[str, Tensor], chip: Profile, nod
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--type", choices=["bf16", "q8_0"], default="bf16")
-    parser.add_argument(
-        "--pairs", action="store_true", help="two SMs of a cluster share units, whatever the profile says"
-    )
     parser.add_argument("--in-flight", type=int, nargs="+", default=[2])
     parser.add_argument("--depths", type=int, nargs="+", default=[520, 4096, 32768])
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 16, 22, 32, 64])
@@ -161,15 +156,12 @@ def main() -> None:
     tensors = random_bf16(config)
     if arguments.type == "q8_0":
         tensors = as_q8_0(tensors)
-    found = Device().chip
-    chip, _ = choose(found.name, found.capability)
-    chip = dataclasses.replace(chip, pairs=chip.pairs or arguments.pairs)
     for nodes in arguments.profile:
-        print_profile(config, tensors, chip, nodes)
+        print_profile(config, tensors, nodes)
     for in_flight in arguments.in_flight:
         start = time.perf_counter()
         options = {"IN_FLIGHT": in_flight}
-        backend = CudaBackend(config, tensors, profile=chip, options=options)
+        backend = CudaBackend(config, tensors, options=options)
         print(f"in flight {in_flight}: loaded in {time.perf_counter() - start:.1f} s", flush=True)
         time_backend(backend, arguments.depths, arguments.nodes)
 

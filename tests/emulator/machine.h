@@ -23,7 +23,6 @@
 #define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __cluster_dims__(...)
 #define __align__(n) __attribute__((aligned(n)))
 
 struct alignas(8) int2 { int x, y; };
@@ -46,8 +45,8 @@ struct Warp {
 struct Block {
     std::vector<unsigned char> shared;
     std::vector<Warp> warps;
-    int waiting[3] = {0, 0, 0};  // at the barriers of the block, of the consumers, of the cluster (its first block's)
-    unsigned long generation[3] = {0, 0, 0};
+    int waiting[2] = {0, 0};
+    unsigned long generation[2] = {0, 0};
 };
 struct Fiber {
     void* stack_pointer = nullptr;
@@ -63,7 +62,6 @@ struct Fiber {
 
 inline Fiber* current;
 inline Index block_size, grid_size;
-inline Block* all_blocks;
 inline void* scheduler_stack;
 inline long turns_without_progress;
 inline std::mt19937 chance;
@@ -159,13 +157,14 @@ inline T shuffle(T give, Pick pick) {
     collect(give);
     return given<T>(generation, pick(current->thread.x & 31));
 }
-inline void barrier(int id, int count, Block& block = *current->block) {
+inline void barrier(int id, int count) {
+    Block& block = *current->block;
     const unsigned long mine = block.generation[id];
     if (++block.waiting[id] == count) {
         block.waiting[id] = 0, block.generation[id]++;
         progress();
     } else {
-        while (block.generation[id] == mine) hand_on(id == 0 ? "its block" : id == 1 ? "the consumers" : "its cluster");
+        while (block.generation[id] == mine) hand_on(id ? "the consumers" : "its block");
     }
 }
 
@@ -190,7 +189,6 @@ inline bool run(int grid, int threads, int shared_bytes, unsigned seed, const st
     grid_size = {(unsigned)grid}, block_size = {(unsigned)threads};
     body = &kernel;
     std::vector<Block> blocks(grid);
-    all_blocks = blocks.data();
     std::vector<Fiber> fibers((size_t)grid * threads);
     unsigned char* stacks = stacks_for(fibers.size());
     for (int b = 0; b < grid; b++) {
@@ -254,7 +252,7 @@ inline bool run(int grid, int threads, int shared_bytes, unsigned seed, const st
     return ended;
 }
 
-inline unsigned char* shared_memory(Block& block = *current->block) { return (unsigned char*)(((uintptr_t)block.shared.data() + 127) / 128 * 128); }
+inline unsigned char* shared_memory() { return (unsigned char*)(((uintptr_t)current->block->shared.data() + 127) / 128 * 128); }
 
 }  // namespace machine
 

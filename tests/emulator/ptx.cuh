@@ -51,33 +51,6 @@ inline void barrier_wait(u32 barrier, u32 parity) {
     while (!barrier_done(barrier, parity)) {}
 }
 
-// --- another SM of the cluster: its number, counted from 1, above the bits of an address there --------------------------
-
-constexpr int ADDRESS_BITS = 18;
-#ifdef SHARERS
-inline u32 remote_address(u32 address, u32 rank) { return (blockIdx.x / SHARERS * SHARERS + rank + 1) << ADDRESS_BITS | address; }
-inline void sync_cluster() { machine::barrier(2, SHARERS * machine::block_size.x, machine::all_blocks[blockIdx.x / SHARERS * SHARERS]); }
-#endif
-inline u8* remote_pointer(u32 address) {
-    return machine::shared_memory(machine::all_blocks[(address >> ADDRESS_BITS) - 1]) + (address & (1 << ADDRESS_BITS) - 1);
-}
-inline void store_remote(u32 address, float v, u32 barrier) {
-    float* to = (float*)remote_pointer(address);
-    Barrier* landed = (Barrier*)remote_pointer(barrier);
-    machine::copies.push_back([=] {
-        *to = v;
-        landed->bytes -= 4;
-        landed->advance();
-    });
-}
-inline void barrier_expect(u32 barrier, u32 bytes) { barrier_at(barrier).bytes += (int)bytes; }
-inline void arrive_remote(u32 barrier) {
-    Barrier& b = *(Barrier*)remote_pointer(barrier);
-    if (b.pending == 0) std::fprintf(stderr, "an arrival too many\n"), std::abort();
-    b.pending--;
-    b.advance();
-}
-
 // --- copies ---------------------------------------------------------------------------------------------------------
 
 inline u64 evict_first() { return 0; }

@@ -26,7 +26,7 @@ from warpsmith.backend.cuda.compiler import build, target
 from warpsmith.backend.cuda.drawing import UNDECIDED, Drawing
 from warpsmith.backend.cuda.driver import Buffer, Chip, Device, Event, Kernel, Pinned
 from warpsmith.backend.cuda.exchange import NOT_YET
-from warpsmith.backend.cuda.layout import Layout, dealt_sms
+from warpsmith.backend.cuda.layout import Layout, busy_sms
 from warpsmith.backend.cuda.memory import check_fit, memory_parts
 from warpsmith.backend.cuda.packing import Progress, load_weights
 from warpsmith.backend.cuda.profiles import Profile
@@ -94,9 +94,7 @@ class CudaBackend(Backend):
         self.largest_tree = self.chip_profile.largest_tree
         self.architecture = architecture or target(self.chip.capability)
         stored = {name: tensor.type.name for name, tensor in tensors.items()}
-        has_clusters = self.architecture == "sm_90a"
-        sms, sharers = dealt_sms(config, self.chip.sms, has_clusters and self.chip_profile.pairs)
-        self.layout = layout = Layout(config, sms, stored, sharers=sharers)
+        self.layout = layout = Layout(config, min(self.chip.sms, busy_sms(config)), stored)
         self.options = dict(options or {})
         self.context = context or config.context
         check_fit(layout, self.context, self.device.free_memory(), self.chip.name)

@@ -16,23 +16,14 @@ NOT_YET = 0xFFFFFFFF  # what an exchanged word is before it has come
 
 @dataclass(frozen=True)
 class Area:
-    """So many bf16 values and sums of squares a node, in equal shares."""
+    """So many bf16 values and sums of squares a node."""
 
     k: int
     squares: int
-    shares: int = 1
 
     @property
-    def share_k(self) -> int:
-        return self.k // self.shares
-
-    @property
-    def share_squares(self) -> int:
-        return self.squares // self.shares
-
-    @property
-    def share_words(self) -> int:
-        return 8 * _square_stride(self.share_squares) + chunks_of(self.share_k) * WARPS * CHUNK_WORDS
+    def words(self) -> int:
+        return 8 * _square_stride(self.squares) + chunks_of(self.k) * WARPS * CHUNK_WORDS
 
 
 class Exchange:
@@ -42,7 +33,7 @@ class Exchange:
     def __init__(self, rows: Mapping[str, int], areas: Mapping[str, Area]) -> None:
         self.rows, self.areas = rows, areas
         self.row_starts, self.node_words = _places({name: _on_lines(words) for name, words in rows.items()})
-        self.area_starts, area_words = _places({n: area.shares * area.share_words for n, area in areas.items()})
+        self.area_starts, area_words = _places({name: area.words for name, area in areas.items()})
         self.octet_words = 8 * self.node_words + area_words
 
     @property
@@ -56,19 +47,17 @@ class Exchange:
         return copy[at + np.arange(self.rows[name])]
 
     def squares(self, copy: np.ndarray, name: str, nodes: int) -> np.ndarray:
-        node, area = np.arange(nodes)[:, None], self.areas[name]
-        share, square = np.divmod(np.arange(area.squares), area.share_squares) if area.squares else (0, np.arange(0))
-        at = self._area(name, node) + node % 8 * _square_stride(area.share_squares)
-        return copy[at + share * area.share_words + square]
+        node, count = np.arange(nodes)[:, None], self.areas[name].squares
+        return copy[self._area(name, node) + node % 8 * _square_stride(count) + np.arange(count)]
 
     def values(self, copy: np.ndarray, name: str, nodes: int) -> np.ndarray:
         """[nodes, k] in float32, out of the order of the mma's operands."""
         node, area = np.arange(nodes)[:, None], self.areas[name]
-        chunks, (share, pair) = chunks_of(area.share_k), np.divmod(np.arange(0, area.k, 2), area.share_k)
+        chunks, pair = chunks_of(area.k), np.arange(0, area.k, 2)
         warp, chunk = pair // 32 // chunks, pair // 32 % chunks
         before = chunk // CHAIN * CHAIN
         place = before * WARPS + warp * np.minimum(CHAIN, chunks - before) + chunk - before
-        at = self._area(name, node) + 8 * _square_stride(area.share_squares) + node % 8 * 16 + share * area.share_words
+        at = self._area(name, node) + 8 * _square_stride(area.squares) + node % 8 * 16
         words = np.ascontiguousarray(copy[at + place * CHUNK_WORDS + pair % 32 // 2])
         return (words.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 

@@ -16,7 +16,7 @@ from warpsmith.backend.cuda.shape import (
     HEAD_DIM,
     HISTORY,
     MAX_OWN_LOGITS,
-    PIECE,
+    NARROW,
     STATE_DIM,
     STREAM_TYPES,
     WARPS,
@@ -39,15 +39,6 @@ def busy_sms(config: Config) -> int:
     attention = units_of(2 * c.heads * c.head_dim + 2 * c.kv_heads * c.head_dim, WIDE)
     kinds = [delta] * any(c.recurrent) + [attention] * (not all(c.recurrent))
     return min([*kinds, units_of(2 * c.ffn, WIDE)])
-
-
-def dealt_sms(config: Config, chip_sms: int, pairs: bool) -> tuple[int, int]:
-    """How many SMs of a chip take part, and how many of them share units of projections back to the residual stream.
-    Two can where halves of K are whole chunks of a warp and whole heads."""
-    sms = min(chip_sms, busy_sms(config))
-    if not pairs or config.hidden % (2 * PIECE) or config.ffn % 64 or config.value_heads % 2 or sms == 1:
-        return sms, 1
-    return sms - sms % 2, 2
 
 
 @dataclass(frozen=True)
@@ -77,7 +68,6 @@ class WeightStage:
     k: int
     rows: int
     unit_rows: int
-    sharers: int  # SMs that share a unit, each with a part of K
     parts: tuple[Part, ...]
 
     @property
@@ -85,8 +75,8 @@ class WeightStage:
         return units_of(self.rows, self.unit_rows)
 
     def unit_bytes(self, part: Part) -> int:
-        """An SM's part: every warp's tiles of 32 k, a row being a block where the type has blocks (see weights.cuh)."""
-        return chunks_of(self.k // self.sharers) * WARPS * self.unit_rows * TYPES[part.type].row_bytes(32)
+        """Every warp's tiles of 32 k, a row being a block where the type has blocks (see weights.cuh)."""
+        return chunks_of(self.k) * WARPS * self.unit_rows * TYPES[part.type].row_bytes(32)
 
 
 def stream_type(stored: Collection[str]) -> str:
@@ -97,11 +87,11 @@ def stream_type(stored: Collection[str]) -> str:
 
 
 class Layout:
-    """Sizes and offsets for one model on one number of SMs, `sharers` of which share units of projections back to the
-    residual stream. `stored` has the types of its tensors in the file, BF16 where nothing is said."""
+    """Sizes and offsets for one model on one number of SMs. `stored` has the types of its tensors in the file, BF16
+    where nothing is said."""
 
-    def __init__(self, config: Config, sms: int, stored: Mapping[str, str] | None = None, *, sharers: int = 1) -> None:
-        self.config, self.sms, self.stored, self.sharers = config, sms, stored or {}, sharers
+    def __init__(self, config: Config, sms: int, stored: Mapping[str, str] | None = None) -> None:
+        self.config, self.sms, self.stored = config, sms, stored or {}
         c = config
         self.blocks = c.value_dim // COLUMNS
         self.splits = 128 // c.kv_heads
@@ -139,28 +129,23 @@ class Layout:
                 groups.append(pieces)
             mlp = [piece("ffn_gate", pattern=1), piece("ffn_up", pattern=2)]
             stages += [
-                self._wide(f"in.{layer}", first, *groups),
-                self._narrow(f"mix_out.{layer}", out_k, piece(out)),
-                self._wide(f"mlp_in.{layer}", 2 * c.ffn, mlp),
-                self._narrow(f"mlp_out.{layer}", c.ffn, piece("ffn_down")),
+                self._stage(f"in.{layer}", c.hidden, first, WIDE, *groups),
+                self._stage(f"mix_out.{layer}", out_k, c.hidden, NARROW, [piece(out)]),
+                self._stage(f"mlp_in.{layer}", c.hidden, 2 * c.ffn, WIDE, mlp),
+                self._stage(f"mlp_out.{layer}", c.ffn, c.hidden, NARROW, [piece("ffn_down")]),
             ]
         head = "token_embd.weight" if c.tied else "output.weight"
-        return [*stages, self._wide("head", c.vocab, [Piece(head)])]
+        return [*stages, self._stage("head", c.hidden, c.vocab, WIDE, [Piece(head)])]
 
-    def _wide(self, name: str, rows: int, *groups: list[Piece]) -> WeightStage:
+    def _stage(self, name: str, k: int, rows: int, unit_rows: int, *groups: list[Piece]) -> WeightStage:
         """A part for each group of tensors, whose first rows begin units."""
-        starts = [group[0].first_row // WIDE for group in groups]
-        ends = [*starts[1:], units_of(rows, WIDE)]
-        parts = tuple(
+        starts = [group[0].first_row // unit_rows for group in groups]
+        ends = [*starts[1:], units_of(rows, unit_rows)]
+        parts = (
             Part(stream_type([self._stored(p.tensor) for p in group]), start, end - start, tuple(group))
             for group, start, end in zip(groups, starts, ends, strict=True)
         )
-        return WeightStage(name, self.config.hidden, rows, WIDE, 1, parts)
-
-    def _narrow(self, name: str, k: int, piece: Piece) -> WeightStage:
-        rows, unit_rows = self.config.hidden, PIECE * self.sharers
-        part = Part(stream_type([self._stored(piece.tensor)]), 0, units_of(rows, unit_rows), (piece,))
-        return WeightStage(name, k, rows, unit_rows, self.sharers, (part,))
+        return WeightStage(name, k, rows, unit_rows, tuple(parts))
 
     def _stored(self, tensor: str) -> str:
         return self.stored.get(tensor, "BF16")
@@ -170,18 +155,17 @@ class Layout:
         """The parts of all stages in the order of the stream."""
         return [(stage, part) for stage in self.stages for part in stage.parts]
 
-    def units_before(self, stage: WeightStage) -> np.ndarray:
-        """First unit of every SM, or of the SMs that share units, and the total at the end."""
-        owners = self.sms // stage.sharers
-        return np.arange(owners + 1, dtype=np.int64) * stage.units // owners
+    def units_before(self, units: int) -> np.ndarray:
+        """First unit of every SM, and the total at the end: [sms + 1]."""
+        return np.arange(self.sms + 1, dtype=np.int64) * units // self.sms
 
     @cached_property
     def part_bytes(self) -> np.ndarray:
         """[parts, sms]: what each SM reads of each part."""
         rows = []
         for stage, part in self.parts:
-            bounds = self.units_before(stage).clip(part.first_unit, part.first_unit + part.units)
-            rows.append(np.diff(bounds).repeat(stage.sharers) * stage.unit_bytes(part))
+            bounds = self.units_before(stage.units).clip(part.first_unit, part.first_unit + part.units)
+            rows.append(np.diff(bounds) * stage.unit_bytes(part))
         return np.stack(rows)
 
     @cached_property
@@ -258,11 +242,11 @@ class Layout:
                 "best": 2 * self.sms,
             },
             areas={
-                "x": Area(c.hidden, units_of(c.hidden, PIECE)),
-                "mid": Area(c.hidden, units_of(c.hidden, PIECE)),
-                "h": Area(c.ffn, 0, self.sharers),
-                "delta": Area(c.value_dim, self.blocks, self.sharers),
-                "attention": Area(c.heads * c.head_dim, 0, self.sharers),
+                "x": Area(c.hidden, units_of(c.hidden, NARROW)),
+                "mid": Area(c.hidden, units_of(c.hidden, NARROW)),
+                "h": Area(c.ffn, 0),
+                "delta": Area(c.value_dim, self.blocks),
+                "attention": Area(c.heads * c.head_dim, 0),
             },
         )
 
@@ -326,6 +310,6 @@ class Layout:
         return {
             "HIDDEN": c.hidden, "FFN": c.ffn, "VOCAB": c.vocab, "LAYERS": c.layers, "RECURRENT_MASK": f"{mask:#x}ull",
             "HEADS": c.heads, "KV_HEADS": c.kv_heads, "KEY_HEADS": c.key_heads, "VALUE_HEADS": c.value_heads,
-            "EPS": f"{c.eps!r}f", "SMS": self.sms, "SHARERS": self.sharers, "TIED": int(c.tied), "HEAD_TYPE": head,
-            "LAYER_TYPES": f'"{"".join(layers)}"', "EMBEDDING_TYPE": STREAM_TYPES.index(self.embedding_type),
+            "EPS": f"{c.eps!r}f", "SMS": self.sms, "LAYER_TYPES": f'"{"".join(layers)}"', "HEAD_TYPE": head,
+            "TIED": int(c.tied), "EMBEDDING_TYPE": STREAM_TYPES.index(self.embedding_type),
         }  # fmt: skip

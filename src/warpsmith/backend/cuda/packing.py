@@ -60,7 +60,6 @@ def load_weights(
                         k=stage.k,
                         units=stage.units,
                         unit_rows=stage.unit_rows,
-                        sharers=stage.sharers,
                         pattern=piece.pattern,
                     ),
                 )

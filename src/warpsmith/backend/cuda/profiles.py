@@ -31,7 +31,6 @@ class Profile:
     shared_memory: int  # bytes a block may ask for
     in_flight: int  # bytes of weights on their way to an SM at a time
     largest_tree: int  # nodes of the largest tree worth a build of its own
-    pairs: bool  # two SMs of a cluster share units (from compute capability 9.0 on)
     measured: bool  # the settings come from measurements on such a chip
 
 
@@ -77,7 +76,6 @@ def parse(name: str, text: str) -> Profile:
         shared_memory=field("shared_memory_kib", int, lambda n: 48 <= n <= 1024) << 10,
         in_flight=field("in_flight_kib", int, lambda n: 1 <= n <= 1024) << 10,
         largest_tree=field("largest_tree", int, lambda n: 1 <= n <= MAX_NODES),
-        pairs=field("pairs", bool),
         measured=field("measured", bool),
     )
     if fields:

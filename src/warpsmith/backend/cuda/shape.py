@@ -5,7 +5,7 @@ from __future__ import annotations
 # of shape.cuh and shared.cuh
 WARPS, CHUNK_K, SLOT_BYTES = 8, 256, 16384
 STREAM_TYPES = ("BF16", "Q8_0")  # WeightType
-WIDE, PIECE = 16, 8  # rows of a unit; rows of the residual stream that an SM finishes of one
+WIDE, NARROW = 16, 8  # rows of a unit
 LARGEST_HIDDEN = 16 * CHUNK_K  # MAX_CHUNKS: a unit must fit in the registers
 COLUMNS, HISTORY, STATE_DIM, HEAD_DIM = 16, 4, 128, 256
 # of params.cuh

@@ -116,6 +116,5 @@ class Pack(ctypes.Structure):
         ("k", ctypes.c_int),
         ("units", ctypes.c_int),
         ("unit_rows", ctypes.c_int),
-        ("sharers", ctypes.c_int),
         ("pattern", ctypes.c_int),
     ]

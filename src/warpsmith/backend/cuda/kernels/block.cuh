@@ -48,9 +48,6 @@ struct Block {
         if (NODES > 1) asm volatile("" : "+r"(nodes));
     }
 
-    // Partial sums from the SM that shares units with this one.
-    __device__ float* received() const { return (float*)((u8*)&s + (RECEIVED_AT - SHARED_AT)); }
-
     // All consumer warps; the producer takes no part.
     __device__ void sync() const { sync_threads<CONSUMERS>(); }
     __device__ bool decoding() const { return NODES == 1 && r.steps > 0; }

@@ -50,7 +50,7 @@ __device__ __forceinline__ void embed(Block& b, const float* norm) {
     const OwnUnits own(b.sm);
 #pragma unroll 1
     for (int item = threadIdx.x; item < own.count * b.nodes; item += CONSUMERS) {
-        const int unit = item / b.nodes, token = item % b.nodes, k = own.piece(unit) * PIECE;
+        const int unit = item / b.nodes, token = item % b.nodes, k = (own.first + unit) * NARROW;
         const float4 n0 = __ldg((const float4*)(norm + k)), n1 = __ldg((const float4*)(norm + k) + 1);
         const Eight row = embedding_piece(b, b.s.token[token], k);
         const float4 x0 = row.low, x1 = row.high;
@@ -61,6 +61,6 @@ __device__ __forceinline__ void embed(Block& b, const float* norm) {
         publish8(to + 2, b.other(X_TURN), pack_bf16(x1.x * n1.x, x1.y * n1.y), pack_bf16(x1.z * n1.z, x1.w * n1.w));
         const float low = fmaf(x0.x, x0.x, fmaf(x0.y, x0.y, fmaf(x0.z, x0.z, x0.w * x0.w)));
         const float high = fmaf(x1.x, x1.x, fmaf(x1.y, x1.y, fmaf(x1.z, x1.z, x1.w * x1.w)));
-        publish4(b.square<Residual>(X_TURN, token, X_SQUARES_AT, own.piece(unit)), b.other(X_TURN), __float_as_uint(low + high));
+        publish4(b.square<Residual>(X_TURN, token, X_SQUARES_AT, own.first + unit), b.other(X_TURN), __float_as_uint(low + high));
     }
 }

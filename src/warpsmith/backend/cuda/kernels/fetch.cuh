@@ -70,10 +70,10 @@ struct Fetcher {
         return true;
     }
 
-    // An SM's share of an activation, from its values on. In blocks of EACH chunks, `times` over.
+    // An activation, from its values on. In blocks of EACH chunks, `times` over.
     template <class Activation, int EACH>
     __device__ bool activation(const u32* values, int times) {
-        constexpr int K = Activation::SHARE_K, SQUARES = Activation::SHARE_SQUARES, CHUNKS = chunks_of(K);
+        constexpr int K = Activation::K, SQUARES = Activation::SQUARES, CHUNKS = chunks_of(K);
         int come = 0;
 #pragma unroll 1
         for (int again = 0; again < times; again++)
@@ -94,8 +94,7 @@ struct Fetcher {
         return true;
     }
     __device__ bool pass() {
-        const OwnUnits own(blockIdx.x);
-        const int units = own.count;
+        const int units = OwnUnits(blockIdx.x).count;
         int recurrent_before = 0;
 #pragma unroll 1
         for (int half = 0;; half++) {  // a layer's mixer, then its MLP; at last the head
@@ -104,17 +103,17 @@ struct Fetcher {
             if (!activation<Residual, chunks_of(HIDDEN)>(copy + (mlp ? MID_AT : X_AT), 1)) return false;
             if (layer == LAYERS) return true;
             if (mlp) {
-                if (!activation<Inner, NarrowBlocks<Inner::SHARE_K>::EACH>(copy + H_AT + own.rank * Inner::SHARE_WORDS, units)) return false;
+                if (!activation<Inner, NarrowBlocks<FFN>::EACH>(copy + H_AT, units)) return false;
                 continue;
             }
             if (!wait(gate, gate_parity)) return false;
             gate_parity ^= 1;
             if (is_recurrent(layer)) {
-                const u32* y = p.exchange + (recurrent_before++ & 1) * COPY_WORDS + DELTA_Y_AT + own.rank * DeltaOutput::SHARE_WORDS;
-                if (!activation<DeltaOutput, NarrowBlocks<DeltaOutput::SHARE_K>::EACH>(y, units)) return false;
+                const u32* y = p.exchange + (recurrent_before++ & 1) * COPY_WORDS + DELTA_Y_AT;
+                if (!activation<DeltaOutput, NarrowBlocks<VALUE_DIM>::EACH>(y, units)) return false;
             } else {
-                const u32* y = p.exchange + (layer - recurrent_before & 1) * COPY_WORDS + ATTENTION_Y_AT + own.rank * AttentionOutput::SHARE_WORDS;
-                if (!activation<AttentionOutput, NarrowBlocks<AttentionOutput::SHARE_K>::EACH>(y, units)) return false;
+                const u32* y = p.exchange + (layer - recurrent_before & 1) * COPY_WORDS + ATTENTION_Y_AT;
+                if (!activation<AttentionOutput, NarrowBlocks<ATTENTION_DIM>::EACH>(y, units)) return false;
             }
         }
     }

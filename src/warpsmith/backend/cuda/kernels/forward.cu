@@ -143,7 +143,7 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
                 if (b.r.feature_layers[i] == layer) feature = b.p.out_features + (size_t)i * b.nodes * HIDDEN;
             vectors += recurrent ? DELTA_VECTORS : ATTENTION_VECTORS;
             b.turns ^= X_TURN;
-            project_to_residual<Inner::SHARE_K, false>(b, mlp_out_types(layer), b.octet(LAYER_TURN, 0, H_AT) + b.sm % SHARERS * Inner::SHARE_WORDS, nullptr,
+            project_to_residual<FFN, false>(b, mlp_out_types(layer), b.octet(LAYER_TURN, 0, H_AT), nullptr,
                                             {X_TURN, X_AT, X_SQUARES_AT, vectors + MIX_NORM, feature});
             b.turns ^= LAYER_TURN;
         } else {
@@ -162,14 +162,13 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
             }
             STAGE_DONE;
             if (FETCHES) open_shelf(b);
-            const u32* squares = recurrent ? b.octet(DELTA_TURN, 0, DELTA_SQUARES_AT) + b.sm % SHARERS * DeltaOutput::SHARE_WORDS : nullptr;
-            const u32* y = recurrent ? squares + DeltaOutput::VALUES_AT
-                                     : b.octet(ATTENTION_TURN, 0, ATTENTION_Y_AT) + b.sm % SHARERS * AttentionOutput::SHARE_WORDS;
+            const u32* squares = recurrent ? b.octet(DELTA_TURN, 0, DELTA_SQUARES_AT) : nullptr;
+            const u32* y = recurrent ? squares + DeltaOutput::VALUES_AT : b.octet(ATTENTION_TURN, 0, ATTENTION_Y_AT);
             const ToResidual mid = {LAYER_TURN, MID_AT, MID_SQUARES_AT, vectors + MLP_NORM, nullptr};
             if (VALUE_DIM == ATTENTION_DIM || recurrent)
-                project_to_residual<DeltaOutput::SHARE_K, true>(b, mix_out_types(layer), y, squares, mid);
+                project_to_residual<VALUE_DIM, true>(b, mix_out_types(layer), y, squares, mid);
             else
-                project_to_residual<AttentionOutput::SHARE_K, false>(b, mix_out_types(layer), y, nullptr, mid);
+                project_to_residual<ATTENTION_DIM, false>(b, mix_out_types(layer), y, nullptr, mid);
             b.turns ^= recurrent ? DELTA_TURN : ATTENTION_TURN;
         }
         STAGE_DONE;
@@ -216,14 +215,7 @@ __device__ __forceinline__ void consume(Block& b) {
     b.mark_time(1);
 }
 
-// SMs that share units are a cluster.
-#if SHARERS > 1
-#define CLUSTER __cluster_dims__(SHARERS)
-#else
-#define CLUSTER
-#endif
-
-extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) forward(const __grid_constant__ Params params,
+extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_constant__ Params params,
 #if NODES == 1
                                                                  const __grid_constant__ Request request,
                                                                  const __grid_constant__ Draw how) {
@@ -248,11 +240,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) forward(const _
     }
     signs.init(request.nodes);
     show_barriers();
-#if SHARERS > 1
-    sync_cluster();
-#else
     __syncthreads();
-#endif
     constexpr int OTHERS_REGISTERS = FETCHES ? 40 : 24;  // of a thread that does not consume
     if (threadIdx.x >= CONSUMERS) {
         leave_registers<OTHERS_REGISTERS>();
@@ -277,7 +265,4 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) forward(const _
         Block block(params, request, draw, shared, (float*)(memory + SCRATCH_AT), ring, shelf, gate, signs);
         consume(block);
     }
-#if SHARERS > 1
-    sync_cluster();  // sums may be on their way to who is done first
-#endif
 }

@@ -88,10 +88,10 @@ __device__ __forceinline__ void end_head(Block& b, const float* norm_weight) {
     }
     if (b.r.want_hidden) {  // x after the final norm: each SM its own rows
         const OwnUnits own(b.sm);
-        const int rows = own.count * PIECE;
+        const int rows = own.count * NARROW;
 #pragma unroll 1
         for (int item = threadIdx.x; item < b.nodes * rows; item += CONSUMERS) {
-            const int token = item / rows, unit = item % rows / PIECE, row = item % PIECE, at = own.piece(unit) * PIECE + row;
+            const int token = item / rows, unit = item % rows / NARROW, row = item % NARROW, at = (own.first + unit) * NARROW + row;
             b.p.out_hidden[(size_t)token * HIDDEN + at] = b.s.residual[unit][token][row] * inverse_rms(b, token) * __ldg(norm_weight + at);
         }
     }

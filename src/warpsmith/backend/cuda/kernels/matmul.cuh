@@ -36,8 +36,8 @@ struct Octet {
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             const int group = i * 4 + q, unit = (b.warp * CHUNKS + group) * 4;
-            const bool live = (CHUNKS % 4 == 0 || group < CHUNKS) && (HIDDEN % CHUNK_K == 0 || unit < HIDDEN_PIECES);
-            squares[i] = live ? get(sums + token * square_stride(HIDDEN_PIECES) + unit) : uint4{};
+            const bool live = (CHUNKS % 4 == 0 || group < CHUNKS) && (HIDDEN % CHUNK_K == 0 || unit < HIDDEN_UNITS);
+            squares[i] = live ? get(sums + token * square_stride(HIDDEN_UNITS) + unit) : uint4{};
         }
     }
     __device__ __forceinline__ bool came() const {
@@ -60,7 +60,7 @@ struct Octet {
     __device__ __forceinline__ void take(const Block& b, int ahead, const u32* x, const u32* x_squares, int first) {
         b.shelf.wait(ahead);
         const SharedWords slot = {b.shelf.data(ahead)};
-        load(b, first, slot + SHELF_SQUARE_WORDS, slot + (SHELF_SQUARE_WORDS - square_words(HIDDEN_PIECES)),
+        load(b, first, slot + SHELF_SQUARE_WORDS, slot + (SHELF_SQUARE_WORDS - square_words(HIDDEN_UNITS)),
              [](SharedWords from) { return load_shared16(from.address); });
         if (!came()) poll(b, x, x_squares, first);
     }

@@ -14,7 +14,7 @@ struct Pack {
     int first_row;           // stage row of the tensor's first
     int offset;              // rows of the tensor already moved
     int count;
-    int k, units, unit_rows, sharers, pattern;
+    int k, units, unit_rows, pattern;
 };
 
 // Where a tile lies: of all the warps' tiles of a chunk of a unit.
@@ -24,13 +24,12 @@ struct Place {
 };
 
 __device__ Place place_of(const Pack& a, int row, int k) {
-    const int share = a.k / a.sharers, chunks = chunks_of(share), index = a.offset + row;
+    const int chunks = chunks_of(a.k), index = a.offset + row;
     const int stage_row = a.pattern == 0 ? a.first_row + index : index / 8 * 16 + (a.pattern - 1) * 8 + index % 8;
-    const int unit = stage_row / a.unit_rows, teams = SMS / a.sharers, team = owner_of(a.units, unit, teams);
-    const int before = unit - max(first_unit(a.units, team, teams), a.part_unit);  // units of this part that the SM has before
-    const int sm = team * a.sharers + k / share, within = k % share;
-    const size_t chunk = (size_t)before * chunks + within % (chunks * 32) / 32;
-    return {a.stream + a.part_start[sm] + chunk * chunk_bytes(a.type, a.unit_rows), within / (chunks * 32), stage_row % a.unit_rows,
+    const int unit = stage_row / a.unit_rows, sm = owner_of(a.units, unit);
+    const int before = unit - max(first_unit(a.units, sm), a.part_unit);  // units of this part that the SM has before
+    const size_t chunk = (size_t)before * chunks + k % (chunks * 32) / 32;
+    return {a.stream + a.part_start[sm] + chunk * chunk_bytes(a.type, a.unit_rows), k / (chunks * 32), stage_row % a.unit_rows,
             k % 32 / 8};
 }
 

@@ -38,7 +38,7 @@ __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// The copy engine, and the other SM of a cluster, must see the barriers this thread has made.
+// The copy engine must see the barriers this thread has made.
 __device__ __forceinline__ void show_barriers() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -65,29 +65,6 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     Watchdog dog;
     while (!barrier_done(barrier, parity)) dog.check();
 }
-
-// --- the other SM of a cluster: its shared memory -------------------------------------------------------------------
-
-#if __CUDA_ARCH__ >= 900
-// Where `address` is in the SM of that rank.
-__device__ __forceinline__ u32 remote_address(u32 address, u32 rank) {
-    u32 out;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(out) : "r"(address), "r"(rank));
-    return out;
-}
-// Four bytes that finish on an mbarrier there, which has to expect them.
-__device__ __forceinline__ void store_remote(u32 address, float v, u32 barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address), "r"(__float_as_uint(v)), "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void arrive_remote(u32 barrier) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// All threads of the cluster.
-__device__ __forceinline__ void sync_cluster() { asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory"); }
-#endif
 
 // --- copies from global to shared memory that finish on an mbarrier -------------------------------------------------
 

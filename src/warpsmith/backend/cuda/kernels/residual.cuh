@@ -1,10 +1,7 @@
-// Projections back to the residual stream.
+// Projections back to the residual stream: units of 8 rows.
 //
-// Who has a unit has 8 rows of the residual stream. Where two SMs share a unit, each multiplies all 16 rows by its part of K, keeps the
-// partial sums of its own 8 and stores those of the others into the other's shared memory: half of the activations to fetch, and no
-// half of a mma that is not wanted.
-// A tree goes octet by octet and chain by chain (see shape.cuh): as soon as an octet is summed its new rows are published, while the next
-// one is multiplied.
+// Who has a unit has those 8 rows of the residual stream. A tree goes octet by octet and chain by chain (see shape.cuh): as soon
+// as an octet is summed its new rows are published, while the next one is multiplied.
 #pragma once
 #include "matmul.cuh"
 
@@ -22,8 +19,8 @@ struct HeadScales {
     __device__ void load(const Block& b, bool scaled, At sums, int token, int head, Get get) {
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            const int h = min(head + min(i * 2 + ((b.lane & 3) >> 1), HEADS_HERE - 1), VALUE_HEADS / SHARERS - 1);  // past the end: zeros
-            got[i] = scaled ? get(sums + token * square_stride(DeltaOutput::SHARE_SQUARES) + h * BLOCKS_PER_HEAD + (b.lane & 1) * 4) : uint4{};
+            const int h = min(head + min(i * 2 + ((b.lane & 3) >> 1), HEADS_HERE - 1), VALUE_HEADS - 1);  // past the end: zeros
+            got[i] = scaled ? get(sums + token * square_stride(BLOCKS) + h * BLOCKS_PER_HEAD + (b.lane & 1) * 4) : uint4{};
         }
     }
     __device__ bool came() const {
@@ -63,9 +60,9 @@ struct ScalesOf<false, HEADS_HERE> {
     typedef NoScales type;
 };
 
-// What a warp needs of one token for COUNT chunks: a lane has the first four k of its eight, or the last; of units of 16 rows both.
+// What a warp needs of one token for COUNT chunks: a lane has the first four k of its eight, or the last.
 template <int COUNT, int K, bool SCALED>
-__device__ __forceinline__ float4 multiply_one(Block& b, int type, const u32* w, const u32* from, const u32* squares, int block) {
+__device__ __forceinline__ float2 multiply_one(Block& b, int type, const u32* w, const u32* from, const u32* squares, int block) {
     typename ScalesOf<SCALED, (COUNT + CHAIN - 1) / CHAIN>::type scales;
     constexpr int CHUNKS = chunks_of(K);
     const int q = b.lane & 3, k = (b.warp * CHUNKS + block) * 32 + q * 8;
@@ -77,18 +74,12 @@ __device__ __forceinline__ float4 multiply_one(Block& b, int type, const u32* w,
         came = true;
 #pragma unroll
         for (int c = 0; c < COUNT; c++) {
-            const u32* at = from + chunk_place(CHUNKS, b.warp, block + c) * CHUNK_WORDS + q * 4;
-            const bool live = K % CHUNK_K == 0 || k + c * 32 < K;
-            if constexpr (NARROW_WORDS == 2) {
-                const uint2 got = live ? load8(at + (b.lane >> 4) * 2) : uint2{};
-                x[c][0] = got.x, x[c][1] = got.y;
-            } else {
-                const uint4 got = live ? load16(at) : uint4{};
-                x[c][0] = got.x, x[c][1] = got.y, x[c][2] = got.z, x[c][3] = got.w;
-            }
+            const u32* at = from + chunk_place(CHUNKS, b.warp, block + c) * CHUNK_WORDS + q * 4 + (b.lane >> 4) * 2;
+            const uint2 got = K % CHUNK_K == 0 || k + c * 32 < K ? load8(at) : uint2{};
+            x[c][0] = got.x, x[c][1] = got.y;
         }
 #pragma unroll
-        for (int c = 0; c < COUNT; c++) came &= x[c][0] != NOT_YET & x[c][NARROW_WORDS - 2] != NOT_YET;
+        for (int c = 0; c < COUNT; c++) came &= x[c][0] != NOT_YET;
         came &= scales.came();
         dog.check();
     } while (!everywhere(came));
@@ -130,7 +121,7 @@ struct OctetProduct {
         }
         return everywhere(came);
     }
-    __device__ __forceinline__ float4 multiply(Block& b, int type, const u32* w, const u32* from, const u32* squares, int block, int first) {
+    __device__ __forceinline__ float2 multiply(Block& b, int type, const u32* w, const u32* from, const u32* squares, int block, int first) {
         const auto get_shared = [](SharedWords at) { return load_shared16(at.address); };
         const auto get_global = [](const u32* at) { return load16(at); };
         const int q = b.lane & 3;
@@ -157,56 +148,17 @@ struct OctetProduct {
     }
 };
 
-// Where a warp's partial sums of a unit go: its own rows' to the scratch, the other rows' to the SM that shares the unit.
-struct PartialSums {
-    float* own;
-    u32 remote, remote_sign, remote_read;  // there
-
-    __device__ explicit PartialSums(const Block& b) : own(b.scratch), remote(0), remote_sign(0), remote_read(0) {
-#if __CUDA_ARCH__ >= 900
-        if (SHARERS > 1) {
-            const u32 other = b.sm % SHARERS ^ 1;
-            remote = remote_address(shared_address(b.received()), other);
-            remote_sign = remote_address(b.signs.sums, other), remote_read = remote_address(b.signs.read, other);
-        }
-#endif
-    }
-    // Of tokens `token` and the next; `part` counts warps and blocks of K.
-    __device__ __forceinline__ void put(const Block& b, int part, int token, float4 sum) const {
-        const int at = (part * NODES + token) * UNIT_STRIDE + (b.lane >> 2);
-        const bool upper = SHARERS > 1 && b.sm % SHARERS;
-        const float mine[2] = {upper ? sum.z : sum.x, upper ? sum.w : sum.y}, others[2] = {upper ? sum.x : sum.z, upper ? sum.y : sum.w};
-#pragma unroll
-        for (int i = 0; i < TOKENS_AT_ONCE && i < 2; i++) {
-            if (NODES == 1 && b.lane & 3) break;
-            own[at + i * UNIT_STRIDE] = mine[i];
-#if __CUDA_ARCH__ >= 900
-            if (SHARERS > 1) store_remote(remote + (at + i * UNIT_STRIDE) * 4, others[i], remote_sign + token / 8 * 8);
-#endif
-        }
-    }
-    // All of a warp's for an octet, in `blocks` of K.
-    __device__ __forceinline__ void given(const Block& b, int octet, int blocks) const {
-#if __CUDA_ARCH__ >= 900
-        if (SHARERS > 1 && b.lane == 0) barrier_expect(b.signs.sums + 8 * octet, blocks * TOKENS_AT_ONCE * PIECE * 4);
-#endif
-        arrive_for_warp(b.signs.sums + 8 * octet);
-    }
-    // The total of PARTS, four rows of a token.
-    template <int PARTS>
-    __device__ __forceinline__ float4 total(const Block& b, int token, int half) const {
-        const int at = token * UNIT_STRIDE + half * 4;
-        const float4 here = sum_parts<PARTS>(own + at, NODES * UNIT_STRIDE);
-        return SHARERS == 1 ? here : add(here, sum_parts<PARTS>(b.received() + at, NODES * UNIT_STRIDE));
-    }
-    // An octet's have been read: they may be written again.
-    __device__ __forceinline__ void done(const Block& b) const {
-        arrive_for_warp(b.signs.read);
-#if __CUDA_ARCH__ >= 900
-        if (SHARERS > 1 && (LANES_ARRIVE > 1 || b.lane == 0)) arrive_remote(remote_read);
-#endif
-    }
-};
+// A warp's partial sums of tokens `token` and the next; `part` counts warps and blocks of K.
+__device__ __forceinline__ void put_sums(const Block& b, int part, int token, float2 sum) {
+    float* own = b.scratch + ((part * NODES + token) * UNIT_STRIDE + (b.lane >> 2));
+    if (NODES > 1 || (b.lane & 3) == 0) own[0] = sum.x;
+    if (NODES > 1) own[UNIT_STRIDE] = sum.y;
+}
+// The total of PARTS, four rows of a token.
+template <int PARTS>
+__device__ __forceinline__ float4 total_of(const Block& b, int token, int half) {
+    return sum_parts<PARTS>(b.scratch + (token * UNIT_STRIDE + half * 4), NODES * UNIT_STRIDE);
+}
 
 // What a projection makes of its sums: the new residual is kept; times the next norm's weight, in bf16, it is published with the
 // sum of its squares; and it is stored as a feature if asked. Two lanes a token.
@@ -216,66 +168,64 @@ struct ToResidual {
     const float* next_norm;
     float* feature;
 
-    __device__ __forceinline__ void finish(Block& b, int unit, int piece, int token, int half, bool live, float4 norm, float4 sum) const {
+    __device__ __forceinline__ void finish(Block& b, int unit, int rows, int token, int half, bool live, float4 norm, float4 sum) const {
         float4* own = (float4*)b.s.residual[unit][token] + half;
         const float4 x = add(live ? *own : float4{}, sum);
         float square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, x.w * x.w)));
         square += __shfl_xor_sync(~0u, square, 1);
         if (!live) return;
-        const int row = piece * PIECE + half * 4;
+        const int row = rows * NARROW + half * 4;
         *own = x;
         publish8(b.value<Residual>(turn, token, values_at, row), b.other(turn), pack_bf16(x.x * norm.x, x.y * norm.y),
                  pack_bf16(x.z * norm.z, x.w * norm.w));
-        if (half == 0) publish4(b.square<Residual>(turn, token, squares_at, piece), b.other(turn), __float_as_uint(square));
+        if (half == 0) publish4(b.square<Residual>(turn, token, squares_at, rows), b.other(turn), __float_as_uint(square));
         if (feature) *(float4*)(feature + (size_t)token * HIDDEN + row) = x;
     }
 };
 
 template <int COUNT, int K, bool SCALED>
-__device__ __forceinline__ void multiply_block(Block& b, int type, const u32* from, const u32* squares, int index, int unit, int piece,
+__device__ __forceinline__ void multiply_block(Block& b, int type, const u32* from, const u32* squares, int index, int unit, int rows,
                                                float4 norm, const ToResidual& to) {
     typedef NarrowBlocks<K> Blocks;
     u32 w[narrow_registers(COUNT)];
     take_narrow<COUNT>(b, type, w);
     if (!FETCHES) b.sync();  // polling would hold up the loads of a warp that comes late
-    const PartialSums partial(b);
     const bool last = index == Blocks::COUNT - 1;
     const int part = index * WARPS + b.warp, half = b.lane & 1;
     const u32 turn = b.summed & 1;
     if (index == 0) barrier_wait(b.signs.read, turn ^ 1);  // the unit before
     if constexpr (NODES == 1) {
-        partial.put(b, part, 0, multiply_one<COUNT, K, SCALED>(b, type, w, from, squares, index * Blocks::EACH));
+        put_sums(b, part, 0, multiply_one<COUNT, K, SCALED>(b, type, w, from, squares, index * Blocks::EACH));
         if (!last) return;
-        partial.given(b, 0, Blocks::COUNT);
+        arrive_for_warp(b.signs.sums);
         b.mark();
         if (b.warp != 0) return;
         barrier_wait(b.signs.sums, turn);
         b.mark();
-        to.finish(b, unit, piece, 0, half, b.lane < 2, norm, partial.total<Blocks::PARTS>(b, 0, half));
-        partial.done(b);
+        to.finish(b, unit, rows, 0, half, b.lane < 2, norm, total_of<Blocks::PARTS>(b, 0, half));
+        arrive_for_warp(b.signs.read);
     } else {
 #pragma unroll 1
         for (int first = 0, step = 0; first < b.nodes; first += 8, step++) {
             OctetProduct<COUNT, K, SCALED> product;
             const int at = first / 8 * OCTET_WORDS;
-            partial.put(b, part, first + (b.lane & 3) * 2,
-                        product.multiply(b, type, w, from + at, squares ? squares + at : nullptr, index * Blocks::EACH, first));
+            put_sums(b, part, first + (b.lane & 3) * 2,
+                     product.multiply(b, type, w, from + at, squares ? squares + at : nullptr, index * Blocks::EACH, first));
             if (!last) continue;
-            partial.given(b, step, Blocks::COUNT);
+            arrive_for_warp(b.signs.sums + 8 * step);
             if (step == 0) b.mark();
             if (b.warp == step % WARPS) {
                 barrier_wait(b.signs.sums + 8 * step, turn);
                 if (step == 0) b.mark();
-                const int mine = first + (b.lane >> 1 & 7);
-                to.finish(b, unit, piece, min(mine, b.nodes - 1), half, b.lane < 16 && mine < b.nodes, norm,
-                          partial.total<Blocks::PARTS>(b, min(mine, b.nodes - 1), half));
-                partial.done(b);
+                const int mine = first + (b.lane >> 1 & 7), token = min(mine, b.nodes - 1);
+                to.finish(b, unit, rows, token, half, b.lane < 16 && mine < b.nodes, norm, total_of<Blocks::PARTS>(b, token, half));
+                arrive_for_warp(b.signs.read);
             }
         }
     }
 }
 
-// Stage: this SM's units; K is its part. SCALED: if there are `squares`, the inputs are DeltaNet outputs before their head norm, whose 1 / rms
+// Stage: this SM's units. SCALED: if there are `squares`, the inputs are DeltaNet outputs before their head norm, whose 1 / rms
 // multiplies the sums over a head.
 template <int K, bool SCALED>
 __device__ __forceinline__ void project_to_residual(Block& b, StageTypes types, const u32* from, const u32* squares, const ToResidual& to) {
@@ -286,12 +236,12 @@ __device__ __forceinline__ void project_to_residual(Block& b, StageTypes types, 
     if (WIDE_BUFFERS == 1) b.sync();  // sums of the stage before may still be read
 #pragma unroll 1
     for (int unit = 0; unit < own.count; unit++) {
-        const float4 norm = __ldg((const float4*)(to.next_norm + own.piece(unit) * PIECE + (b.lane & 1) * 4));
+        const float4 norm = __ldg((const float4*)(to.next_norm + (own.first + unit) * NARROW + (b.lane & 1) * 4));
 #pragma unroll 1
         for (int index = 0; index < Blocks::CHUNKS / Blocks::EACH; index++)
-            multiply_block<smaller(Blocks::EACH, Blocks::CHUNKS), K, SCALED>(b, type, from, squares, index, unit, own.piece(unit), norm, to);
+            multiply_block<smaller(Blocks::EACH, Blocks::CHUNKS), K, SCALED>(b, type, from, squares, index, unit, own.first + unit, norm, to);
         if constexpr (Blocks::CHUNKS % Blocks::EACH != 0)
-            multiply_block<Blocks::CHUNKS % Blocks::EACH, K, SCALED>(b, type, from, squares, Blocks::COUNT - 1, unit, own.piece(unit), norm, to);
+            multiply_block<Blocks::CHUNKS % Blocks::EACH, K, SCALED>(b, type, from, squares, Blocks::COUNT - 1, unit, own.first + unit, norm, to);
         b.summed++;
     }
 }

@@ -76,8 +76,9 @@ struct Producer {
     }
     // Copy this SM's units of a stage, each in slots of its own. False when the consumers have stopped.
     template <u32 TYPES, int ROWS, int IN_FLIGHT_HERE = MOST_IN_FLIGHT>
-    __device__ bool stage(int unit, int end, int k, StageTypes types) {
-        while (unit < end) {
+    __device__ bool stage(int all, int k, StageTypes types) {
+        const int who = sm();
+        for (int unit = first_unit(all, who), end = first_unit(all, who + 1); unit < end;) {
             const Run run = types.run<TYPES>(unit, end);
             if (!copy(run.units, chunks_of(k) * chunk_bytes(run.type, ROWS), slot_bytes(run.type), IN_FLIGHT_HERE)) return false;
             unit += run.units;
@@ -113,13 +114,9 @@ struct Producer {
     }
     template <int IN_FLIGHT_HERE = MOST_IN_FLIGHT>
     __device__ bool wide(int all, StageTypes types) {
-        const int who = sm();
-        return stage<WIDE_TYPES, WIDE, IN_FLIGHT_HERE>(first_unit(all, who), first_unit(all, who + 1), HIDDEN, types);
+        return stage<WIDE_TYPES, WIDE, IN_FLIGHT_HERE>(all, HIDDEN, types);
     }
-    __device__ bool narrow(int k, StageTypes types) {
-        const OwnUnits own(sm());
-        return stage<NARROW_TYPES, NARROW>(own.first, own.first + own.count, k / SHARERS, types);
-    }
+    __device__ bool narrow(int k, StageTypes types) { return stage<NARROW_TYPES, NARROW>(HIDDEN_UNITS, k, types); }
     __device__ bool token(const u8* stream) {
         source = stream;
 #pragma unroll 1

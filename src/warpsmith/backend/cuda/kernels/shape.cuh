@@ -2,7 +2,7 @@
 //
 // Given with -D: HIDDEN FFN VOCAB LAYERS RECURRENT_MASK HEADS KV_HEADS KEY_HEADS VALUE_HEADS EPS (the model);
 // LAYER_TYPES HEAD_TYPE TIED EMBEDDING_TYPE (how its weights are stored, see weights.cuh);
-// SMS SHARED_MEMORY IN_FLIGHT SHARERS (the chip); NODES (tree nodes this build takes).
+// SMS SHARED_MEMORY IN_FLIGHT (the chip); NODES (tree nodes this build takes).
 #pragma once
 #include "ptx.cuh"
 
@@ -32,13 +32,12 @@ __host__ __device__ constexpr int count_recurrent(int below) {
 constexpr int DELTA_LAYERS = count_recurrent(LAYERS), ATTENTION_LAYERS = LAYERS - DELTA_LAYERS;
 
 // --- the weight stream ----------------------------------------------------------------------------------------------
-// A unit is some output rows of a matrix: 16 rows where there are many (projections into the mixer and the MLP, LM head). Where every
-// SM must have its share of few (projections back to the residual stream) it is 8 rows, all of K; or, with two SHARERS, 16 rows whose
-// K two SMs of a cluster share. An SM's part of it is cut into chunks of 256 k, a tile of 32 k for each warp: warp w owns k in
-// [w * K/8, (w+1) * K/8). How a tile's weights lie is up to the unit's type (weights.cuh): a lane has rows l / 4 (and l / 4 + 8) at
-// k = 8 (l mod 4) .. + 7, as the mma wants them.
+// A unit is some output rows of a matrix, all of K: 16 rows where there are many (projections into the mixer and the MLP,
+// LM head), 8 where every SM must have its share of few (projections back to the residual stream). It is cut into chunks of
+// 256 k, a tile of 32 k for each warp: warp w owns k in [w * K/8, (w+1) * K/8). How a tile's weights lie is up to the
+// unit's type (weights.cuh): a lane has rows l / 4 (and l / 4 + 8) at k = 8 (l mod 4) .. + 7, as the mma wants them.
 // A slot of the ring holds whole chunks of one unit: 16 KB of weights, and their scales; a unit's last slot what is left.
-constexpr int CHUNK_K = 32 * WARPS, WIDE = 16, PIECE = 8, NARROW = PIECE * SHARERS;  // PIECE: rows of a unit that an SM ends up with
+constexpr int CHUNK_K = 32 * WARPS, WIDE = 16, NARROW = 8;
 enum WeightType { BF16, Q8_0 };
 // BF16: 64 bytes a row of a tile. Q8_0: a row of a tile is a block of the file, 32 values with their fp16 scale.
 __host__ __device__ constexpr int chunk_bytes(int type, int rows) { return WARPS * rows * (type == Q8_0 ? 34 : 64); }
@@ -51,23 +50,20 @@ constexpr int DELTA_IN_ROWS = CONV_CHANNELS + VALUE_DIM + 2 * VALUE_HEADS;      
 constexpr int ATTENTION_IN_ROWS = 2 * ATTENTION_DIM + 2 * KV_HEADS * HEAD_DIM;  // q and gate | k | v
 constexpr int DELTA_IN_UNITS = units_of(DELTA_IN_ROWS, WIDE), ATTENTION_IN_UNITS = units_of(ATTENTION_IN_ROWS, WIDE);
 constexpr int MLP_IN_UNITS = units_of(2 * FFN, WIDE);     // a unit is 8 gate rows and their 8 up rows
-constexpr int HIDDEN_UNITS = units_of(HIDDEN, NARROW), HIDDEN_PIECES = units_of(HIDDEN, PIECE);  // mixer output and MLP output
+constexpr int HIDDEN_UNITS = units_of(HIDDEN, NARROW);    // mixer output and MLP output: who owns a piece of the residual
 constexpr int HEAD_UNITS = units_of(VOCAB, WIDE);
+constexpr int OWN_UNITS = (HIDDEN_UNITS + SMS - 1) / SMS;
 
-// Units are dealt in order: SM i has [first_unit(U, i), first_unit(U, i + 1)); or the team i, the SMs that share units.
-__host__ __device__ constexpr int first_unit(int units, int owner, int owners = SMS) { return (int)((unsigned)units * (unsigned)owner / owners); }
-__host__ __device__ constexpr int owner_of(int units, int unit, int owners = SMS) {
-    return (int)((((unsigned)unit + 1) * owners - 1) / (unsigned)units);
+// Units are dealt in order: SM i has [first_unit(U, i), first_unit(U, i + 1)).
+__host__ __device__ constexpr int first_unit(int units, int sm) { return (int)((unsigned)units * (unsigned)sm / SMS); }
+__host__ __device__ constexpr int owner_of(int units, int unit) {
+    return (int)((((unsigned)unit + 1) * SMS - 1) / (unsigned)units);
 }
-constexpr int TEAMS = SMS / SHARERS, OWN_UNITS = (HIDDEN_UNITS + TEAMS - 1) / TEAMS;
-static_assert(SMS % SHARERS == 0 && (SHARERS == 1 || HIDDEN % NARROW == 0), "whole teams and units");
-// The units an SM has a part in, and with them pieces of the residual stream.
+// The units of the residual stream that an SM has.
 struct OwnUnits {
-    int first, count, rank;
+    int first, count;
     __host__ __device__ constexpr explicit OwnUnits(int sm)
-        : first(first_unit(HIDDEN_UNITS, sm / SHARERS, TEAMS)), count(first_unit(HIDDEN_UNITS, sm / SHARERS + 1, TEAMS) - first),
-          rank(sm % SHARERS) {}
-    __host__ __device__ constexpr int piece(int unit) const { return (first + unit) * SHARERS + rank; }
+        : first(first_unit(HIDDEN_UNITS, sm)), count(first_unit(HIDDEN_UNITS, sm + 1) - first) {}
 };
 
 // --- DeltaNet and attention work items ------------------------------------------------------------------------------
@@ -88,33 +84,27 @@ constexpr int MAX_NODES = 64, CHUNK_WORDS = 128, CHAIN = 4;  // CHAIN: chunks su
 constexpr int Y_DIM = VALUE_DIM > ATTENTION_DIM ? VALUE_DIM : ATTENTION_DIM;
 __host__ __device__ constexpr int square_stride(int squares) { return squares ? on_lines(squares) + 16 : 0; }  // keeps the banks apart
 __host__ __device__ constexpr int square_words(int squares) { return 8 * square_stride(squares); }
-__host__ __device__ constexpr int area_words(int k, int squares) { return square_words(squares) + chunks_of(k) * WARPS * CHUNK_WORDS; }
 __host__ __device__ constexpr int pieces_of(int k) { return (chunks_of(k) + CHAIN - 1) / CHAIN; }
 // Where chunk `c` of a warp's slice lies, in chunks.
 __host__ __device__ constexpr int chunk_place(unsigned chunks, unsigned warp, unsigned c) {
     const unsigned before = c / CHAIN * CHAIN, left = chunks - before;
     return before * WARPS + warp * (left < CHAIN ? left : CHAIN) + c - before;
 }
-// An activation, in an area for each of those who share its K: where a node's value lies, from the first area's values on, and a sum
-// of squares, from its sums on.
-template <int K, int SQUARES, int SHARES>
+// An activation's area: where a node's value lies, from the values on, and a sum of squares, from the sums on.
+template <int VALUES, int SUMS>
 struct Activation {
-    static_assert(K % (32 * SHARES) == 0 || SHARES == 1, "shares are whole chunks of a warp");
-    static constexpr int SHARE_K = K / SHARES, SHARE_SQUARES = SQUARES / SHARES, SHARE_WORDS = area_words(SHARE_K, SHARE_SQUARES);
-    static constexpr int WORDS = SHARES * SHARE_WORDS, VALUES_AT = square_words(SHARE_SQUARES);
+    static constexpr int K = VALUES, SQUARES = SUMS, VALUES_AT = square_words(SQUARES), WORDS = VALUES_AT + chunks_of(K) * WARPS * CHUNK_WORDS;
 
     static __host__ __device__ constexpr int value(unsigned node, unsigned k) {
-        const unsigned chunks = chunks_of(SHARE_K), chunk = k % SHARE_K / 32;
-        return k / SHARE_K * SHARE_WORDS + chunk_place(chunks, chunk / chunks, chunk % chunks) * CHUNK_WORDS + node % 8 * 16 + k % 32 / 2;
+        const unsigned chunks = chunks_of(K), chunk = k / 32;
+        return chunk_place(chunks, chunk / chunks, chunk % chunks) * CHUNK_WORDS + node % 8 * 16 + k % 32 / 2;
     }
-    static __host__ __device__ constexpr int square(unsigned node, unsigned i) {
-        return i / SHARE_SQUARES * SHARE_WORDS + node % 8 * square_stride(SHARE_SQUARES) + i % SHARE_SQUARES;
-    }
+    static __host__ __device__ constexpr int square(unsigned node, unsigned i) { return node % 8 * square_stride(SQUARES) + i; }
 };
-typedef Activation<HIDDEN, HIDDEN_PIECES, 1> Residual;
-typedef Activation<FFN, 0, SHARERS> Inner;
-typedef Activation<VALUE_DIM, BLOCKS, SHARERS> DeltaOutput;
-typedef Activation<ATTENTION_DIM, 0, SHARERS> AttentionOutput;
+typedef Activation<HIDDEN, HIDDEN_UNITS> Residual;
+typedef Activation<FFN, 0> Inner;
+typedef Activation<VALUE_DIM, BLOCKS> DeltaOutput;
+typedef Activation<ATTENTION_DIM, 0> AttentionOutput;
 
 constexpr int DELTA_IN_AT = 0;                                                         // f32 projections into the mixer
 constexpr int ATTENTION_IN_AT = DELTA_IN_AT + on_lines(DELTA_IN_UNITS * WIDE);

@@ -51,12 +51,11 @@ constexpr int WEIGHT_QUADS = 16;
 constexpr int UNITS_AT_ONCE = smaller(4, larger(1, WEIGHT_QUADS / (2 * chunks_of(HIDDEN))));
 constexpr int TOKENS_AT_ONCE = NODES == 1 ? 1 : 8;
 constexpr int MAX_CHUNKS = 16;
-constexpr int MAX_NARROW_CHUNKS = MAX_CHUNKS / SHARERS;
-__host__ __device__ constexpr int parts_of(int k) { return WARPS * ((chunks_of(k / SHARERS) + MAX_NARROW_CHUNKS - 1) / MAX_NARROW_CHUNKS); }
+__host__ __device__ constexpr int parts_of(int k) { return WARPS * ((chunks_of(k) + MAX_CHUNKS - 1) / MAX_CHUNKS); }
 // Chunks of a unit that are in registers together; a unit's parts are the sums over such a block by each warp.
-template <int SHARE_K>
+template <int K>
 struct NarrowBlocks {
-    static constexpr int CHUNKS = chunks_of(SHARE_K), PARTS = parts_of(SHARE_K * SHARERS);
+    static constexpr int CHUNKS = chunks_of(K), PARTS = parts_of(K);
     static constexpr int WHOLE = slot_chunks(has(NARROW_TYPES, Q8_0) ? Q8_0 : BF16, NARROW);  // slots
     static constexpr int EACH = (CHUNKS + PARTS / WARPS - 1) / (PARTS / WARPS) + WHOLE - 1 & ~(WHOLE - 1);
     static constexpr int COUNT = (CHUNKS + EACH - 1) / EACH;
@@ -73,7 +72,7 @@ constexpr bool FETCHES = false;
 
 // Tokens that a projection finishes together: an octet, or two where there are so many that all warps have work with them.
 constexpr int STEP_TOKENS = FETCHES ? 16 : TOKENS_AT_ONCE;
-// Partial sums: of UNITS_AT_ONCE units and STEP_TOKENS, twice unless that takes too much room; or of a unit's piece and all tokens. A
+// Partial sums: of UNITS_AT_ONCE units and STEP_TOKENS, twice unless that takes too much room; or of a unit of 8 rows and all tokens. A
 // tree's rows behind them, for the convolution; then the shelf.
 constexpr int ROW_STRIDE = UNITS_AT_ONCE * WIDE + 4, UNIT_STRIDE = 12;  // floats a token; keep the banks apart
 constexpr int WIDE_BUFFERS = FETCHES ? 1 : 2, WIDE_FLOATS = WARPS * STEP_TOKENS * ROW_STRIDE;
@@ -108,10 +107,9 @@ constexpr int MIX_FLOATS = larger(larger(DELTA_FLOATS, ATTENTION_FLOATS), SAMPLE
 constexpr int SCRATCH_FLOATS = larger(PRODUCT_FLOATS, MIX_AT + MIX_FLOATS);
 constexpr int STATE_FLOATS = COLUMNS * STATE_DIM;
 
-constexpr int RECEIVED_FLOATS = SHARERS == 1 ? 0 : NARROW_FLOATS;  // partial sums from the other SM that shares a unit
 constexpr int TREE_SIGNS = NODES == 1 ? 0 : TREE_OCTETS + NODES * WORKER_WARPS + (FETCHES ? DONE_GROUPS + 1 : 0);
 constexpr int SIGNS = TREE_OCTETS + 1 + TREE_SIGNS;  // see signs.cuh
-constexpr int ROOM = SHARED_MEMORY - (int)sizeof(Shared) - (SCRATCH_FLOATS + RECEIVED_FLOATS) * 4 - 96 - 16 * SHELF_SLOTS - 8 * SIGNS;
+constexpr int ROOM = SHARED_MEMORY - (int)sizeof(Shared) - SCRATCH_FLOATS * 4 - 96 - 16 * SHELF_SLOTS - 8 * SIGNS;
 constexpr int WANTED_SLOTS = NODES == 1 ? 13 : NODES == 8 ? 10 : NODES == 16 ? 8 : 7;
 constexpr int SLOT_COST = SLOT_BYTES + 16;  // with its two barriers
 static_assert(ROOM >= 2 * SLOT_COST, "the ring needs two slots");
@@ -120,6 +118,6 @@ constexpr int SCRATCH_AT = RING_SLOTS * SLOT_BYTES;
 constexpr int SHARED_AT = (SCRATCH_AT + SCRATCH_FLOATS * 4 + 15 + (NODES == 1 ? 0 : ROOM - RING_SLOTS * SLOT_COST)) / 16 * 16;
 // What a tree's rows leave of the scratch, and what is left besides, holds states of nodes where chains branch off.
 constexpr int KEPT_STATES = NODES == 1 ? 0 : (SHARED_AT - SCRATCH_AT - (MIX_AT + DELTA_FLOATS) * 4) / (STATE_FLOATS * 4);
-constexpr int RECEIVED_AT = SHARED_AT + ((int)sizeof(Shared) + 15) / 16 * 16, BARRIERS_AT = RECEIVED_AT + RECEIVED_FLOATS * 4;
+constexpr int BARRIERS_AT = SHARED_AT + ((int)sizeof(Shared) + 15) / 16 * 16;
 constexpr int SHELF_BARRIERS_AT = BARRIERS_AT + 16 * RING_SLOTS, GATE_AT = SHELF_BARRIERS_AT + 16 * SHELF_SLOTS, SIGNS_AT = GATE_AT + 8;
 static_assert(SIGNS_AT + 8 * SIGNS <= SHARED_MEMORY, "all of it must fit");

@@ -31,7 +31,7 @@ struct Signs {
         if (sign >= SIGNS) return;
         const int nodes_here = min(4, count - done * 4);
         const int warps = sign < TREE_OCTETS    ? WARPS
-                          : row < 0             ? SHARERS * ((count + 7) / 8)
+                          : row < 0             ? (count + 7) / 8
                           : row < TREE_OCTETS   ? FETCHERS
                           : done < 0            ? 1
                           : done == DONE_GROUPS ? PUBLISHERS

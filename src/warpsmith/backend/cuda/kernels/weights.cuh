@@ -2,9 +2,9 @@
 //
 // Every warp owns a fixed slice of K (see shape.cuh), 32 k a chunk. The products of the first four of a lane's eight k and
 // of the last four are summed apart. Units of 16 rows: one mma (16 x 8 x 16) for the first four k, one for the last four, 8
-// tokens (l / 4) in the columns. Units of 8 rows (where SMs do not share them): a mma's upper 8 rows are the same rows at the last four
-// k. For one token one mma does both: its columns 0 to 3 are the token at the first four k, 4 to 7 at the last. For a tree it takes
-// two, for 8 tokens. Half of the result is not wanted.
+// tokens (l / 4) in the columns. Units of 8 rows: a mma's upper 8 rows are the same rows at the last four k. For one
+// token one mma does both: its columns 0 to 3 are the token at the first four k, 4 to 7 at the last. For a tree it takes two,
+// for 8 tokens. Half of the result is not wanted.
 //
 // BF16: the 16 bytes a lane reads are an A operand. Sums run inside the mma over four chunks, then in a fixed order.
 //
@@ -208,51 +208,18 @@ __device__ __forceinline__ void multiply_wide(int type, const u32 (&w)[wide_regi
     }
 }
 
-// What a lane has of a chunk's activations, in words: of one token its first four k or its last where units have 8 rows, else both.
-constexpr int NARROW_WORDS = NODES == 1 && NARROW == 8 ? 2 : 4;
+// What a lane has of a chunk's activations, in words: of one token its first four k or its last, of eight tokens both.
+constexpr int NARROW_WORDS = NODES == 1 ? 2 : 4;
 
-// This warp's share of a unit of so many rows. Of 16: the sums of rows l / 4 and + 8 for tokens 2 q and the next.
-template <int UNIT_ROWS>
-struct UnitSums {
-    float4 sum = {};
+// This warp's share of a unit of 8 rows, chain by chain: the sums of row l / 4 for tokens 2 q and the next, over the first four
+// k and over the last.
+struct NarrowSums {
+    float2 early = {}, late = {};
 
     // `chunks` of a chain, whose sum is multiplied by `by`, for both tokens.
     template <int TYPE>
-    __device__ __forceinline__ void add_chain(const u32* all, const u32 (*x)[NARROW_WORDS], int chunks, int, float2 by) {
-        float low[4] = {}, high[4] = {};
-#pragma unroll
-        for (int c = 0; c < CHAIN; c++) {
-            if (c >= chunks) break;
-            const u32* w = all + c * registers_of(TYPE, UNIT_ROWS);
-            if constexpr (TYPE == BF16) {
-                mma(low, w[0], w[1], w[2], w[3], x[c][0], x[c][1]);
-                mma(high, w[4], w[5], w[6], w[7], x[c][2], x[c][3]);
-            } else {
-                const u32 v[4] = {raised(x[c][0]), raised(x[c][1]), raised(x[c][2]), raised(x[c][3])};
-                float part[4] = {};
-                mma(part, MINUS_128, MINUS_128, MINUS_128, MINUS_128, v[0], v[1]);
-                mma(part, MINUS_128, MINUS_128, MINUS_128, MINUS_128, v[2], v[3]);
-                mma(part, early_bytes(w[0]), early_bytes(w[2]), late_bytes(w[0]), late_bytes(w[2]), v[0], v[1]);
-                mma(part, early_bytes(w[1]), early_bytes(w[3]), late_bytes(w[1]), late_bytes(w[3]), v[2], v[3]);
-                const float2 scale = unpack_half(w[4]);
-#pragma unroll
-                for (int i = 0; i < 4; i++) low[i] = fmaf(i < 2 ? scale.x : scale.y, part[i], low[i]);
-            }
-        }
-        sum = {fmaf(by.x, low[0] + high[0], sum.x), fmaf(by.y, low[1] + high[1], sum.y), fmaf(by.x, low[2] + high[2], sum.z),
-               fmaf(by.y, low[3] + high[3], sum.w)};
-    }
-    __device__ __forceinline__ float4 total(int type) const { return type == Q8_0 ? scaled(sum, LOWER) : sum; }
-};
-
-// Of 8 rows: the sums of row l / 4 for tokens 2 q and the next, over the first four k and over the last.
-template <>
-struct UnitSums<8> {
-    float2 early = {}, late = {};
-
-    template <int TYPE>
     __device__ __forceinline__ void add_chain(const u32* all, const u32 (*x)[NARROW_WORDS], int chunks, int q, float2 by) {
-        constexpr int TILE = registers_of(TYPE, 8), LAST = NARROW_WORDS - 2;
+        constexpr int TILE = registers_of(TYPE, NARROW), LAST = NARROW_WORDS - 2;
         // Where a mma's result is: for one token in lanes 0 and 1 of four at the first four k, in 2 and 3 at the last.
         const auto at_first = [&](const float (&sum)[4]) -> float2 { return {NODES > 1 || q < 2 ? sum[0] : sum[2], sum[1]}; };
         const auto at_last = [&](const float (&sum)[4]) -> float2 { return {sum[2], sum[3]}; };
@@ -284,14 +251,6 @@ struct UnitSums<8> {
         early = {fmaf(by.x, first.x, early.x), fmaf(by.y, first.y, early.y)};
         late = {fmaf(by.x, last.x, late.x), fmaf(by.y, last.y, late.y)};
     }
-    __device__ __forceinline__ float4 total(int type) {
-        if (type == Q8_0) early = {early.x * LOWER, early.y * LOWER}, late = {late.x * LOWER, late.y * LOWER};
-        if (NODES == 1) late.x = __shfl_xor_sync(~0u, early.x, 2);
-        return {early.x + late.x, early.y + late.y, 0.0f, 0.0f};
-    }
-};
-
-struct NarrowSums : UnitSums<NARROW> {
     // Chain `chain` of the registers that hold a unit's chunks.
     __device__ __forceinline__ void add(int type, const u32* all, int chain, const u32 (*x)[NARROW_WORDS], int chunks, int q, float2 by) {
         if (type == Q8_0) {
@@ -299,5 +258,10 @@ struct NarrowSums : UnitSums<NARROW> {
         } else {
             if constexpr (has(NARROW_TYPES, BF16)) add_chain<BF16>(all + chain * CHAIN * registers_of(BF16, NARROW), x, chunks, q, by);
         }
+    }
+    __device__ __forceinline__ float2 total(int type) {
+        if (type == Q8_0) early = {early.x * LOWER, early.y * LOWER}, late = {late.x * LOWER, late.y * LOWER};
+        if (NODES == 1) late.x = __shfl_xor_sync(~0u, early.x, 2);
+        return {early.x + late.x, early.y + late.y};
     }
 };
