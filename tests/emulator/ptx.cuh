@@ -47,6 +47,7 @@ inline bool barrier_done(u32 barrier, u32 parity) {
     machine::hand_on("a barrier");
     return (barrier_at(barrier).phase & 1) != parity;
 }
+inline bool barrier_seen(u32 barrier, u32 parity) { return (barrier_at(barrier).phase & 1) != parity; }
 inline void barrier_wait(u32 barrier, u32 parity) {
     while (!barrier_done(barrier, parity)) {}
 }

@@ -244,7 +244,7 @@ class Layout:
             areas={
                 "x": Area(c.hidden, units_of(c.hidden, NARROW)),
                 "mid": Area(c.hidden, units_of(c.hidden, NARROW)),
-                "h": Area(c.ffn, 0),
+                "h": Area(c.ffn, self.sms),
                 "delta": Area(c.value_dim, self.blocks),
                 "attention": Area(c.heads * c.head_dim, 0),
             },

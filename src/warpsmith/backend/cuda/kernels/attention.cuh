@@ -205,7 +205,7 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
             }
         } else {
             fetch_rows(b, at, kv_head, first_node, min(tiles * TILE_NODES, b.nodes - first_node), holds_new);
-            fetch_values(split, 0);
+            if (tile0 == 0 || split + STEP < chunks) fetch_values(split, 0);  // else they are still here
         }
         b.sync();
 

@@ -2,8 +2,10 @@
 #pragma once
 #include "signs.cuh"
 
-// Which copy of an exchange is in use: a bit each, flipped after every use (see exchange.cuh).
-enum Turn { X_TURN = 1, LAYER_TURN = 2, DELTA_TURN = 4, ATTENTION_TURN = 8, BEST_TURN = 16 };
+// Whose turn it is of two, a bit each, flipped after every use: copies of an exchange (see exchange.cuh); halves of the partial sums; sums of
+// squares of a norm; signs (see signs.cuh) of partial sums, of DeltaNet blocks, of activations that are looked out for.
+enum Turn { X_TURN = 1, LAYER_TURN = 2, DELTA_TURN = 4, ATTENTION_TURN = 8, BEST_TURN = 16, HALF_TURN = 32, NORM_TURN = 64, SUMS_TURN = 128,
+            BLOCK_TURN = 256, THERE_TURN = 512 };
 
 struct Block {
     const Params& p;
@@ -12,21 +14,16 @@ struct Block {
     Shared& s;
     float* scratch;
     Ring ring;
-    Shelf shelf;
-    u32 gate;  // a barrier: the mixer's scratch is free
     Signs signs;
     int sm = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     u32 turns = 0;
-    int buffer = 0;  // which half of the partial sums the next go to
-    u32 summed = 0;  // units of projections back to the residual stream, so far
-    int norm = 0;    // which of `squares` the last norm's sums are in
-    int epoch = 0;   // DeltaNet blocks so far, in a tree
+    int half = 0;    // a layer's mixer, then its MLP; at last the head
     int length;      // tokens committed before the tree
     int nodes;
 
     __device__ Block(const Params& params, const Request& request, const Draw* how, Shared& shared, float* scratch_area,
-                     const Ring& r0, const Shelf& s0, u32 gate0, const Signs& signs0)
-        : p(params), r(request), draw(how), s(shared), scratch(scratch_area), ring(r0), shelf(s0), gate(gate0), signs(signs0),
+                     const Ring& r0, const Signs& signs0)
+        : p(params), r(request), draw(how), s(shared), scratch(scratch_area), ring(r0), signs(signs0),
           length(request.length), nodes(NODES == 1 ? 1 : request.nodes) {}
 
     // Where things are in the copy of this use: what an octet exchanges, from `at` on; a node's row; four of its values, from k
@@ -44,9 +41,20 @@ struct Block {
     // Every stage starts with this. Without it the compiler computes addresses of all stages before the layer loop and
     // keeps them in local memory, which the small L1 beside a full ring cannot hold: each reload would go to L2.
     __device__ void begin_stage() {
-        asm volatile("" : "+r"(sm), "+r"(warp), "+r"(lane), "+r"(length));
+        asm volatile("" : "+r"(sm), "+r"(warp), "+r"(lane), "+r"(length), "+r"(half));
         if (NODES > 1) asm volatile("" : "+r"(nodes));
     }
+
+    // Where it is, worked out again in every stage: every register counts.
+    __device__ int layer() const { return half >> 1; }
+    __device__ bool is_mlp() const { return half & 1; }
+    __device__ bool is_head() const { return half == 2 * LAYERS; }
+    __device__ bool is_recurrent() const { return !is_head() && ::is_recurrent(layer()); }
+    __device__ int delta_index() const { return recurrent_before(layer()); }
+    __device__ int attention_index() const { return layer() - delta_index(); }
+    __device__ const float* vectors(int at) const { return p.vectors + (vectors_at(layer()) + at); }
+
+    __device__ u32 turn(Turn of) const { return turns & of ? 1 : 0; }
 
     // All consumer warps; the producer takes no part.
     __device__ void sync() const { sync_threads<CONSUMERS>(); }

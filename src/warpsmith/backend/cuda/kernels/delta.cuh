@@ -115,7 +115,7 @@ __device__ __forceinline__ void delta_one(Block& b, int index, int block, const 
 // --- a tree ---------------------------------------------------------------------------------------------------------
 
 // The turn of the signs for this block.
-__device__ __forceinline__ u32 sign_turn(const Block& b) { return b.epoch - 1 & 1; }
+__device__ __forceinline__ u32 sign_turn(const Block& b) { return b.turn(BLOCK_TURN) ^ 1; }
 
 // Rows, octet by octet, a warp two nodes: the first four warps have the first octet and can start with it, the others the rest.
 // In registers: q, k, and in lanes 0-3 v, 4-7 z, 8 the group with beta, 9 the one with fade.
@@ -250,9 +250,9 @@ __device__ __forceinline__ void delta_tree(Block& b, int index, int block, const
 #pragma unroll
         for (int i = 0; i < 4; i++) s[c][i] = worker == 0 ? committed[Row::place(i)] : float4{};  // the root's
     }
-    const float2 weight = FETCHES ? float2{} : gated_norm(block, vectors);
+    const float2 weight = HELPED ? float2{} : gated_norm(block, vectors);
     b.sync();  // the scratch held partial sums
-    b.epoch++;
+    b.turns ^= BLOCK_TURN;
     fetch_rows(b, index, block, rows);
     b.mark();
     int node = b.s.first[worker], come = 0;
@@ -301,10 +301,10 @@ __device__ __forceinline__ void delta_tree(Block& b, int index, int block, const
             arrive_for_warp(b.signs.kept + 8 * (step.keep * WORKER_WARPS + half));
         }
         if (b.lane < 8) mine[OUT_ROW + column] = made.out, mine[WRITE_ROW + column] = write[0];
-        if (FETCHES) arrive_for_warp(b.signs.nodes + 8 * (done / 4));
+        if (HELPED) arrive_for_warp(b.signs.nodes + 8 * (done / 4));
     }
     b.mark();
-    if constexpr (FETCHES) {  // partial sums take the rows' place
+    if constexpr (HELPED) {  // partial sums take the rows' place
         barrier_wait(b.signs.published, sign_turn(b));
         b.mark();
         return;
@@ -327,5 +327,5 @@ __device__ __forceinline__ void delta_mix(Block& b, int index, const float* vect
         else
             delta_tree(b, index, block, vectors);
     }
-    if (NODES > 1 && !FETCHES) b.sync();  // partial sums take the rows' place
+    if (NODES > 1 && !HELPED) b.sync();  // partial sums take the rows' place
 }

@@ -11,7 +11,7 @@
 #include "convolve.cuh"
 #include "delta.cuh"
 #include "embedding.cuh"
-#include "fetch.cuh"
+#include "lookout.cuh"
 #include "publish.cuh"
 #include "residual.cuh"
 #include "sample.cuh"
@@ -85,96 +85,95 @@ __device__ __forceinline__ void prepare_tree(Block& b) {
 // The three kinds of stages over normed x share one copy of the code: what is executed again and again must stay in the
 // instruction cache.
 __device__ __forceinline__ bool forward_pass(Block& b) {
-    int left = b.r.stop_after;
-#define STAGE_DONE                 \
-    b.mark();                      \
-    if (left-- == 0) return false; \
+    // The number of a stage, as `stop_after` counts: the embedding, then five a layer.
+#define STAGE_DONE(number)                        \
+    b.mark();                                     \
+    if (b.r.stop_after == (number)) return false; \
     b.begin_stage()
+#define IN_LAYER(stage) (1 + b.layer() * 5 + (stage))
     b.mark();
-    const float* vectors = b.p.vectors;
-    embed(b, vectors + MIX_NORM);
-    STAGE_DONE;
-    int delta_index = 0, attention_index = 0;
+    embed(b, b.p.vectors + MIX_NORM);
+    STAGE_DONE(0);
 #pragma unroll 1
-    for (int half = 0; half <= 2 * LAYERS; half++) {  // a layer's mixer, then its MLP; at last the head
-        const int layer = half >> 1;
-        const bool head = half == 2 * LAYERS, mlp = half & 1, recurrent = !head && is_recurrent(layer);
+    for (b.half = 0; b.half <= 2 * LAYERS; b.half++) {
+        const bool head = b.is_head(), mlp = b.is_mlp(), recurrent = b.is_recurrent(), gather = recurrent && !mlp;
         const int all = head ? HEAD_UNITS : mlp ? MLP_IN_UNITS : recurrent ? DELTA_IN_UNITS : ATTENTION_IN_UNITS;
         const int first = first_unit(all, b.sm), units = first_unit(all, b.sm + 1) - first;
-        const StageTypes types = head ? head_types() : mlp ? mlp_in_types(layer) : in_types(layer);
+        const StageTypes types = head ? head_types() : mlp ? mlp_in_types(b.layer()) : in_types(b.layer());
         const u32* x = mlp ? b.octet(LAYER_TURN, 0, MID_AT) : b.octet(X_TURN, 0, X_AT);
         if (head) begin_head(b);
-        const bool gather = recurrent && !mlp;
-        if (gather) ask_for_taps(b, delta_index, vectors);
+        if (gather) ask_for_taps(b, b.delta_index(), b.vectors(0));
         const auto where = [&](int unit, int quarter) {
             const int row = (first + unit) * WIDE + quarter * 4;
             return mlp ? H_AT + Inner::value(0, (first + unit) * 8 + quarter * 4) : (recurrent ? DELTA_IN_AT : ATTENTION_IN_AT) + row;
         };
         multiply_normed(b, types, first, units, x, x + (X_SQUARES_AT - X_AT), gather, where, [&](bool live, int unit, int token, int quarter, int place, float4 v, const float* kept) {
-            if (head) {
+            if (b.is_head()) {
                 rank_logits(b, live, (first + unit) * WIDE + quarter * 4, token, v);
-            } else if (mlp) {  // gate rows, then up rows
+            } else if (b.is_mlp()) {  // gate rows, then up rows
                 float4 up;
                 up.x = __shfl_xor_sync(~0u, v.x, 1), up.y = __shfl_xor_sync(~0u, v.y, 1);
                 up.z = __shfl_xor_sync(~0u, v.z, 1), up.w = __shfl_xor_sync(~0u, v.w, 1);
                 if (live && quarter < 2)
                     publish8(b.octet(LAYER_TURN, token, place + Inner::value(token, 0)), b.other(LAYER_TURN),
                              pack_bf16(silu(v.x) * up.x, silu(v.y) * up.y), pack_bf16(silu(v.z) * up.z, silu(v.w) * up.w));
+                if (HELPED && unit == units - 1 && quarter == 0 && live && (token % 8 == 7 || token == b.nodes - 1))
+                    publish4(b.square<Inner>(LAYER_TURN, token, H_SIGNS_AT, b.sm), b.other(LAYER_TURN), 0);
             } else if (live) {
                 const int row = (first + unit) * WIDE + quarter * 4;
-                if (recurrent) {
+                if (b.is_recurrent()) {
                     const float4 made = after_projection(b, row, v, [&](int age) {
                         const int source = NODES == 1 ? -age : b.s.path[token][age];
                         return source < 0 ? past_input(b, row, -source) : *(const float4*)(kept + source * ROW_STRIDE);
                     });
                     publish16(b.words(DELTA_TURN, token, place), b.other(DELTA_TURN), made);
-                    keep_input(b, delta_index, token, row, v);
+                    keep_input(b, b.delta_index(), token, row, v);
                 } else {
                     publish16(b.words(ATTENTION_TURN, token, place), b.other(ATTENTION_TURN), v);
                 }
             }
         });
-        if (head) break;
-        STAGE_DONE;
-        if (mlp) {
+        if (b.is_head()) break;
+        STAGE_DONE(IN_LAYER(b.is_mlp() ? 3 : 0));
+        if (b.is_mlp()) {
             float* feature = nullptr;
 #pragma unroll 1
             for (int i = 0; i < b.r.features; i++)
-                if (b.r.feature_layers[i] == layer) feature = b.p.out_features + (size_t)i * b.nodes * HIDDEN;
-            vectors += recurrent ? DELTA_VECTORS : ATTENTION_VECTORS;
+                if (b.r.feature_layers[i] == b.layer()) feature = b.p.out_features + (size_t)i * b.nodes * HIDDEN;
             b.turns ^= X_TURN;
-            project_to_residual<FFN, false>(b, mlp_out_types(layer), b.octet(LAYER_TURN, 0, H_AT), nullptr,
-                                            {X_TURN, X_AT, X_SQUARES_AT, vectors + MIX_NORM, feature});
+            project_to_residual<FFN, false>(b, mlp_out_types(b.layer()), b.octet(LAYER_TURN, 0, H_AT), nullptr,
+                                            {X_TURN, X_AT, X_SQUARES_AT, b.p.vectors + vectors_at(b.layer() + 1) + MIX_NORM, feature});
             b.turns ^= LAYER_TURN;
         } else {
-            if (recurrent) {
-                delta_mix(b, delta_index++, vectors);
+            if (b.is_recurrent()) {
+                delta_mix(b, b.delta_index(), b.vectors(0));
             } else {
                 if constexpr (NODES > 1) {
-                    attention_rows(b, attention_index, vectors);
+                    attention_rows(b, b.attention_index(), b.vectors(0));
                     b.mark();
                     b.begin_stage();
                 }
-                attention_parts(b, attention_index++, vectors);
+                attention_parts(b, b.attention_index(), b.vectors(0));
                 b.mark();
                 b.begin_stage();
                 attention_merge(b);
             }
-            STAGE_DONE;
-            if (FETCHES) open_shelf(b);
-            const u32* squares = recurrent ? b.octet(DELTA_TURN, 0, DELTA_SQUARES_AT) : nullptr;
-            const u32* y = recurrent ? squares + DeltaOutput::VALUES_AT : b.octet(ATTENTION_TURN, 0, ATTENTION_Y_AT);
-            const ToResidual mid = {LAYER_TURN, MID_AT, MID_SQUARES_AT, vectors + MLP_NORM, nullptr};
-            if (VALUE_DIM == ATTENTION_DIM || recurrent)
-                project_to_residual<VALUE_DIM, true>(b, mix_out_types(layer), y, squares, mid);
+            STAGE_DONE(IN_LAYER(1));
+            const bool scaled = b.is_recurrent();
+            const u32* squares = scaled ? b.octet(DELTA_TURN, 0, DELTA_SQUARES_AT) : nullptr;
+            const u32* y = scaled ? squares + DeltaOutput::VALUES_AT : b.octet(ATTENTION_TURN, 0, ATTENTION_Y_AT);
+            const ToResidual mid = {LAYER_TURN, MID_AT, MID_SQUARES_AT, b.vectors(MLP_NORM), nullptr};
+            if (VALUE_DIM == ATTENTION_DIM || scaled)
+                project_to_residual<VALUE_DIM, true>(b, mix_out_types(b.layer()), y, squares, mid);
             else
-                project_to_residual<ATTENTION_DIM, false>(b, mix_out_types(layer), y, nullptr, mid);
-            b.turns ^= recurrent ? DELTA_TURN : ATTENTION_TURN;
+                project_to_residual<ATTENTION_DIM, false>(b, mix_out_types(b.layer()), y, nullptr, mid);
+            b.turns ^= b.is_recurrent() ? DELTA_TURN : ATTENTION_TURN;
         }
-        STAGE_DONE;
+        STAGE_DONE(IN_LAYER(b.is_mlp() ? 4 : 2));
     }
+#undef IN_LAYER
 #undef STAGE_DONE
-    end_head(b, vectors);
+    end_head(b, b.p.vectors + vectors_at(LAYERS));
     b.mark();
     return true;
 }
@@ -227,21 +226,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     extern __shared__ __align__(128) u8 memory[];
     Shared& shared = *(Shared*)(memory + SHARED_AT);
     Ring ring(shared_address(memory), shared_address(memory + BARRIERS_AT));
-    const Shelf shelf(shared_address(memory + SCRATCH_AT + SHELF_AT * 4), shared_address(memory + SHELF_BARRIERS_AT));
-    const u32 gate = shared_address(memory + GATE_AT);
     const Signs signs(shared_address(memory + SIGNS_AT));
     if (threadIdx.x == 0) {
         ring.init();
-        if (FETCHES) {
-            shelf.init();
-            barrier_init(gate, WARPS * LANES_ARRIVE);
-        }
         shared.stopped = 0;
     }
     signs.init(request.nodes);
     show_barriers();
     __syncthreads();
-    constexpr int OTHERS_REGISTERS = FETCHES ? 40 : 24;  // of a thread that does not consume
+    constexpr int OTHERS_REGISTERS = HELPED ? 40 : 24;  // of a thread that does not consume
     if (threadIdx.x >= CONSUMERS) {
         leave_registers<OTHERS_REGISTERS>();
         const int other = threadIdx.x - CONSUMERS;
@@ -252,17 +245,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
                 if (!producer.token(params.stream + params.stream_start[blockIdx.x])) break;
             producer.drain();
         }
-        if constexpr (FETCHES) {
-            if (other >= 32 && other < 64) Fetcher(params, shelf, gate, &shared.stopped, request.nodes).run();
+        if constexpr (HELPED) {
+            if (other >= 32 && other < 64) Lookout(params, signs, &shared.stopped, request.nodes).run();
             if (other >= 64) {
-                Block block(params, request, draw, shared, (float*)(memory + SCRATCH_AT), ring, shelf, gate, signs);
+                Block block(params, request, draw, shared, (float*)(memory + SCRATCH_AT), ring, signs);
                 block.warp -= WARPS + 2;
                 publish_outputs(block);
             }
         }
     } else {
         take_registers<240 - (OTHERS_REGISTERS - 24) / 2>();
-        Block block(params, request, draw, shared, (float*)(memory + SCRATCH_AT), ring, shelf, gate, signs);
+        Block block(params, request, draw, shared, (float*)(memory + SCRATCH_AT), ring, signs);
         consume(block);
     }
 }

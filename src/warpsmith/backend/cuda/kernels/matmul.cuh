@@ -23,22 +23,28 @@ struct Octet {
     __device__ __forceinline__ void forget() {
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++) a[c] = {NOT_YET, NOT_YET, NOT_YET, NOT_YET};
-    }
-    // `values` and `sums` are the octet's; get(address) loads 16 bytes.
-    template <class At, class Get>
-    __device__ __forceinline__ void load(const Block& b, int first, At values, At sums, Get get) {
-        const int token = min(b.lane >> 2, b.nodes - 1 - first), q = b.lane & 3;
 #pragma unroll
-        for (int c = 0; c < CHUNKS; c++) {
-            const bool live = HIDDEN % CHUNK_K == 0 || (b.warp * CHUNKS + c) * 32 + q * 8 < HIDDEN;
-            a[c] = live ? get(values + chunk_place(CHUNKS, b.warp, c) * CHUNK_WORDS + token * 16 + q * 4) : uint4{};
-        }
+        for (int i = 0; i < EACH; i++) squares[i] = {NOT_YET, NOT_YET, NOT_YET, NOT_YET};
+    }
+    // Asks for a chunk, and for the squares.
+    __device__ __forceinline__ void ask(const Block& b, const u32* x, int first, int c) {
+        const int token = min(b.lane >> 2, b.nodes - 1 - first), q = b.lane & 3;
+        const bool live = HIDDEN % CHUNK_K == 0 || (b.warp * CHUNKS + c) * 32 + q * 8 < HIDDEN;
+        a[c] = live ? load16(x + first / 8 * OCTET_WORDS + chunk_place(CHUNKS, b.warp, c) * CHUNK_WORDS + token * 16 + q * 4) : uint4{};
+    }
+    __device__ __forceinline__ void ask_squares(const Block& b, const u32* x_squares, int first) {
+        const int token = min(b.lane >> 2, b.nodes - 1 - first), q = b.lane & 3;
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             const int group = i * 4 + q, unit = (b.warp * CHUNKS + group) * 4;
             const bool live = (CHUNKS % 4 == 0 || group < CHUNKS) && (HIDDEN % CHUNK_K == 0 || unit < HIDDEN_UNITS);
-            squares[i] = live ? get(sums + token * square_stride(HIDDEN_UNITS) + unit) : uint4{};
+            squares[i] = live ? load16(x_squares + first / 8 * OCTET_WORDS + token * square_stride(HIDDEN_UNITS) + unit) : uint4{};
         }
+    }
+    __device__ __forceinline__ void ask(const Block& b, const u32* x, const u32* x_squares, int first) {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) ask(b, x, first, c);
+        ask_squares(b, x_squares, first);
     }
     __device__ __forceinline__ bool came() const {
         bool all = true;
@@ -49,21 +55,32 @@ struct Octet {
         return everywhere(all);
     }
     __device__ __forceinline__ void poll(const Block& b, const u32* x, const u32* x_squares, int first) {
-        const int at = first / 8 * OCTET_WORDS;
         Watchdog dog;
         do {
-            load(b, first, x + at, x_squares + at, [](const u32* from) { return load16(from); });
+            ask(b, x, x_squares, first);
             dog.check();
         } while (!came());
     }
-    // From the shelf's slot `ahead`; or, if it was fetched too early, from where it comes.
-    __device__ __forceinline__ void take(const Block& b, int ahead, const u32* x, const u32* x_squares, int first) {
-        b.shelf.wait(ahead);
-        const SharedWords slot = {b.shelf.data(ahead)};
-        load(b, first, slot + SHELF_SQUARE_WORDS, slot + (SHELF_SQUARE_WORDS - square_words(HIDDEN_UNITS)),
-             [](SharedWords from) { return load_shared16(from.address); });
-        if (!came()) poll(b, x, x_squares, first);
-    }
+    // Whether the squares of an octet's last node had come when this was asked for: then probably all has.
+    struct Look {
+        static constexpr int WORDS = (CHUNKS * 4 + 31) / 32;
+        u32 word[WORDS];
+        __device__ __forceinline__ Look(const Block& b, const u32* x_squares, int first) {
+            const int node = min(7, b.nodes - 1 - first), start = b.warp * CHUNKS * 4;
+#pragma unroll
+            for (int i = 0; i < WORDS; i++) {
+                const int unit = i * 32 + b.lane;
+                const bool live = unit < CHUNKS * 4 && (HIDDEN % CHUNK_K == 0 || start + unit < HIDDEN_UNITS);
+                word[i] = live ? load4(x_squares + first / 8 * OCTET_WORDS + node * square_stride(HIDDEN_UNITS) + start + unit) : 0;
+            }
+        }
+        __device__ __forceinline__ bool came() const {
+            bool all = true;
+#pragma unroll
+            for (int i = 0; i < WORDS; i++) all &= word[i] != NOT_YET;
+            return everywhere(all);
+        }
+    };
     // Of the squares of a lane's token, over this warp's slice.
     __device__ __forceinline__ float square_sum() const {
         float sum = 0.0f;
@@ -77,9 +94,29 @@ struct Octet {
     }
 };
 
+// Has an octet of the activation at hand come, as far as can be seen? look(first) where nobody looks out.
+template <class LookFor>
+__device__ __forceinline__ bool is_there(const Block& b, int first, LookFor look) {
+    return HELPED ? everywhere(barrier_seen(b.signs.there + first, b.turn(THERE_TURN))) : look(first);  // eight bytes an octet
+}
+template <class LookFor>
+__device__ __forceinline__ void wait_until_there(const Block& b, int first, LookFor look) {
+    Watchdog dog;
+    if constexpr (HELPED)
+        barrier_wait(b.signs.there + first, b.turn(THERE_TURN));
+    else
+        while (!look(first)) dog.check();
+}
+// This warp needs no more of it.
+__device__ __forceinline__ void all_taken(Block& b) {
+    if (!HELPED) return;
+    arrive_for_warp(b.signs.taken);
+    b.turns ^= THERE_TURN;
+}
+
 // 1 / rms of a token.
 __device__ __forceinline__ float inverse_rms(const Block& b, int token) {
-    const float4* at = (const float4*)b.s.squares[b.norm][token];
+    const float4* at = (const float4*)b.s.squares[b.turn(NORM_TURN)][token];
     const float4 low = at[0], high = at[1];
     const float sum = ((low.x + low.y) + (low.z + low.w)) + ((high.x + high.y) + (high.z + high.w));
     return inverse_root(sum / HIDDEN + EPS);
@@ -103,17 +140,19 @@ __device__ __forceinline__ float4 sum_parts(const float* at, int stride) {
 // `place` is what `where(unit, quarter)` said while there was time.
 // A `gather` in a tree first writes them to `kept`, where a token's ancestors are then found ROW_STRIDE floats a token apart.
 //
-// A tree goes octet by octet; when one or two have been summed (STEP_TOKENS) the warps finish them, and their nodes are with the next
-// stage before the last are done with this one.
+// A tree goes octet by octet. Asking for all of an octet again and again would be in the way of what is published: a warp looks for a few words
+// of it first, and at the next octet's while it waits for this one; if that has come, it is asked for as the mma take this one's registers.
 template <class Where, class Finish>
 __device__ __forceinline__ void multiply_normed(Block& b, StageTypes types, int first_unit, int units, const u32* x,
                                                 const u32* squares, bool gather, Where where, Finish finish) {
     constexpr int CHUNKS = chunks_of(HIDDEN), AT_ONCE = UNITS_AT_ONCE;
     static_assert(CHUNKS <= MAX_CHUNKS, "a unit must fit in the registers");
-    b.norm ^= 1;
+    const auto look = [&](int octet) { return typename Octet<CHUNKS>::Look(b, squares, octet).came(); };
+    b.turns ^= NORM_TURN;
     Octet<CHUNKS> octet;
     octet.forget();
     int step = 0;
+    bool asked = false;
 #pragma unroll 1
     for (int base = 0, count; base < units; base += count) {
         const Run run = types.run<WIDE_TYPES>(first_unit + base, first_unit + units);
@@ -128,56 +167,63 @@ __device__ __forceinline__ void multiply_normed(Block& b, StageTypes types, int 
         asm volatile("" : "+r"(place));  // now
         if (base == 0) {
             copies_done();               // what the last step of the stage needs
-            if (!FETCHES) b.sync();      // polling would hold up the loads of a warp that comes late
+            b.mark();
+            if (!LOOKS) b.sync();        // polling would hold up the loads of a warp that comes late
         }
 #pragma unroll 1
-        for (int start = 0; start < b.nodes; start += STEP_TOKENS, step++) {
-            float* partial = b.scratch + (WIDE_BUFFERS == 1 ? 0 : b.buffer * WIDE_FLOATS);
-#pragma unroll 1
-            for (int first = start; first < min(start + STEP_TOKENS, b.nodes); first += 8) {
-                if constexpr (FETCHES) {
-                    octet.take(b, last ? 0 : first / 8, x, squares, first);
-                    if (last) b.shelf.release(1, 0);
-                } else if (base == 0 || NODES > 8) {
-                    octet.poll(b, x, squares, first);
+        for (int first = 0; first < b.nodes; first += TOKENS_AT_ONCE, step++) {
+            const int next = first + 8 < b.nodes ? first + 8 : 0;  // the first again, for other units
+            if constexpr (LOOKS) {
+                if (!asked) {
+                    wait_until_there(b, first, look);
+                    octet.ask(b, x, squares, first);
                 }
-                if (step == 0 && first == 0) b.mark();
-                if (WIDE_BUFFERS == 1 && first == start) b.sync();  // the sums before have been read
-                float* mine = partial + (b.warp * STEP_TOKENS + first - start + (b.lane & 3) * 2) * ROW_STRIDE + (b.lane >> 2);
-                const int tokens = b.nodes - first - (b.lane & 3) * 2;  // of this lane's two
-                multiply_wide<CHUNKS>(run.type, w, octet.a, [&](int u, float4 sum) {
-                    if (tokens > 0) mine[u * WIDE] = sum.x, mine[u * WIDE + 8] = sum.z;
-                    if (NODES > 1 && tokens > 1) mine[ROW_STRIDE + u * WIDE] = sum.y, mine[ROW_STRIDE + u * WIDE + 8] = sum.w;
-                });
-                const float squares_here = octet.square_sum();
-                const int token = first + (b.lane >> 2);
-                if (base == 0 && (b.lane & 3) == 0 && token < b.nodes) b.s.squares[b.norm][token][b.warp] = squares_here;
+                if (!octet.came()) octet.poll(b, x, squares, first);
+                asked = (next > 0 || !last) && is_there(b, next, look);
+            } else if (base == 0) {
+                octet.poll(b, x, squares, first);
             }
+            if (step == 0) b.mark();
+            float* partial = b.scratch + b.turn(HALF_TURN) * WIDE_FLOATS;
+            float* mine = partial + (b.warp * TOKENS_AT_ONCE + (b.lane & 3) * 2) * ROW_STRIDE + (b.lane >> 2);
+            const int tokens = b.nodes - first - (b.lane & 3) * 2;  // of this lane's two
+            const auto store = [&](int u, float4 sum) {
+                if (tokens > 0) mine[u * WIDE] = sum.x, mine[u * WIDE + 8] = sum.z;
+                if (NODES > 1 && tokens > 1) mine[ROW_STRIDE + u * WIDE] = sum.y, mine[ROW_STRIDE + u * WIDE + 8] = sum.w;
+            };
+            multiply_wide<CHUNKS>(run.type, w, octet.a, store, [&](int c) {
+                if (LOOKS && asked) octet.ask(b, x, next, c);
+            });
+            const float squares_here = octet.square_sum();
+            const int token = first + (b.lane >> 2);
+            if (base == 0 && (b.lane & 3) == 0 && token < b.nodes) b.s.squares[b.turn(NORM_TURN)][token][b.warp] = squares_here;
+            if (LOOKS && asked) octet.ask_squares(b, squares, next);
             if (step == 0) b.mark();
             b.sync();
             if (step == 0) b.mark();
-            constexpr int WARP_STRIDE = STEP_TOKENS * ROW_STRIDE;
+            constexpr int WARP_STRIDE = TOKENS_AT_ONCE * ROW_STRIDE;
             if constexpr (NODES == 1) {
                 if (b.warp < 2 * count) {
                     const float4 sum = sum_parts<WARPS>(partial + unit * WIDE + quarter * 4, WARP_STRIDE);
                     finish(b.lane < 2, base + unit, 0, quarter, place, scaled(sum, inverse_rms(b, 0)), nullptr);
                 }
             } else {  // if there are more warps than it takes, they take turns
-                constexpr int LANES = 4 * AT_ONCE, TOKENS = 32 / LANES, WORKERS_HERE = STEP_TOKENS / TOKENS;
-                const int worker = (b.warp + step * WORKERS_HERE) % WARPS, mine = start + worker * TOKENS + b.lane / LANES;
-                const bool works = worker < WORKERS_HERE && start + worker * TOKENS < b.nodes, live = unit < count && mine < b.nodes;
+                constexpr int LANES = 4 * AT_ONCE, TOKENS = 32 / LANES, WORKERS_HERE = TOKENS_AT_ONCE / TOKENS;
+                const int worker = (b.warp + step * WORKERS_HERE) % WARPS, mine = first + worker * TOKENS + b.lane / LANES;
+                const bool works = worker < WORKERS_HERE && first + worker * TOKENS < b.nodes, live = unit < count && mine < b.nodes;
                 const int token = min(mine, b.nodes - 1);
                 float* kept = b.scratch + KEPT_ROWS_AT + unit * WIDE + quarter * 4;
                 float4 v = {};
                 if (works) {
-                    const float4 sum = sum_parts<WARPS>(partial + (token - start) * ROW_STRIDE + unit * WIDE + quarter * 4, WARP_STRIDE);
+                    const float4 sum = sum_parts<WARPS>(partial + (token - first) * ROW_STRIDE + unit * WIDE + quarter * 4, WARP_STRIDE);
                     v = scaled(sum, inverse_rms(b, token));
                     if (gather) *(float4*)(kept + token * ROW_STRIDE) = v;
                 }
                 if (gather) b.sync();
                 if (works) finish(live, base + unit, token, quarter, place, v, kept);
             }
-            b.buffer ^= 1;
+            b.turns ^= HALF_TURN;
         }
     }
+    all_taken(b);
 }

@@ -61,6 +61,14 @@ __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
     return done;
 }
 
+// The same, at once.
+__device__ __forceinline__ bool barrier_seen(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    return done;
+}
+
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     Watchdog dog;
     while (!barrier_done(barrier, parity)) dog.check();

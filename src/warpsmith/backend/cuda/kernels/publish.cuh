@@ -15,12 +15,12 @@ __device__ __forceinline__ void publish_outputs(Block& b) {
             continue;
         }
 #pragma unroll 1
-        for (int block = first; block < end; block++, b.epoch++) {
+        for (int block = first; block < end; block++, b.turns ^= BLOCK_TURN) {
             const float2 weight = gated_norm(block, vectors);
 #pragma unroll 1
             for (int node = b.warp * 4; node < b.nodes; node += PUBLISHERS * 4) {
                 Watchdog dog;
-                while (!everywhere(barrier_done(b.signs.nodes + 8 * (node / 4), b.epoch & 1))) {
+                while (!everywhere(barrier_done(b.signs.nodes + 8 * (node / 4), b.turn(BLOCK_TURN)))) {
                     if (has_stopped(&b.s.stopped)) return;
                     rest<100>();  // a warp that spins would take the others' turns
                     dog.check();

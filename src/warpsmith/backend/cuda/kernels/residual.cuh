@@ -14,13 +14,12 @@ struct HeadScales {
     uint4 got[EACH];
     float inverse[EACH];
 
-    // `sums` are the octet's, get(address) loads 16 bytes of them.
-    template <class At, class Get>
-    __device__ void load(const Block& b, bool scaled, At sums, int token, int head, Get get) {
+    // `sums` are the octet's.
+    __device__ void load(const Block& b, bool scaled, const u32* sums, int token, int head) {
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             const int h = min(head + min(i * 2 + ((b.lane & 3) >> 1), HEADS_HERE - 1), VALUE_HEADS - 1);  // past the end: zeros
-            got[i] = scaled ? get(sums + token * square_stride(BLOCKS) + h * BLOCKS_PER_HEAD + (b.lane & 1) * 4) : uint4{};
+            got[i] = scaled ? load16(sums + token * square_stride(BLOCKS) + h * BLOCKS_PER_HEAD + (b.lane & 1) * 4) : uint4{};
         }
     }
     __device__ bool came() const {
@@ -45,8 +44,7 @@ struct HeadScales {
     }
 };
 struct NoScales {
-    template <class At, class Get>
-    __device__ void load(const Block&, bool, At, int, int, Get) {}
+    __device__ void load(const Block&, bool, const u32*, int, int) {}
     __device__ bool came() const { return true; }
     __device__ void finish(bool) {}
     __device__ float2 at(int, int) const { return {1.0f, 1.0f}; }
@@ -70,7 +68,7 @@ __device__ __forceinline__ float2 multiply_one(Block& b, int type, const u32* w,
     Watchdog dog;
     bool came;
     do {
-        scales.load(b, squares, squares, 0, k / STATE_DIM, [](const u32* at) { return load16(at); });
+        scales.load(b, squares, squares, 0, k / STATE_DIM);
         came = true;
 #pragma unroll
         for (int c = 0; c < COUNT; c++) {
@@ -92,57 +90,68 @@ __device__ __forceinline__ float2 multiply_one(Block& b, int type, const u32* w,
     return sums.total(type);
 }
 
-// The same for an octet: from the shelf, a slot a chain, or from where it comes. A chain is multiplied while the next is on its way.
+// The same for octets of a tree. All chunks of an octet are on their way at a time; as soon as a chain of them is multiplied, the next
+// octet's may come in its place.
 template <int COUNT, int K, bool SCALED>
 struct OctetProduct {
     static constexpr int CHUNKS = chunks_of(K), CHAINS = (COUNT + CHAIN - 1) / CHAIN;
     typename ScalesOf<SCALED, CHAINS>::type scales;
-    u32 x[CHAIN][NARROW_WORDS];
+    u32 x[COUNT][NARROW_WORDS];
+    const u32 *values, *squares;  // the first octet's
+    int block;                    // of K
+
+    __device__ OctetProduct(const u32* from, const u32* sums, int first_chunk) : values(from), squares(sums), block(first_chunk) {}
 
     __device__ static constexpr int chunks_here(int chain) { return smaller(CHAIN, COUNT - chain * CHAIN); }
 
-    // A chain's values, and with the first the squares; get(address) loads 16 bytes. Whether all had come.
-    template <class At, class Get>
-    __device__ __forceinline__ bool load(const Block& b, int chain, At piece, At squares, bool scaled, int block, int first, Get get) {
-        const int q = b.lane & 3, token = min(b.lane >> 2, b.nodes - 1 - first), start = b.warp * CHUNKS + block;
-        bool came = true;
-#pragma unroll
-        for (int i = 0; i < CHAIN; i++) {
-            const int c = chain * CHAIN + i;
-            if (c >= COUNT) break;
-            const bool live = K % CHUNK_K == 0 || (start + c) * 32 + q * 8 < K;
-            const uint4 got = live ? get(piece + ((b.warp * chunks_here(chain) + i) * CHUNK_WORDS + token * 16 + q * 4)) : uint4{};
-            x[i][0] = got.x, x[i][1] = got.y, x[i][NARROW_WORDS - 2] = got.z, x[i][NARROW_WORDS - 1] = got.w;
-            came &= came8(got);
+    // Whether an octet has come, by its last node's sums of squares, or by a word of every chunk.
+    __device__ __forceinline__ bool look(const Block& b, int first) const {
+        const int node = min(7, b.nodes - 1 - first), start = b.warp * CHUNKS + block, at = first / 8 * OCTET_WORDS;
+        if (SCALED && squares) {
+            constexpr int BLOCKS_HERE = COUNT * 32 / COLUMNS;
+            const bool live = b.lane < BLOCKS_HERE && start * (32 / COLUMNS) + b.lane < BLOCKS;
+            return everywhere(!live || load4(squares + at + node * square_stride(BLOCKS) + start * (32 / COLUMNS) + b.lane) != NOT_YET);
         }
-        if (chain == 0) {
-            scales.load(b, scaled, squares, token, start * 32 / STATE_DIM, get);
-            came &= scales.came();
-        }
-        return everywhere(came);
+        const bool live = b.lane < COUNT && (K % CHUNK_K == 0 || (start + b.lane) * 32 < K);
+        return everywhere(!live || load4(values + at + chunk_place(CHUNKS, b.warp, block + min(b.lane, COUNT - 1)) * CHUNK_WORDS + node * 16 + 12) != NOT_YET);
     }
-    __device__ __forceinline__ float2 multiply(Block& b, int type, const u32* w, const u32* from, const u32* squares, int block, int first) {
-        const auto get_shared = [](SharedWords at) { return load_shared16(at.address); };
-        const auto get_global = [](const u32* at) { return load16(at); };
+    __device__ __forceinline__ bool is_there(const Block& b, int first) const {
+        return ::is_there(b, first, [&](int octet) { return look(b, octet); });
+    }
+    // Asks for a chain of an octet, and with the first for the squares.
+    __device__ __forceinline__ void ask(const Block& b, int chain, int first) {
+        const int q = b.lane & 3, token = min(b.lane >> 2, b.nodes - 1 - first), start = b.warp * CHUNKS + block, at = first / 8 * OCTET_WORDS;
+#pragma unroll
+        for (int c = chain * CHAIN; c < chain * CHAIN + chunks_here(chain); c++) {
+            const bool live = K % CHUNK_K == 0 || (start + c) * 32 + q * 8 < K;
+            const uint4 got = live ? load16(values + at + chunk_place(CHUNKS, b.warp, block + c) * CHUNK_WORDS + token * 16 + q * 4) : uint4{};
+            x[c][0] = got.x, x[c][1] = got.y, x[c][NARROW_WORDS - 2] = got.z, x[c][NARROW_WORDS - 1] = got.w;
+        }
+        if (chain == 0) scales.load(b, squares, squares + at, token, start * 32 / STATE_DIM);
+    }
+    __device__ __forceinline__ void ask(const Block& b, int first) {
+#pragma unroll
+        for (int chain = 0; chain < CHAINS; chain++) ask(b, chain, first);
+    }
+    __device__ __forceinline__ void wait_and_ask(const Block& b, int first) {
+        wait_until_there(b, first, [&](int octet) { return look(b, octet); });
+        ask(b, first);
+    }
+    __device__ __forceinline__ bool came() const {
+        bool all = scales.came();
+#pragma unroll
+        for (int c = 0; c < COUNT; c++) all &= x[c][0] != NOT_YET & x[c][NARROW_WORDS - 2] != NOT_YET;
+        return everywhere(all);
+    }
+    // Multiplies the octet that has come, and asks for the one that begins with node `next`, if there is one.
+    __device__ __forceinline__ float2 multiply(const Block& b, int type, const u32* w, int next) {
         const int q = b.lane & 3;
+        scales.finish(squares);
         NarrowSums sums;
 #pragma unroll
         for (int chain = 0; chain < CHAINS; chain++) {
-            bool there = false;
-            if constexpr (FETCHES) {
-                b.shelf.wait(0);
-                const SharedWords values = SharedWords{b.shelf.data(0)} + SHELF_SQUARE_WORDS;
-                there = load(b, chain, values, values + -DeltaOutput::VALUES_AT, squares, block, first, get_shared);
-                b.shelf.release(1, 0);
-            }
-            Watchdog dog;
-            while (!there) {
-                there = load(b, chain, from + (block + chain * CHAIN) * WARPS * CHUNK_WORDS, squares, squares, block, first, get_global);
-                dog.check();
-            }
-            if (chain == 0) scales.finish(squares);
-            if (first == 0 && chain == CHAINS - 1) b.mark();
-            sums.add(type, w, chain, x, chunks_here(chain), q, scales.at(q, chain));
+            sums.add(type, w, chain, x + chain * CHAIN, chunks_here(chain), q, scales.at(q, chain));
+            if (next > 0) ask(b, chain, next);
         }
         return sums.total(type);
     }
@@ -150,14 +159,14 @@ struct OctetProduct {
 
 // A warp's partial sums of tokens `token` and the next; `part` counts warps and blocks of K.
 __device__ __forceinline__ void put_sums(const Block& b, int part, int token, float2 sum) {
-    float* own = b.scratch + ((part * NODES + token) * UNIT_STRIDE + (b.lane >> 2));
+    float* own = b.scratch + (NARROW_AT + (part * NODES + token) * UNIT_STRIDE + (b.lane >> 2));
     if (NODES > 1 || (b.lane & 3) == 0) own[0] = sum.x;
     if (NODES > 1) own[UNIT_STRIDE] = sum.y;
 }
 // The total of PARTS, four rows of a token.
 template <int PARTS>
 __device__ __forceinline__ float4 total_of(const Block& b, int token, int half) {
-    return sum_parts<PARTS>(b.scratch + (token * UNIT_STRIDE + half * 4), NODES * UNIT_STRIDE);
+    return sum_parts<PARTS>(b.scratch + (NARROW_AT + token * UNIT_STRIDE + half * 4), NODES * UNIT_STRIDE);
 }
 
 // What a projection makes of its sums: the new residual is kept; times the next norm's weight, in bf16, it is published with the
@@ -189,10 +198,11 @@ __device__ __forceinline__ void multiply_block(Block& b, int type, const u32* fr
     typedef NarrowBlocks<K> Blocks;
     u32 w[narrow_registers(COUNT)];
     take_narrow<COUNT>(b, type, w);
-    if (!FETCHES) b.sync();  // polling would hold up the loads of a warp that comes late
+    if (index == 0) b.mark();
+    if (!LOOKS) b.sync();  // polling would hold up the loads of a warp that comes late
     const bool last = index == Blocks::COUNT - 1;
     const int part = index * WARPS + b.warp, half = b.lane & 1;
-    const u32 turn = b.summed & 1;
+    const u32 turn = b.turn(SUMS_TURN);
     if (index == 0) barrier_wait(b.signs.read, turn ^ 1);  // the unit before
     if constexpr (NODES == 1) {
         put_sums(b, part, 0, multiply_one<COUNT, K, SCALED>(b, type, w, from, squares, index * Blocks::EACH));
@@ -205,22 +215,32 @@ __device__ __forceinline__ void multiply_block(Block& b, int type, const u32* fr
         to.finish(b, unit, rows, 0, half, b.lane < 2, norm, total_of<Blocks::PARTS>(b, 0, half));
         arrive_for_warp(b.signs.read);
     } else {
+        OctetProduct<COUNT, K, SCALED> product(from, squares, index * Blocks::EACH);
+        if (LOOKS)
+            product.wait_and_ask(b, 0);
+        else
+            product.ask(b, 0);
 #pragma unroll 1
         for (int first = 0, step = 0; first < b.nodes; first += 8, step++) {
-            OctetProduct<COUNT, K, SCALED> product;
-            const int at = first / 8 * OCTET_WORDS;
-            put_sums(b, part, first + (b.lane & 3) * 2,
-                     product.multiply(b, type, w, from + at, squares ? squares + at : nullptr, index * Blocks::EACH, first));
-            if (!last) continue;
-            arrive_for_warp(b.signs.sums + 8 * step);
+            const int next = first + 8 < b.nodes ? first + 8 : 0;
+            Watchdog dog;
+            while (!product.came()) {
+                product.ask(b, first);
+                dog.check();
+            }
             if (step == 0) b.mark();
-            if (b.warp == step % WARPS) {
+            const bool ready = next && product.is_there(b, next);
+            put_sums(b, part, first + (b.lane & 3) * 2, product.multiply(b, type, w, ready ? next : 0));
+            if (last) arrive_for_warp(b.signs.sums + 8 * step);
+            if (step == 0) b.mark();
+            if (last && b.warp == step % WARPS) {
                 barrier_wait(b.signs.sums + 8 * step, turn);
                 if (step == 0) b.mark();
                 const int mine = first + (b.lane >> 1 & 7), token = min(mine, b.nodes - 1);
                 to.finish(b, unit, rows, token, half, b.lane < 16 && mine < b.nodes, norm, total_of<Blocks::PARTS>(b, token, half));
                 arrive_for_warp(b.signs.read);
             }
+            if (next && !ready) product.wait_and_ask(b, next);
         }
     }
 }
@@ -233,7 +253,6 @@ __device__ __forceinline__ void project_to_residual(Block& b, StageTypes types, 
     static_assert(!SCALED || Blocks::CHUNKS % CHAIN == 0 || CHAIN % Blocks::CHUNKS == 0, "a chain of chunks must lie in one head");
     const OwnUnits own(b.sm);
     const int type = types.run<NARROW_TYPES>(0, 1).type;
-    if (WIDE_BUFFERS == 1) b.sync();  // sums of the stage before may still be read
 #pragma unroll 1
     for (int unit = 0; unit < own.count; unit++) {
         const float4 norm = __ldg((const float4*)(to.next_norm + (own.first + unit) * NARROW + (b.lane & 1) * 4));
@@ -242,6 +261,7 @@ __device__ __forceinline__ void project_to_residual(Block& b, StageTypes types, 
             multiply_block<smaller(Blocks::EACH, Blocks::CHUNKS), K, SCALED>(b, type, from, squares, index, unit, own.first + unit, norm, to);
         if constexpr (Blocks::CHUNKS % Blocks::EACH != 0)
             multiply_block<Blocks::CHUNKS % Blocks::EACH, K, SCALED>(b, type, from, squares, Blocks::COUNT - 1, unit, own.first + unit, norm, to);
-        b.summed++;
+        b.turns ^= SUMS_TURN;
     }
+    if (own.count) all_taken(b);
 }

@@ -52,11 +52,10 @@ struct RingOf {
 };
 
 typedef RingOf<RING_SLOTS, SLOT_BYTES> Ring;
-typedef RingOf<SHELF_SLOTS, SHELF_SLOT_BYTES> Shelf;  // activations, see fetch.cuh
 
-// Copies on their way at a time: what is waited for must be the ring's last turn. Activations that come in whole pieces are held up by
-// more than two; beside the LM head, none come.
-constexpr int HEAD_IN_FLIGHT = smaller(IN_FLIGHT, RING_SLOTS), MOST_IN_FLIGHT = FETCHES ? smaller(HEAD_IN_FLIGHT, 2) : HEAD_IN_FLIGHT;
+// Copies on their way at a time: what is waited for must be the ring's last turn. A tree's activations are held up by more than one; beside
+// the LM head, none come.
+constexpr int HEAD_IN_FLIGHT = smaller(IN_FLIGHT, RING_SLOTS), MOST_IN_FLIGHT = NODES > 8 ? 1 : HEAD_IN_FLIGHT;
 
 struct Producer {
     Ring ring;

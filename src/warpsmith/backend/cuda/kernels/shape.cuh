@@ -29,6 +29,8 @@ __host__ __device__ constexpr int count_recurrent(int below) {
     for (int i = 0; i < below; i++) n += is_recurrent(i);
     return n;
 }
+// The same where the layer is known when it runs.
+__device__ __forceinline__ int recurrent_before(int layer) { return __popcll(RECURRENT_MASK & (1ull << layer) - 1); }
 constexpr int DELTA_LAYERS = count_recurrent(LAYERS), ATTENTION_LAYERS = LAYERS - DELTA_LAYERS;
 
 // --- the weight stream ----------------------------------------------------------------------------------------------
@@ -102,7 +104,7 @@ struct Activation {
     static __host__ __device__ constexpr int square(unsigned node, unsigned i) { return node % 8 * square_stride(SQUARES) + i; }
 };
 typedef Activation<HIDDEN, HIDDEN_UNITS> Residual;
-typedef Activation<FFN, 0> Inner;
+typedef Activation<FFN, SMS> Inner;  // no squares: a sign of every SM, given with an octet's last node
 typedef Activation<VALUE_DIM, BLOCKS> DeltaOutput;
 typedef Activation<ATTENTION_DIM, 0> AttentionOutput;
 
@@ -116,8 +118,8 @@ constexpr int NODE_WORDS = BEST_AT + on_lines(SMS * 2);
 
 constexpr int X_SQUARES_AT = 8 * NODE_WORDS, X_AT = X_SQUARES_AT + Residual::VALUES_AT;           // x times the next norm's weight
 constexpr int MID_SQUARES_AT = X_SQUARES_AT + Residual::WORDS, MID_AT = MID_SQUARES_AT + Residual::VALUES_AT;  // the same after the mixer
-constexpr int H_AT = MID_SQUARES_AT + Residual::WORDS;                                            // silu(gate) * up [FFN]
-constexpr int DELTA_SQUARES_AT = H_AT + Inner::WORDS;                                           // of a block's outputs [BLOCKS]
+constexpr int H_SIGNS_AT = MID_SQUARES_AT + Residual::WORDS, H_AT = H_SIGNS_AT + Inner::VALUES_AT;     // silu(gate) * up [FFN]
+constexpr int DELTA_SQUARES_AT = H_SIGNS_AT + Inner::WORDS;                                           // of a block's outputs [BLOCKS]
 constexpr int DELTA_Y_AT = DELTA_SQUARES_AT + DeltaOutput::VALUES_AT;                           // mixer output [VALUE_DIM]
 constexpr int ATTENTION_Y_AT = DELTA_SQUARES_AT + DeltaOutput::WORDS;
 constexpr int OCTET_WORDS = ATTENTION_Y_AT + AttentionOutput::WORDS;
@@ -131,3 +133,8 @@ constexpr int MIX_NORM = 0, MLP_NORM = HIDDEN, AFTER_NORMS = 2 * HIDDEN;
 constexpr int CONV_AT = AFTER_NORMS, DT_AT = CONV_AT + 4 * CONV_CHANNELS, A_AT = DT_AT + VALUE_HEADS;
 constexpr int GATED_NORM_AT = A_AT + VALUE_HEADS;
 constexpr int Q_NORM_AT = AFTER_NORMS, K_NORM_AT = AFTER_NORMS + HEAD_DIM;
+// Where a layer's begin.
+__device__ __forceinline__ int vectors_at(int layer) {
+    const int deltas = recurrent_before(layer);
+    return deltas * DELTA_VECTORS + (layer - deltas) * ATTENTION_VECTORS;
+}

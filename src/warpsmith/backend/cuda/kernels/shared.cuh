@@ -30,7 +30,7 @@ struct __align__(16) Shared {
     float squares[2][NODES][WARPS];        // each warp's share of a norm's sum of squares
     int first[WORKERS];                    // each worker's first node
     int token[NODES], depth[NODES], deepest;
-    int path[NODES][4];                    // a node's nearest ancestors: itself, parent, ... ; -1 - i: i before the root
+    signed char path[NODES][4];            // a node's nearest ancestors: itself, parent, ... ; -1 - i: i before the root
     AttentionItems items;
     u8 ancestor[NODES][NODES];             // [node][depth]
     u64 best[NODES < WARPS ? WARPS : NODES];  // running argmax: value, then lowest id
@@ -61,28 +61,22 @@ struct NarrowBlocks {
     static constexpr int COUNT = (CHUNKS + EACH - 1) / EACH;
     static_assert(COUNT == PARTS / WARPS, "every part must be written");
 };
-// On sm_90a a warp fetches a tree's activations for all others (see fetch.cuh), if they are more than an octet and all of x fits
-// on its shelf.
-constexpr int SHELF_SLOTS = NODES == 24 ? 3 : 4;  // with three, 24 nodes have room for another slot of weights
+// Trees of more than an octet look for activations before they ask for them (see matmul.cuh). On sm_90a warps that would be idle help
+// them: one looks out (lookout.cuh), two publish (publish.cuh).
+constexpr bool LOOKS = NODES > 8;
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-constexpr bool FETCHES = NODES > 8 && NODES / 8 * pieces_of(HIDDEN) <= SHELF_SLOTS && parts_of(VALUE_DIM) == WARPS && SHARED_MEMORY > (200 << 10);
+constexpr bool HELPED = NODES > 8;
 #else
-constexpr bool FETCHES = false;
+constexpr bool HELPED = false;
 #endif
 
-// Tokens that a projection finishes together: an octet, or two where there are so many that all warps have work with them.
-constexpr int STEP_TOKENS = FETCHES ? 16 : TOKENS_AT_ONCE;
-// Partial sums: of UNITS_AT_ONCE units and STEP_TOKENS, twice unless that takes too much room; or of a unit of 8 rows and all tokens. A
-// tree's rows behind them, for the convolution; then the shelf.
+// Partial sums of UNITS_AT_ONCE units and TOKENS_AT_ONCE, twice; behind them a tree's rows, for the convolution. Or partial sums of a unit
+// of 8 rows and all tokens: in the first ones' place if a barrier lies between, else behind them.
 constexpr int ROW_STRIDE = UNITS_AT_ONCE * WIDE + 4, UNIT_STRIDE = 12;  // floats a token; keep the banks apart
-constexpr int WIDE_BUFFERS = FETCHES ? 1 : 2, WIDE_FLOATS = WARPS * STEP_TOKENS * ROW_STRIDE;
+constexpr int WIDE_FLOATS = WARPS * TOKENS_AT_ONCE * ROW_STRIDE;
 constexpr int NARROW_FLOATS = larger(parts_of(FFN), parts_of(Y_DIM)) * NODES * UNIT_STRIDE;
-constexpr int KEPT_ROWS_AT = larger(WIDE_BUFFERS * WIDE_FLOATS, NARROW_FLOATS);
-constexpr int SHELF_AT = on_lines(KEPT_ROWS_AT + (NODES == 1 ? 0 : NODES * ROW_STRIDE));
-constexpr int SHELF_SQUARE_WORDS = larger(Residual::VALUES_AT, DeltaOutput::VALUES_AT);
-constexpr int SHELF_SLOT_BYTES = (SHELF_SQUARE_WORDS + CHAIN * WARPS * CHUNK_WORDS) * 4;
-constexpr int SHELF_FLOATS = FETCHES ? SHELF_SLOTS * SHELF_SLOT_BYTES / 4 : 0;
-constexpr int PRODUCT_FLOATS = SHELF_AT + SHELF_FLOATS;
+constexpr int KEPT_ROWS_AT = 2 * WIDE_FLOATS, NARROW_AT = LOOKS ? KEPT_ROWS_AT : 0;
+constexpr int PRODUCT_FLOATS = on_lines(larger(KEPT_ROWS_AT + (NODES == 1 ? 0 : NODES * ROW_STRIDE), NARROW_AT + NARROW_FLOATS));
 // DeltaNet: see delta.cuh
 constexpr int ROW_FLOATS = 2 * STATE_DIM + 4 * COLUMNS + 8, DELTA_FLOATS = NODES == 1 ? 2 * COLUMNS : NODES * ROW_FLOATS;
 // attention: see attention.cuh
@@ -90,7 +84,7 @@ constexpr int ROW_FLOATS = 2 * STATE_DIM + 4 * COLUMNS + 8, DELTA_FLOATS = NODES
 // chunks of keys that are worked on at the same time.
 static_assert(GROUP <= 16, "a node's queries fit in a tile");
 constexpr int TILE_NODES = smaller(NODES, 16 / GROUP), TREE_TILES = (NODES + TILE_NODES - 1) / TILE_NODES;
-constexpr int MOST_TILES = SHARED_MEMORY < (160 << 10) ? 2 : 4, WALKS = (TREE_TILES + MOST_TILES - 1) / MOST_TILES;
+constexpr int MOST_TILES = SHARED_MEMORY < (160 << 10) || NODES != 24 ? 2 : 3, WALKS = (TREE_TILES + MOST_TILES - 1) / MOST_TILES;
 constexpr int QUERY_TILES = (TREE_TILES + WALKS - 1) / WALKS;
 constexpr int CHUNKS_AT_ONCE = QUERY_TILES == 1 ? 2 : 1;
 // Words of a row of q or k, of v, of scores, and fp16 numbers of their weights: all but v's keep the banks apart.
@@ -107,10 +101,10 @@ constexpr int MIX_FLOATS = larger(larger(DELTA_FLOATS, ATTENTION_FLOATS), SAMPLE
 constexpr int SCRATCH_FLOATS = larger(PRODUCT_FLOATS, MIX_AT + MIX_FLOATS);
 constexpr int STATE_FLOATS = COLUMNS * STATE_DIM;
 
-constexpr int TREE_SIGNS = NODES == 1 ? 0 : TREE_OCTETS + NODES * WORKER_WARPS + (FETCHES ? DONE_GROUPS + 1 : 0);
+constexpr int TREE_SIGNS = NODES == 1 ? 0 : TREE_OCTETS + NODES * WORKER_WARPS + (HELPED ? DONE_GROUPS + 1 + TREE_OCTETS + 1 : 0);
 constexpr int SIGNS = TREE_OCTETS + 1 + TREE_SIGNS;  // see signs.cuh
-constexpr int ROOM = SHARED_MEMORY - (int)sizeof(Shared) - SCRATCH_FLOATS * 4 - 96 - 16 * SHELF_SLOTS - 8 * SIGNS;
-constexpr int WANTED_SLOTS = NODES == 1 ? 13 : NODES == 8 ? 10 : NODES == 16 ? 8 : 7;
+constexpr int ROOM = SHARED_MEMORY - (int)sizeof(Shared) - SCRATCH_FLOATS * 4 - 96 - 8 * SIGNS;
+constexpr int WANTED_SLOTS = NODES == 1 ? 13 : NODES == 8 ? 10 : 9;
 constexpr int SLOT_COST = SLOT_BYTES + 16;  // with its two barriers
 static_assert(ROOM >= 2 * SLOT_COST, "the ring needs two slots");
 constexpr int RING_SLOTS = ROOM / SLOT_COST < WANTED_SLOTS ? ROOM / SLOT_COST : WANTED_SLOTS;
@@ -119,5 +113,5 @@ constexpr int SHARED_AT = (SCRATCH_AT + SCRATCH_FLOATS * 4 + 15 + (NODES == 1 ? 
 // What a tree's rows leave of the scratch, and what is left besides, holds states of nodes where chains branch off.
 constexpr int KEPT_STATES = NODES == 1 ? 0 : (SHARED_AT - SCRATCH_AT - (MIX_AT + DELTA_FLOATS) * 4) / (STATE_FLOATS * 4);
 constexpr int BARRIERS_AT = SHARED_AT + ((int)sizeof(Shared) + 15) / 16 * 16;
-constexpr int SHELF_BARRIERS_AT = BARRIERS_AT + 16 * RING_SLOTS, GATE_AT = SHELF_BARRIERS_AT + 16 * SHELF_SLOTS, SIGNS_AT = GATE_AT + 8;
+constexpr int SIGNS_AT = BARRIERS_AT + 16 * RING_SLOTS;
 static_assert(SIGNS_AT + 8 * SIGNS <= SHARED_MEMORY, "all of it must fit");

@@ -17,13 +17,14 @@ __device__ __forceinline__ bool has_stopped(const int* stopped) { return !everyw
 
 // Barriers that warps give each other signs with. One turn a unit of a projection back to the residual stream (see residual.cuh): an
 // octet's partial sums are there; all of them have been read. One turn a DeltaNet block of a tree (see delta.cuh): an octet's rows are
-// there; half of a state is kept; four nodes are done; all are published (see publish.cuh).
+// there; half of a state is kept; four nodes are done; all are published (see publish.cuh). One turn an activation of a tree (see
+// lookout.cuh): an octet of it is there; all of it has been taken.
 struct Signs {
-    u32 sums, read, rows, kept, nodes, published;
+    u32 sums, read, rows, kept, nodes, published, there, taken;
 
     __device__ explicit Signs(u32 barriers)
         : sums(barriers), read(sums + 8 * TREE_OCTETS), rows(read + 8), kept(rows + 8 * TREE_OCTETS), nodes(kept + 8 * NODES * WORKER_WARPS),
-          published(nodes + 8 * DONE_GROUPS) {}
+          published(nodes + 8 * DONE_GROUPS), there(published + 8), taken(there + 8 * TREE_OCTETS) {}
 
     // Each thread one, for a tree of `count` nodes.
     __device__ void init(int count) const {
@@ -34,8 +35,10 @@ struct Signs {
                           : row < 0             ? (count + 7) / 8
                           : row < TREE_OCTETS   ? FETCHERS
                           : done < 0            ? 1
+                          : done < DONE_GROUPS  ? WORKER_WARPS * max(1, nodes_here)
                           : done == DONE_GROUPS ? PUBLISHERS
-                                                : WORKER_WARPS * max(1, nodes_here);
+                          : sign < SIGNS - 1    ? 1
+                                                : WARPS;
         barrier_init(sums + 8 * sign, warps * LANES_ARRIVE);
     }
 };

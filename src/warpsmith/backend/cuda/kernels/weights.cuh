@@ -155,26 +155,36 @@ __device__ __forceinline__ u32 early_bytes(u32 w) { return __byte_perm(w, 0, 0x4
 __device__ __forceinline__ u32 late_bytes(u32 w) { return __byte_perm(w, 0, 0x4342); }
 
 // This warp's share of some units for an octet of tokens: each(u, sums of rows l / 4 and l / 4 + 8 for two tokens).
-template <int TYPE, int CHUNKS, class Each>
-__device__ __forceinline__ void multiply_wide(const u32 (&all)[wide_registers(CHUNKS)], const uint4 (&x)[CHUNKS], Each each) {
+// done(c) when a chunk's activations are not needed any more.
+template <int TYPE, int CHUNKS, class Each, class Done>
+__device__ __forceinline__ void multiply_wide(const u32 (&all)[wide_registers(CHUNKS)], const uint4 (&x)[CHUNKS], Each each, Done done) {
     constexpr int UNITS = units_at_once(TYPE), TILE = registers_of(TYPE, WIDE);
     if constexpr (TYPE == BF16) {
+        constexpr int BESIDE = smaller(2, UNITS);  // units side by side: enough to keep the tensor cores busy
 #pragma unroll
-        for (int u = 0; u < UNITS; u++) {
-            float4 sum = {};
+        for (int u0 = 0; u0 < UNITS; u0 += BESIDE) {
+            float4 sum[BESIDE];
 #pragma unroll
             for (int c0 = 0; c0 < CHUNKS; c0 += CHAIN) {
-                float low[4] = {}, high[4] = {};
+                float low[BESIDE][4] = {}, high[BESIDE][4] = {};
 #pragma unroll
-                for (int c = c0; c < c0 + CHAIN && c < CHUNKS; c++) {
-                    const u32* w = all + (u * CHUNKS + c) * TILE;
-                    mma(low, w[0], w[1], w[2], w[3], x[c].x, x[c].y);
-                    mma(high, w[4], w[5], w[6], w[7], x[c].z, x[c].w);
+                for (int c = c0; c < smaller(c0 + CHAIN, CHUNKS); c++) {
+#pragma unroll
+                    for (int u = 0; u < BESIDE; u++) {
+                        const u32* w = all + ((u0 + u) * CHUNKS + c) * TILE;
+                        mma(low[u], w[0], w[1], w[2], w[3], x[c].x, x[c].y);
+                        mma(high[u], w[4], w[5], w[6], w[7], x[c].z, x[c].w);
+                    }
+                    if (u0 + BESIDE >= UNITS) done(c);
                 }
-                const float4 chain = {low[0] + high[0], low[1] + high[1], low[2] + high[2], low[3] + high[3]};
-                sum = c0 == 0 ? chain : add(sum, chain);
+#pragma unroll
+                for (int u = 0; u < BESIDE; u++) {
+                    const float4 chain = {low[u][0] + high[u][0], low[u][1] + high[u][1], low[u][2] + high[u][2], low[u][3] + high[u][3]};
+                    sum[u] = c0 == 0 ? chain : add(sum[u], chain);
+                }
             }
-            each(u, sum);
+#pragma unroll
+            for (int u = 0; u < BESIDE; u++) each(u0 + u, sum[u]);
         }
     } else {
         float4 sum[UNITS] = {};
@@ -194,17 +204,18 @@ __device__ __forceinline__ void multiply_wide(const u32 (&all)[wide_registers(CH
                 sum[u] = {fmaf(scale.x, part[0], sum[u].x), fmaf(scale.x, part[1], sum[u].y),
                           fmaf(scale.y, part[2], sum[u].z), fmaf(scale.y, part[3], sum[u].w)};
             }
+            done(c);
         }
 #pragma unroll
         for (int u = 0; u < UNITS; u++) each(u, scaled(sum[u], LOWER));
     }
 }
-template <int CHUNKS, class Each>
-__device__ __forceinline__ void multiply_wide(int type, const u32 (&w)[wide_registers(CHUNKS)], const uint4 (&x)[CHUNKS], Each each) {
+template <int CHUNKS, class Each, class Done>
+__device__ __forceinline__ void multiply_wide(int type, const u32 (&w)[wide_registers(CHUNKS)], const uint4 (&x)[CHUNKS], Each each, Done done) {
     if (type == Q8_0) {
-        if constexpr (has(WIDE_TYPES, Q8_0)) multiply_wide<Q8_0, CHUNKS>(w, x, each);
+        if constexpr (has(WIDE_TYPES, Q8_0)) multiply_wide<Q8_0, CHUNKS>(w, x, each, done);
     } else {
-        if constexpr (has(WIDE_TYPES, BF16)) multiply_wide<BF16, CHUNKS>(w, x, each);
+        if constexpr (has(WIDE_TYPES, BF16)) multiply_wide<BF16, CHUNKS>(w, x, each, done);
     }
 }
 
