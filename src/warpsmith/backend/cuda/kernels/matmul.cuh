@@ -166,9 +166,8 @@ __device__ __forceinline__ void multiply_normed(Block& b, StageTypes types, int 
         int place = where(base + unit, quarter);
         asm volatile("" : "+r"(place));  // now
         if (base == 0) {
-            copies_done();               // what the last step of the stage needs
             b.mark();
-            if (!LOOKS) b.sync();        // polling would hold up the loads of a warp that comes late
+            if (!LOOKS) b.sync();  // polling would hold up the loads of a warp that comes late
         }
 #pragma unroll 1
         for (int first = 0; first < b.nodes; first += TOKENS_AT_ONCE, step++) {
@@ -198,6 +197,7 @@ __device__ __forceinline__ void multiply_normed(Block& b, StageTypes types, int 
             const int token = first + (b.lane >> 2);
             if (base == 0 && (b.lane & 3) == 0 && token < b.nodes) b.s.squares[b.turn(NORM_TURN)][token][b.warp] = squares_here;
             if (LOOKS && asked) octet.ask_squares(b, squares, next);
+            if (step == 0) copies_done();  // taps and history, which `finish` needs
             if (step == 0) b.mark();
             b.sync();
             if (step == 0) b.mark();
