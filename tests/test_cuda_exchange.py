@@ -59,6 +59,7 @@ ROWS = {
 SQUARES = {
     "x": ("Residual", "X_SQUARES_AT", "HIDDEN_UNITS"),
     "mid": ("Residual", "MID_SQUARES_AT", "HIDDEN_UNITS"),
+    "h": ("Inner", "H_SIGNS_AT", "SMS"),
     "delta": ("DeltaOutput", "DELTA_SQUARES_AT", "BLOCKS"),
 }
 VALUES = {

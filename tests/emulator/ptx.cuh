@@ -56,7 +56,7 @@ inline void barrier_wait(u32 barrier, u32 parity) {
 
 inline u64 evict_first() { return 0; }
 #if __CUDA_ARCH__ >= 900
-inline void copy_slot(u32 dst, const void* src, u32 bytes, u32 barrier) {
+inline void copy_slot(u32 dst, const void* src, u32 bytes, u32 barrier, u64) {
     if (dst % 16 || (uintptr_t)src % 16 || bytes % 16) std::fprintf(stderr, "a bulk copy that is not aligned\n"), std::abort();
     arrive(barrier, (int)bytes);
     u8* to = shared_pointer(dst);
@@ -67,8 +67,6 @@ inline void copy_slot(u32 dst, const void* src, u32 bytes, u32 barrier) {
         landed->advance();
     });
 }
-inline void copy_slot(u32 dst, const void* src, u32 bytes, u32 barrier, u64) { copy_slot(dst, src, bytes, barrier); }
-inline void before_copies() {}
 constexpr u32 COPY_LANES = 1;
 #else
 inline void copy_slot(u32 dst, const void* src, u32 bytes, u32 barrier, u64) {
@@ -185,10 +183,6 @@ inline uint4 load_transposed(const void* row) {
     return {out[0], out[1], out[2], out[3]};
 }
 
-struct SharedWords {
-    u32 address;
-    SharedWords operator+(int words) const { return {address + words * 4}; }
-};
 inline uint4 load_shared16(u32 address) { return *(const uint4*)shared_pointer(address); }
 inline uint2 load_shared8(u32 address) { return *(const uint2*)shared_pointer(address); }
 inline u32 load_shared4(u32 address) { return *(const u32*)shared_pointer(address); }

@@ -1,7 +1,7 @@
 // One dispatch for a whole forward pass, or for many decoded tokens: embedding to argmax, every layer.
 //
 // Grid: one block an SM, all resident (cooperative launch). 8 consumer warps compute; one warp feeds the ring; for trees on sm_90a one
-// fetches activations and two publish nodes.
+// looks out for activations and two publish nodes.
 // Stages and what they publish:
 //   embed -> x;  per layer: in (norm, projections) -> in;  mix -> y (attention: in a tree rows, then parts, then merge);
 //   out (projection, residual) -> mid;  mlp_in (norm, gate, up) -> h;  mlp_out (projection, residual) -> x;

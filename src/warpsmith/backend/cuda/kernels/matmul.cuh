@@ -140,8 +140,8 @@ __device__ __forceinline__ float4 sum_parts(const float* at, int stride) {
 // `place` is what `where(unit, quarter)` said while there was time.
 // A `gather` in a tree first writes them to `kept`, where a token's ancestors are then found ROW_STRIDE floats a token apart.
 //
-// A tree goes octet by octet. Asking for all of an octet again and again would be in the way of what is published: a warp looks for a few words
-// of it first, and at the next octet's while it waits for this one; if that has come, it is asked for as the mma take this one's registers.
+// A tree goes octet by octet. Asking for all of one again and again would be in the way of what is published, so it is asked for when it
+// seems to be there; if the next one is already, that is asked for as the mma are done with this one's registers.
 template <class Where, class Finish>
 __device__ __forceinline__ void multiply_normed(Block& b, StageTypes types, int first_unit, int units, const u32* x,
                                                 const u32* squares, bool gather, Where where, Finish finish) {

@@ -90,14 +90,6 @@ __device__ __forceinline__ void copy_slot(u32 dst, const void* src, u32 bytes, u
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                  ::"r"(dst), "l"(src), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
-// The same for what will be read more than once.
-__device__ __forceinline__ void copy_slot(u32 dst, const void* src, u32 bytes, u32 barrier) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(dst), "l"(src), "r"(bytes), "r"(barrier) : "memory");
-}
-// What this thread wrote to shared memory comes before what the copy engine will write there.
-__device__ __forceinline__ void before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 constexpr u32 COPY_LANES = 1;
 #else
 // A whole warp copies, 16 bytes a lane at a time.
@@ -232,11 +224,6 @@ __device__ __forceinline__ u32 multiply_bf16(u32 a, u32 b) {
 __device__ __forceinline__ float bf16_low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float bf16_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
-// A place in shared memory, in words.
-struct SharedWords {
-    u32 address;
-    __device__ SharedWords operator+(int words) const { return {address + words * 4}; }
-};
 __device__ __forceinline__ uint4 load_shared16(u32 address) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));

@@ -12,30 +12,29 @@ constexpr int LANES_ARRIVE = 32;
 constexpr int LANES_ARRIVE = 1;
 #endif
 
-template <int SLOTS, int BYTES>
-struct RingOf {
-    u32 slots, full, empty;  // shared addresses: SLOTS * BYTES, and two barriers a slot
+struct Ring {
+    u32 slots, full, empty;  // shared addresses: all slots' bytes, and two barriers a slot
     int slot = 0;
     u32 parity = 0;
 
-    __device__ RingOf(u32 base, u32 barriers) : slots(base), full(barriers), empty(barriers + 8 * SLOTS) {}
+    __device__ Ring(u32 base, u32 barriers) : slots(base), full(barriers), empty(barriers + 8 * RING_SLOTS) {}
 
     __device__ void init() const {
 #pragma unroll 1
-        for (int i = 0; i < SLOTS; i++) {
+        for (int i = 0; i < RING_SLOTS; i++) {
             barrier_init(full + 8 * i, COPY_LANES);
             barrier_init(empty + 8 * i, WARPS * LANES_ARRIVE);
         }
     }
     __device__ void advance() {
-        if (++slot == SLOTS) slot = 0, parity ^= 1;
+        if (++slot == RING_SLOTS) slot = 0, parity ^= 1;
     }
     // consumers, a warp at a time: slots `ahead` of the current one
-    __device__ int index(int ahead) const { return slot + ahead < SLOTS ? slot + ahead : slot + ahead - SLOTS; }
+    __device__ int index(int ahead) const { return slot + ahead < RING_SLOTS ? slot + ahead : slot + ahead - RING_SLOTS; }
     __device__ void wait(int ahead) const {
-        barrier_wait(full + 8 * index(ahead), slot + ahead < SLOTS ? parity : parity ^ 1);
+        barrier_wait(full + 8 * index(ahead), slot + ahead < RING_SLOTS ? parity : parity ^ 1);
     }
-    __device__ u32 data(int ahead) const { return slots + index(ahead) * BYTES; }
+    __device__ u32 data(int ahead) const { return slots + index(ahead) * SLOT_BYTES; }
     // `after` is 0 and must come from what was read last: an arrival may overtake loads that are still queued behind the
     // polling of other warps, and then the slot would be filled again before it is read.
     __device__ void release(int count, u32 after) {
@@ -50,8 +49,6 @@ struct RingOf {
         if (slot < count) parity ^= 1;
     }
 };
-
-typedef RingOf<RING_SLOTS, SLOT_BYTES> Ring;
 
 // Copies on their way at a time: what is waited for must be the ring's last turn. A tree's activations are held up by more than one; beside
 // the LM head, none come.

@@ -79,14 +79,13 @@ constexpr int SPLITS = 128 / KV_HEADS;            // chunk c belongs to split c 
 // --- exchanges: what eight nodes' activations take, in 4-byte words (see exchange.cuh) --------------------------------
 // First a row a node of all that is f32. Then an area for each kind of activation that a matrix product reads: sums of squares
 // if there are any, a row a node; and bf16 values in the order of the mma's B operand, 512 bytes a chunk: [node][4][8 k].
-// Chunks lie four by four (a piece: what all warps need for a chain of sums), the warps' slices of K beside each other.
+// Chunks lie four by four (what all warps need for a chain of sums), the warps' slices of K beside each other.
 __host__ __device__ constexpr int aligned(int words) { return (words + 3) / 4 * 4; }
 __host__ __device__ constexpr int on_lines(int words) { return (words + 31) / 32 * 32; }  // of 128 bytes
 constexpr int MAX_NODES = 64, CHUNK_WORDS = 128, CHAIN = 4;  // CHAIN: chunks summed inside the mma
 constexpr int Y_DIM = VALUE_DIM > ATTENTION_DIM ? VALUE_DIM : ATTENTION_DIM;
 __host__ __device__ constexpr int square_stride(int squares) { return squares ? on_lines(squares) + 16 : 0; }  // keeps the banks apart
 __host__ __device__ constexpr int square_words(int squares) { return 8 * square_stride(squares); }
-__host__ __device__ constexpr int pieces_of(int k) { return (chunks_of(k) + CHAIN - 1) / CHAIN; }
 // Where chunk `c` of a warp's slice lies, in chunks.
 __host__ __device__ constexpr int chunk_place(unsigned chunks, unsigned warp, unsigned c) {
     const unsigned before = c / CHAIN * CHAIN, left = chunks - before;

@@ -15,7 +15,7 @@
 // multiplied by its row's scale and added to the others in order.
 //
 // Another type of blocks is a case more in each of `registers_of`, `load_tile`,
-// `multiply_wide` and `multiply_narrow`.
+// `multiply_wide` and `NarrowSums::add_chain`.
 #pragma once
 #include "block.cuh"
 
