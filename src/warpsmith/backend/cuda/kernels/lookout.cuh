@@ -74,7 +74,7 @@ struct Lookout {
     }
     __device__ void run() {
         const bool projects = OwnUnits(blockIdx.x).count > 0;
-        int recurrent_before = 0;
+        int deltas = 0;  // DeltaNet layers before
 #pragma unroll 1
         for (int half = 0; half <= 2 * LAYERS; half++) {  // a layer's mixer, then its MLP; at last the head
             const int layer = half >> 1, mlp = half & 1;
@@ -82,10 +82,10 @@ struct Lookout {
             if (!look_for<Residual>(copy + (mlp ? MID_AT : X_AT))) return;
             if (layer == LAYERS || !projects) continue;
             const bool recurrent = is_recurrent(layer);
-            const int before = recurrent ? recurrent_before : layer - recurrent_before;
+            const int before = recurrent ? deltas : layer - deltas;
             const int mixed = (before & 1) * COPY_WORDS;
             if (mlp ? !look_for<Inner>(copy + H_AT) : recurrent ? !look_for<DeltaOutput>(mixed + DELTA_Y_AT) : !look_for<AttentionOutput>(mixed + ATTENTION_Y_AT)) return;
-            if (!mlp && recurrent) recurrent_before++;
+            if (!mlp && recurrent) deltas++;
         }
     }
 };
