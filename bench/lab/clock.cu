@@ -3,14 +3,7 @@
 // nvcc -arch=sm_90a -O3 -o clock bench/lab/clock.cu && ./clock
 #include <cstdio>
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-__device__ u64 nanoseconds() {
-    u64 time;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
-    return time;
-}
+#include "../../src/warpsmith/backend/cuda/kernels/ptx.cuh"
 
 enum Work { SLEEP, ADD, STREAM, POLL, MULTIPLY_MATRICES };
 
@@ -32,12 +25,10 @@ __global__ void work(Work kind, const uint4* memory, size_t count, u64 duration,
             for (int i = 0; i < 8; i++) sum += v[i].x ^ v[i].w;
             at = (at + 8 * threads) % count;
         }
-        if (kind == POLL) sum += *((volatile const u32*)memory + threadIdx.x % 256);
+        if (kind == POLL) sum += load4((const u32*)memory + threadIdx.x % 256);
         if (kind == MULTIPLY_MATRICES) {
             float d[4] = {f, f, f, f};
-            for (int i = 0; i < 64; i++)
-                asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%4,%4,%4}, {%4,%4}, {%0,%1,%2,%3};"
-                             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(sum));
+            for (int i = 0; i < 64; i++) mma(d, sum, sum, sum, sum, sum, sum);
             f = d[0];
         }
         now = nanoseconds();

@@ -10,21 +10,13 @@
 #include <cuda_runtime.h>
 #include <vector>
 
-typedef unsigned u32;
-typedef unsigned long long u64;
+#include "../../src/warpsmith/backend/cuda/kernels/ptx.cuh"
+
 constexpr int SMS = 132, THREADS = 256, ITERATIONS = 60, WARM_UP = 10, SHARED = 200 << 10;
 enum Way { LOADS, BULK, PAIRS };
 
 __device__ unsigned arrived;
 
-__device__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ uint4 load16(const void* at) {
-    uint4 v;
-    asm volatile("{ .reg .b128 v; .reg .b64 l, h; ld.relaxed.gpu.global.b128 v, [%4]; mov.b128 {l, h}, v;"
-                 " mov.b64 {%0, %1}, l; mov.b64 {%2, %3}, h; }"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
-    return v;
-}
 __device__ void grid_barrier(unsigned target) {
     __syncthreads();
     if (threadIdx.x == 0) {

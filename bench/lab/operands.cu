@@ -6,17 +6,9 @@
 #include <cstdio>
 #include <vector>
 
-typedef unsigned int u32;
+#include "../../src/warpsmith/backend/cuda/kernels/ptx.cuh"
 
 constexpr int OCTET_WORDS = 171904, OCTETS = 3, ROUNDS = 20, RING_BYTES = 200 << 10;  // as in the forward kernel
-
-__device__ uint4 load16(const void* at) {
-    uint4 v;
-    asm volatile("{ .reg .b128 v; .reg .b64 l, h; ld.relaxed.gpu.global.b128 v, [%4]; mov.b128 {l, h}, v;"
-                 " mov.b64 {%0, %1}, l; mov.b64 {%2, %3}, h; }"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
-    return v;
-}
 
 template <int CHUNKS>
 __global__ void load(const u32* x, u32* arrived, long long* clocks, u32* sink) {
