@@ -15,13 +15,14 @@ from random_models import random_tensors, small_config
 from warpsmith.backend.base import BlockDraft, Want
 from warpsmith.backend.cpu import CpuBackend
 from warpsmith.backend.cpu.draft import CpuDraft
+from warpsmith.backend.reference.dflash import NumpyDraft
 from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.checkpoint.dflash import DFlashConfig, DraftFile, open_draft
 from warpsmith.checkpoint.quantize import quantize
 from warpsmith.draft.dflash import DFlash
-from warpsmith.draft.dflash_files import DFlashConfig, DraftFile, check_fits, open_draft
-from warpsmith.draft.dflash_numpy import NumpyDraft
 from warpsmith.model.config import SIZES
+from warpsmith.model.dflash import check_fits
 
 TARGET = small_config(vocab=100)
 WIDE = small_config(vocab=100, hidden=256)

@@ -22,13 +22,14 @@ from random_drafts import (
 from random_models import SMALL, random_tensors
 from warpsmith.backend.base import Output, Want
 from warpsmith.backend.reference import ReferenceBackend
+from warpsmith.backend.reference.dflash import NumpyDraft
+from warpsmith.checkpoint.dflash import DFlashConfig, is_draft, open_draft
 from warpsmith.checkpoint.gguf_writer import write_gguf
 from warpsmith.draft.base import Context
 from warpsmith.draft.dflash import DFlash
-from warpsmith.draft.dflash_files import DFlashConfig, check_fits, is_draft, open_draft
-from warpsmith.draft.dflash_numpy import NumpyDraft
 from warpsmith.errors import BadFile, BadRequest
 from warpsmith.model.config import SIZES
+from warpsmith.model.dflash import check_fits
 
 BACKEND = ReferenceBackend(SMALL, random_tensors(SMALL))
 CONFIG = draft_config(SMALL)

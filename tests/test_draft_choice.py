@@ -16,10 +16,10 @@ from warpsmith.backend.cpu import CpuBackend
 from warpsmith.backend.cpu.draft import CpuDraft
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.draft.budget import Budgeted
+from warpsmith.draft.cascade import Cascade
 from warpsmith.draft.dflash import DFlash
 from warpsmith.draft.mtp import MTP
 from warpsmith.draft.ngram import NGram
-from warpsmith.draft.relay import Relay
 from warpsmith.draft.select import find_draft, make_proposer
 from warpsmith.errors import BadFile, BadRequest, ModelNotFound
 
@@ -66,7 +66,7 @@ def test_auto_leaves_out_drafts_whose_guesses_take_too_long(
 def test_auto_asks_the_text_first_and_then_the_model_s_own_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("warpsmith.draft.costs.tokens_of_a_guess", lambda draft, on: 0.4)
     proposer = make_proposer("auto", "auto", backend("cpu"))
-    assert isinstance(proposer, Relay)
+    assert isinstance(proposer, Cascade)
     assert proposer.name == "ngram+mtp"
     assert proposer.wants == Want("none", hidden=True)
     headless = CpuBackend(small_config(vocab=16), random_tensors(small_config(vocab=16)), threads=1)

@@ -17,11 +17,11 @@ from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.draft.base import Context, Draft, Proposer
 from warpsmith.draft.budget import LISTENS, REFILL, Budgeted
+from warpsmith.draft.cascade import Cascade
 from warpsmith.draft.costs import Costs
 from warpsmith.draft.dflash import DFlash
 from warpsmith.draft.mtp import MTP
 from warpsmith.draft.ngram import NGram
-from warpsmith.draft.relay import Relay
 from warpsmith.engine.conversation import Conversation
 from warpsmith.engine.loop import Generation
 
@@ -39,7 +39,7 @@ def drafts(on: Backend, nodes: int, seed: int = 0) -> dict[str, Draft]:
 CHEAP = Costs.between({1: 0.001, 64: 0.002})  # trees of every size pay
 
 
-class Steady(Relay):
+class Steady(Cascade):
     """On a machine where a step and a plain token take a millisecond, always."""
 
     def __init__(self, *drafts: Draft) -> None:
@@ -91,14 +91,14 @@ def check_texts(name: str, seed: int, length: int, nodes: int, greedy: bool) -> 
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("draft", ["ngram", "mtp", "dflash", "relay"])
+@pytest.mark.parametrize("draft", ["ngram", "mtp", "dflash", "cascade"])
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_every_stop_condition_ends_the_text_where_plain_decoding_does(
     name: str, draft: str, sampling: Sampling
 ) -> None:
     on = backend(name)
     made = drafts(on, 30)
-    proposer: Proposer = Steady(*made.values()) if draft == "relay" else made[draft]
+    proposer: Proposer = Steady(*made.values()) if draft == "cascade" else made[draft]
     prompt = prompt_of(20, 9)
     truth = run(Conversation(on, 100), prompt, sampling, max_tokens=40)
     accepted = 0
@@ -232,14 +232,14 @@ def test_the_test_above_notices_a_walk_that_leans_to_the_draft() -> None:
     assert chi_square_p(pairs_drawn(Leaning, sampling, runs), expected) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["ngram", "mtp", "dflash", "relay"])
+@pytest.mark.parametrize("name", ["ngram", "mtp", "dflash", "cascade"])
 def test_long_texts_in_which_drafts_rest_and_are_asked_again(name: str) -> None:
     """Dear enough to be put to rest, cheap enough to be tried again, and heard by turns."""
     on = backend("cpu")
     nodes: list[int] = []
     for seed in range(4):
         made = drafts(on, 30, seed)
-        proposer = Steady(*made.values()) if name == "relay" else Steady(made[name])
+        proposer = Steady(*made.values()) if name == "cascade" else Steady(made[name])
         conversation, plainly = Conversation(on, 500, proposer), Conversation(on, 500)
         prompt = prompt_of(30, seed)
         for sampling in (Sampling(), SAMPLED):

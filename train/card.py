@@ -24,9 +24,9 @@ import numpy as np
 import warpsmith
 from train.data import KINDS, PROMPT_FILE
 from warpsmith.backend.base import Backend, BlockDraft, Output, Want
+from warpsmith.checkpoint.dflash import open_draft
 from warpsmith.draft.base import Proposer
 from warpsmith.draft.dflash import DFlash
-from warpsmith.draft.dflash_files import open_draft
 from warpsmith.draft.mtp import MTP
 from warpsmith.llm import LLM
 from warpsmith.measure.prompts import read_prompts

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from warpsmith.backend.base import Backend, State, Want
+from warpsmith.backend.reference.dflash import NumpyDraft
 from warpsmith.backend.tree import MAX_NODES
+from warpsmith.checkpoint.dflash import DraftFile
 from warpsmith.draft.base import Context, Draft, ScoredTree
 from warpsmith.draft.ddtree import best_tree, marginals
-from warpsmith.draft.dflash_files import DraftFile, check_fits
-from warpsmith.draft.dflash_numpy import NumpyDraft
+from warpsmith.model.dflash import check_fits
 
 CONTEXT_ROWS = 4096  # tokens that layers without a window look back on: drafts are trained on no more
 WIDTH = 16  # tokens considered at each depth

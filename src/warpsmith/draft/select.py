@@ -63,9 +63,9 @@ def make_proposer(
     own, text = _affordable(backend, model), _named("ngram", backend)
     if own is None:
         return held(text, text.wants)
-    from warpsmith.draft.relay import Relay
+    from warpsmith.draft.cascade import Cascade
 
-    return Relay([held(text, own.wants), held(own, own.wants)])
+    return Cascade([held(text, own.wants), held(own, own.wants)])
 
 
 def _affordable(backend: Backend, model: Path | None) -> Draft | None:
@@ -87,8 +87,8 @@ def _named(draft: str | Path, backend: Backend) -> Draft:
         from warpsmith.draft.mtp import MTP
 
         return MTP(backend)
+    from warpsmith.checkpoint.dflash import open_draft
     from warpsmith.draft.dflash import DFlash
-    from warpsmith.draft.dflash_files import open_draft
 
     return DFlash(open_draft(draft), backend)
 

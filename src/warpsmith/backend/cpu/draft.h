@@ -1,4 +1,4 @@
-// A DFlash draft on the target's own threads: warpsmith/draft/dflash_numpy.py is the same network, written to be read.
+// A DFlash draft on the target's own threads: warpsmith/backend/reference/dflash.py is the same network, written to be read.
 //
 // Features of committed tokens become keys and values once, in rings; a block of masked positions then runs through the
 // layers without leaving a trace. Embeddings and head are the target's.
@@ -12,7 +12,7 @@
 
 namespace warpsmith {
 
-// Names as in warpsmith.draft.dflash_files.DFlashConfig.
+// Names as in warpsmith.checkpoint.dflash.DFlashConfig.
 struct DraftConfig {
     int layers, hidden, ffn, heads, kv_heads, head_dim, features, block, mask_token;
     float eps;

@@ -16,8 +16,7 @@ import numpy as np
 
 from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.canonical import Tensor, brief
-from warpsmith.errors import BadFile, BadRequest
-from warpsmith.model.config import Config
+from warpsmith.errors import BadFile
 
 LUCEBOX = ("qwen35-dflash-draft", "dflash-draft")
 LLAMA_CPP = "dflash"
@@ -110,24 +109,6 @@ def open_draft(path: str | Path) -> DraftFile:
             raise BadFile(f"{path} has no config.json, and {len(files)} GGUF files.", "Name the draft's file.")
         path = files[0]
     return _open_gguf(path)
-
-
-def check_fits(config: DFlashConfig, target: Config) -> None:
-    """Refuse a draft that was not made for this target."""
-    c = config
-    problem = None
-    if c.hidden != target.hidden:
-        problem = f"has a hidden size of {c.hidden}, and the model of {target.hidden}"
-    elif c.vocab not in (None, target.vocab):
-        problem = f"knows a vocabulary of {c.vocab} tokens, and the model of {target.vocab}"
-    elif c.mask_token >= target.vocab:
-        problem = f"masks with token {c.mask_token}, outside the model's vocabulary of {target.vocab}"
-    elif c.target_depth not in (None, target.layers):
-        problem = f"was made for a model of {c.target_depth} layers, and this one has {target.layers}"
-    elif max(c.target_layers) >= target.layers:
-        problem = f"reads layer {max(c.target_layers)}, and the model's last is {target.layers - 1}"
-    if problem:
-        raise BadRequest(f"The draft {c.source} {problem}.", f"{_OTHER[:-1]}, or --draft none.")
 
 
 # -- safetensors ----------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import pytest
 from warpsmith.backend.base import Want
 from warpsmith.draft.base import Context, Draft, ScoredTree
 from warpsmith.draft.budget import Budgeted
+from warpsmith.draft.cascade import Cascade
 from warpsmith.draft.costs import Costs
-from warpsmith.draft.relay import Relay
 
 COSTS = Costs.between({1: 1.0, 64: 1.0 + 63 * 0.05})
 
@@ -52,20 +52,20 @@ class World:
         self.clock, self.rng = Clock(), np.random.default_rng(0)
         self.text = Guess("text", self.clock, 0.01)
         self.network = Guess("network", self.clock, 1.5, Want("none", features=(3, 1)))
-        self.relay = Relay([Budgeted(draft, COSTS) for draft in (self.text, self.network)], self.clock)
+        self.cascade = Cascade([Budgeted(draft, COSTS) for draft in (self.text, self.network)], self.clock)
         self.ids = [0]
 
     def run(self, tokens: int) -> float:
         start, end = self.clock.now, len(self.ids) + tokens
         while len(self.ids) < end:
             before = self.clock.now
-            if rest := self.relay.rest:
+            if rest := self.cascade.rest:
                 self.clock.now += rest
                 count, forward = rest, None
-                self.relay.observe([0] * count, len(self.ids) - 1, None, None)
+                self.cascade.observe([0] * count, len(self.ids) - 1, None, None)
             else:
                 calls = self.text.calls, self.network.calls
-                tree = self.relay.propose(Context(self.ids, None, 1000))  # type: ignore[arg-type]
+                tree = self.cascade.propose(Context(self.ids, None, 1000))  # type: ignore[arg-type]
                 nodes = 1 if tree is None else len(tree)
                 who = self.network if self.network.calls > calls[1] else self.text
                 forward = COSTS.seconds[nodes - 1]
@@ -76,8 +76,8 @@ class World:
                 committed = [self.ids[-1]] if tree is None else tree.tokens[:count].tolist()
                 rows = np.zeros((count, 2 * 5), np.float32)
                 rows[:, :5] = 3
-                self.relay.observe(committed, len(self.ids) - 1, rows, None)
-            self.relay.spent(count, self.clock.now - before, forward)
+                self.cascade.observe(committed, len(self.ids) - 1, rows, None)
+            self.cascade.spent(count, self.clock.now - before, forward)
             self.ids += range(len(self.ids), len(self.ids) + count)
         return (self.clock.now - start) / (len(self.ids) - end + tokens)
 
@@ -114,14 +114,14 @@ def test_when_neither_pays_both_rest_and_say_so() -> None:
     world = World()
     world.text.rate = world.network.rate = 0.0
     assert world.run(3000) < 1 / 0.98
-    while not all(draft.off for draft in world.relay.drafts):
+    while not all(draft.off for draft in world.cascade.drafts):
         world.run(1)
-    off = world.relay.off
+    off = world.cascade.off
     assert off is not None
     assert "text drafts do not pay" in off
     assert "network drafts do not pay" in off
-    world.relay.drafts[0].account.open = True
-    assert world.relay.off is None
+    world.cascade.drafts[0].account.open = True
+    assert world.cascade.off is None
 
 
 def test_each_gets_the_rows_it_asked_for() -> None:
@@ -131,17 +131,17 @@ def test_each_gets_the_rows_it_asked_for() -> None:
         Guess("one", clock, 0.01, Want("none", features=(4, 2), hidden=True)),
         Guess("two", clock, 0.01, Want("none", features=(2, 7))),
     ]
-    relay = Relay([Budgeted(draft, COSTS) for draft in drafts], clock)
-    assert relay.name == "none+one+two"
-    assert relay.wants == Want("none", features=(4, 2, 7), hidden=True)
+    cascade = Cascade([Budgeted(draft, COSTS) for draft in drafts], clock)
+    assert cascade.name == "none+one+two"
+    assert cascade.wants == Want("none", features=(4, 2, 7), hidden=True)
     seen: dict[str, np.ndarray | None] = {}
     for draft in drafts:
         draft.observe = lambda tokens, position, features, hidden, name=draft.name: seen.update({name: features})  # type: ignore[method-assign,misc]
-    relay.observe([1, 2], 0, np.repeat([[4.0, 2.0, 7.0]], 3, axis=1).repeat(2, axis=0), np.zeros((2, 3)))
+    cascade.observe([1, 2], 0, np.repeat([[4.0, 2.0, 7.0]], 3, axis=1).repeat(2, axis=0), np.zeros((2, 3)))
     assert seen["none"] is None
     assert np.array_equal(seen["one"], [[4, 4, 4, 2, 2, 2]] * 2)  # type: ignore[arg-type]
     assert np.array_equal(seen["two"], [[2, 2, 2, 7, 7, 7]] * 2)  # type: ignore[arg-type]
-    relay.observe([1, 2], 0, None, None)
+    cascade.observe([1, 2], 0, None, None)
     assert seen == {"none": None, "one": None, "two": None}
 
 
@@ -152,7 +152,7 @@ def test_snapshots_are_everybody_s() -> None:
     restored: list[tuple[str, int]] = []
     for draft in (world.text, world.network):
         draft.restore = lambda saved, name=draft.name: restored.append((name, saved))  # type: ignore[method-assign,misc]
-    world.relay.restore(world.relay.snapshot())
+    world.cascade.restore(world.cascade.snapshot())
     assert restored == [("text", 0), ("network", 1)]
 
 
@@ -162,7 +162,7 @@ def test_the_time_of_asking_is_charged_to_the_one_who_was_asked(seconds: float) 
     world.text.speaks, world.text.seconds = False, seconds
     world.network.seconds = 0.1
     world.run(2000)
-    text, network = world.relay.drafts
+    text, network = world.cascade.drafts
     assert network.account.open
     assert network.account.credit > 8
     assert seconds < 0.1 or not text.account.open or text.account.credit < 4

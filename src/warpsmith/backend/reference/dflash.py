@@ -9,7 +9,7 @@ import numpy as np
 
 from warpsmith.backend.base import Backend, BlockDraft, Output, Want
 from warpsmith.backend.reference.ops import rms_norm, rope, silu
-from warpsmith.draft.dflash_files import DraftFile
+from warpsmith.checkpoint.dflash import DraftFile
 
 
 class NumpyDraft(BlockDraft):

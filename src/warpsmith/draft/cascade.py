@@ -14,7 +14,7 @@ from warpsmith.draft.base import Context, Proposer
 from warpsmith.draft.budget import CHECK, Budgeted
 
 
-class Relay(Proposer):
+class Cascade(Proposer):
     """Asks cheap drafts before dear ones. A guess is taken if it promises more than the drafts after it have brought
     lately; each draft answers for its own time, and rests by itself."""
 
