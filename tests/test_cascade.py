@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
+from draft_cases import Alone
 from warpsmith.backend.base import Want
 from warpsmith.draft.base import Context, Draft, ScoredTree
 from warpsmith.draft.budget import Budgeted
@@ -32,7 +34,7 @@ class Guess(Draft):
         self.calls = 0
         self.rows: list[tuple[int, int | None, int | None]] = []
 
-    def propose(self, context: Context) -> ScoredTree | None:
+    def propose(self, memory: Any, context: Context) -> ScoredTree | None:
         self.calls += 1
         self.clock.now += self.seconds
         if not self.speaks:
@@ -41,7 +43,12 @@ class Guess(Draft):
         return ScoredTree(context.root + chain, chain - 1, chain * np.log(self.confidence))
 
     def observe(
-        self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
+        self,
+        memory: Any,
+        tokens: Sequence[int],
+        position: int,
+        features: np.ndarray | None,
+        hidden: np.ndarray | None,
     ) -> None:
         shapes = [None if rows is None else rows.shape[1] for rows in (features, hidden)]
         self.rows.append((len(tokens), *shapes))  # type: ignore[arg-type]
@@ -53,19 +60,20 @@ class World:
         self.text = Guess("text", self.clock, 0.01)
         self.network = Guess("network", self.clock, 1.5, Want("none", features=(3, 1)))
         self.cascade = Cascade([Budgeted(draft, COSTS) for draft in (self.text, self.network)], self.clock)
+        self.held = Alone(self.cascade)
         self.ids = [0]
 
     def run(self, tokens: int) -> float:
         start, end = self.clock.now, len(self.ids) + tokens
         while len(self.ids) < end:
             before = self.clock.now
-            if rest := self.cascade.rest:
+            if rest := self.held.rest:
                 self.clock.now += rest
                 count, forward = rest, None
-                self.cascade.observe([0] * count, len(self.ids) - 1, None, None)
+                self.held.observe([0] * count, len(self.ids) - 1, None, None)
             else:
                 calls = self.text.calls, self.network.calls
-                tree = self.cascade.propose(Context(self.ids, None, 1000))  # type: ignore[arg-type]
+                tree = self.held.propose(Context(self.ids, None, 1000))  # type: ignore[arg-type]
                 nodes = 1 if tree is None else len(tree)
                 who = self.network if self.network.calls > calls[1] else self.text
                 forward = COSTS.seconds[nodes - 1]
@@ -76,8 +84,8 @@ class World:
                 committed = [self.ids[-1]] if tree is None else tree.tokens[:count].tolist()
                 rows = np.zeros((count, 2 * 5), np.float32)
                 rows[:, :5] = 3
-                self.cascade.observe(committed, len(self.ids) - 1, rows, None)
-            self.cascade.spent(count, self.clock.now - before, forward)
+                self.held.observe(committed, len(self.ids) - 1, rows, None)
+            self.held.spent(count, self.clock.now - before, forward)
             self.ids += range(len(self.ids), len(self.ids) + count)
         return (self.clock.now - start) / (len(self.ids) - end + tokens)
 
@@ -134,25 +142,26 @@ def test_each_gets_the_rows_it_asked_for() -> None:
     cascade = Cascade([Budgeted(draft, COSTS) for draft in drafts], clock)
     assert cascade.name == "none+one+two"
     assert cascade.wants == Want("none", features=(4, 2, 7), hidden=True)
+    held = Alone(cascade)
     seen: dict[str, np.ndarray | None] = {}
     for draft in drafts:
-        draft.observe = lambda tokens, position, features, hidden, name=draft.name: seen.update({name: features})  # type: ignore[method-assign,misc]
-    cascade.observe([1, 2], 0, np.repeat([[4.0, 2.0, 7.0]], 3, axis=1).repeat(2, axis=0), np.zeros((2, 3)))
+        draft.observe = lambda memory, tokens, at, features, hidden, name=draft.name: seen.update({name: features})  # type: ignore[method-assign,misc]
+    held.observe([1, 2], 0, np.repeat([[4.0, 2.0, 7.0]], 3, axis=1).repeat(2, axis=0), np.zeros((2, 3)))
     assert seen["none"] is None
     assert np.array_equal(seen["one"], [[4, 4, 4, 2, 2, 2]] * 2)  # type: ignore[arg-type]
     assert np.array_equal(seen["two"], [[2, 2, 2, 7, 7, 7]] * 2)  # type: ignore[arg-type]
-    cascade.observe([1, 2], 0, None, None)
+    held.observe([1, 2], 0, None, None)
     assert seen == {"none": None, "one": None, "two": None}
 
 
 def test_snapshots_are_everybody_s() -> None:
     world = World()
     for i, draft in enumerate((world.text, world.network)):
-        draft.snapshot = lambda i=i: i  # type: ignore[method-assign]
+        draft.snapshot = lambda memory, i=i: i  # type: ignore[method-assign]
     restored: list[tuple[str, int]] = []
     for draft in (world.text, world.network):
-        draft.restore = lambda saved, name=draft.name: restored.append((name, saved))  # type: ignore[method-assign,misc]
-    world.cascade.restore(world.cascade.snapshot())
+        draft.restore = lambda memory, saved, name=draft.name: restored.append((name, saved))  # type: ignore[method-assign,misc]
+    world.held.restore(world.held.snapshot())
     assert restored == [("text", 0), ("network", 1)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,7 +123,7 @@ def test_a_guess_is_measured_in_tokens() -> None:
     class Slow(Draft):
         name, calls = "slow", 0
 
-        def propose(self, context: Context) -> ScoredTree | None:
+        def propose(self, memory: Any, context: Context) -> ScoredTree | None:
             assert context.depth == 1
             self.calls += 1
             clock.now += 0.0027 if self.calls > 1 else 5.0

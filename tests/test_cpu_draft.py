@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from draft_cases import OneBlock
 from random_drafts import FORMATS, draft_config, draft_in_memory, fill_holes, random_weights, write_holes
 from random_models import random_tensors, small_config
-from warpsmith.backend.base import BlockDraft, Want
+from warpsmith.backend.base import Want
 from warpsmith.backend.cpu import CpuBackend
 from warpsmith.backend.cpu.draft import CpuDraft
 from warpsmith.backend.reference.dflash import NumpyDraft
@@ -55,15 +56,15 @@ def features_of(count: int, config: DFlashConfig, seed: int = 0) -> np.ndarray:
     return rng.standard_normal((count, len(config.target_layers) * config.hidden)).astype(np.float32) * 2
 
 
-def both(file: DraftFile, rows: int = 50, wide: bool = False, threads: int = 2) -> tuple[BlockDraft, BlockDraft]:
+def both(file: DraftFile, rows: int = 50, wide: bool = False, threads: int = 2) -> tuple[OneBlock, OneBlock]:
     on, config = backend(wide, threads), file.config
     capacity = [rows if window is None else min(window, rows) for window in config.windows]
     native = on.block_draft(config, file.tensors, capacity)
     assert isinstance(native, CpuDraft)
-    return native, NumpyDraft(file, on, capacity)
+    return OneBlock(native), OneBlock(NumpyDraft(file, on, capacity))
 
 
-def check_same(native: BlockDraft, numpy: BlockDraft, root: int, position: int, rows: int, tolerance: float) -> None:
+def check_same(native: OneBlock, numpy: OneBlock, root: int, position: int, rows: int, tolerance: float) -> None:
     ours, expected = native.fill(root, position, rows, TOP), numpy.fill(root, position, rows, TOP)
     assert distance(ours.hidden, expected.hidden) < tolerance
     assert distance(ours.top_logits, expected.top_logits) < tolerance
@@ -162,6 +163,23 @@ def test_snapshots_bring_the_rings_back(count: int) -> None:
     assert np.array_equal(native.fill(3, 0, 4, TOP).hidden, empty.fill(3, 0, 4, TOP).hidden)  # type: ignore[arg-type]
 
 
+def test_two_sequences_share_weights_and_nothing_else() -> None:
+    """Rows come by turns, and rings wrap while the other's are still empty."""
+    config = SHAPES["sliding and full"]
+    native, numpy = both(draft_in_memory(config))
+    second, expected = OneBlock(native.network), OneBlock(numpy.network)
+    for start, count in ((0, 30), (30, 1), (31, 64), (95, 7)):
+        for draft in (native, numpy):
+            draft.append(features_of(count, config, start), start)
+        if start:
+            for draft in (second, expected):
+                draft.append(features_of(count + 3, config, start + 1), start)
+        check_same(native, numpy, 5, start + count, config.block - 1, 1e-3)
+        check_same(second, expected, 7, start + count + 3, config.block - 1, 1e-3)
+    native.forget()
+    check_same(second, expected, 7, 105, config.block - 1, 1e-3)
+
+
 def test_drafts_of_the_27b_shape_run_in_every_format(tmp_path: Path) -> None:
     """Every width of the released drafts, one layer of them: files of half a billion weights, most of them zero."""
     target = SIZES["27B"]
@@ -181,9 +199,10 @@ def test_drafts_of_the_27b_shape_run_in_every_format(tmp_path: Path) -> None:
         runnable = dataclasses.replace(file.config, mask_token=7)  # of the target's few tokens
         native = on.block_draft(runnable, file.tensors, [2048])
         assert native is not None
-        native.append(features, 0)
-        outputs.append(native.fill(3, 20, 15, TOP))
-        del native
+        one = OneBlock(native)
+        one.append(features, 0)
+        outputs.append(one.fill(3, 20, 15, TOP))
+        del native, one
     assert outputs[0].hidden is not None
     assert outputs[0].hidden.std() > 0.1
     assert all(np.array_equal(output.hidden, outputs[0].hidden) for output in outputs[1:])

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,7 +121,7 @@ class Foresight(Proposer):
         self.text, self.nodes, self.vocab = list(text), nodes, vocab
         self.random = np.random.default_rng(nodes)
 
-    def propose(self, context: Context) -> Tree:
+    def propose(self, memory: Any, context: Context) -> Tree:
         at, random = len(context.ids), self.random
         right = [*self.text[at : at + int(random.integers(0, 6))]]
         tokens, parents = [context.root], [-1]

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from math import erfc, sqrt
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_cases import CONFIG, backend, prompt_of, run
+from draft_cases import CONFIG, Alone, backend, prompt_of, run
 from random_drafts import draft_config, draft_in_memory
 from warpsmith.backend.base import LOGITS, Backend, Output
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.draft.base import Context, Draft, Proposer
 from warpsmith.draft.budget import LISTENS, REFILL, Budgeted
-from warpsmith.draft.cascade import Cascade
+from warpsmith.draft.cascade import Cascade, CascadeMemory
 from warpsmith.draft.costs import Costs
 from warpsmith.draft.dflash import DFlash
 from warpsmith.draft.mtp import MTP
@@ -45,9 +46,9 @@ class Steady(Cascade):
     def __init__(self, *drafts: Draft) -> None:
         super().__init__([Budgeted(draft, CHEAP) for draft in drafts], clock=lambda: 0.0)
 
-    def spent(self, tokens: int, seconds: float, forward_seconds: float | None) -> None:
+    def spent(self, memory: CascadeMemory, tokens: int, seconds: float, forward_seconds: float | None) -> None:
         resting = forward_seconds is None
-        super().spent(tokens, 0.001 * (tokens if resting else 1.1), None if resting else 0.001)
+        super().spent(memory, tokens, 0.001 * (tokens if resting else 1.1), None if resting else 0.001)
 
 
 # -- the promise ------------------------------------------------------------------------------------------------------
@@ -84,7 +85,6 @@ def check_texts(name: str, seed: int, length: int, nodes: int, greedy: bool) -> 
         prompt = [prompt + answer + following, prompt + following, following][rng.integers(3)]
     made = drafts(on, nodes, seed)
     for proposer in (*made.values(), *map(Steady, made.values()), Steady(*made.values())):
-        proposer.reset()
         conversation = Conversation(on, 400, proposer)
         for prompt, limit, answer in turns:
             assert run(conversation, prompt, sampling, max_tokens=limit) == answer, proposer
@@ -105,7 +105,6 @@ def test_every_stop_condition_ends_the_text_where_plain_decoding_does(
     for place in (1, 9, 33) if name == "reference" else range(1, 40, 3):
         seen: list[int] = []
         conversation = Conversation(on, 100, proposer)
-        proposer.reset()
         generation = Generation(
             conversation,
             prompt,
@@ -114,18 +113,70 @@ def test_every_stop_condition_ends_the_text_where_plain_decoding_does(
         )
         tokens = [token for tokens in generation for token in tokens]
         assert tokens == truth[: place + 1]
-        assert conversation.committed == prompt + truth[:place]
+        assert conversation.sequence.committed == prompt + truth[:place]
         accepted += generation.stats.accepted_tokens
         stop = truth[place]
         stopped = run(conversation, prompt, sampling, stop_ids=frozenset([stop]), max_tokens=40)
         assert stopped == truth[: truth.index(stop) + 1]
-        assert conversation.committed == prompt + stopped[:-1]
+        assert conversation.sequence.committed == prompt + stopped[:-1]
         assert run(conversation, prompt, sampling, max_tokens=place) == truth[:place]
-        assert conversation.committed == (prompt + truth[:place])[:-1]
+        assert conversation.sequence.committed == (prompt + truth[:place])[:-1]
     full = Conversation(on, len(prompt) + 15, proposer)
-    proposer.reset()
     assert run(full, prompt, sampling) == truth[:15], "where the context is full"
     assert accepted > 0, "nothing was accepted, so nothing was tested"
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("draft", ["ngram", "mtp", "dflash", "cascade"])
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_sequences_that_share_a_draft_get_their_own_text(name: str, draft: str, sampling: Sampling) -> None:
+    """Three requests by turns, of different lengths, each of which goes on with another prompt when it ends."""
+    on, rng = backend(name), np.random.default_rng(1)
+    made = drafts(on, 22)
+    proposer: Proposer = Steady(*made.values()) if draft == "cascade" else made[draft]
+    count = 20 if name == "reference" else 40
+    conversations = [Conversation(on, 200, proposer) for _ in range(3)]
+    prompts = [prompt_of(length, length) for length in (5, 31, 70)]
+    accepted = 0
+    for _ in range(2):
+        expected = [run(Conversation(on, 200), prompt, sampling, max_tokens=count) for prompt in prompts]
+        going = [
+            Generation(conversation, prompt, sampling, max_tokens=count)
+            for conversation, prompt in zip(conversations, prompts, strict=True)
+        ]
+        texts: list[list[int]] = [[], [], []]
+        runs = [iter(generation) for generation in going]
+        while unfinished := [i for i in range(3) if going[i].finish_reason is None]:
+            turn = int(rng.choice(unfinished))
+            texts[turn] += next(runs[turn])
+        assert texts == expected
+        accepted += sum(generation.stats.accepted_tokens for generation in going)
+        prompts = [prompt + text[:4] + prompt_of(9, 2) for prompt, text in zip(prompts, texts, strict=True)]
+    assert accepted > 0, "nothing was accepted, so nothing was tested"
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_each_sequence_is_guessed_from_its_own_past(name: str) -> None:
+    """Guesses of two sequences by turns are those of each alone, to the bit."""
+    on = backend(name)
+    texts = [prompt_of(40, 3), prompt_of(40, 4)]
+    for kind, draft in drafts(on, 12).items():
+
+        def guesses(turns: list[int], draft: Draft = draft) -> dict[int, list[bytes]]:
+            states = [on.new_state(100) for _ in texts]
+            memories: list[Any] = [draft.new_memory() for _ in texts]
+            at, made = [0, 0], {i: [] for i in set(turns)}
+            for i in turns:
+                start, end = at[i], at[i] + 8
+                output = on.prefill(states[i], texts[i][start:end], draft.wants)
+                draft.observe(memories[i], texts[i][start:end], start, output.features, output.hidden)
+                tree = draft.propose(memories[i], Context(texts[i][: end + 1], states[i], 6))
+                made[i].append(b"" if tree is None else tree.tokens.tobytes() + tree.scores.tobytes())
+                at[i] = end
+            return made
+
+        together = guesses([0, 1, 1, 0, 0, 1, 0, 1])
+        assert together == guesses([0] * 4) | guesses([1] * 4), kind
 
 
 def test_the_tests_above_accept_guesses_of_every_kind() -> None:
@@ -265,17 +316,18 @@ def test_a_draft_that_rested_guesses_as_one_that_never_did(name: str, kind: str)
     trees = []
     for rests in (False, True):
         draft: Draft = NGram() if kind == "ngram" else DFlash(draft_in_memory(windows), on)
-        held = Budgeted(draft, CHEAP)
+        budget = Budgeted(draft, CHEAP)
+        held = Alone(budget)
         state = on.new_state(200)
         rows = on.prefill(state, text, draft.wants).features
         for start, end in ((0, 40), (40, heard), (heard, 90)):
             if rests and start == 40:
-                held.account.open, held.account.credit, held.account._needed = False, 0.0, 49.9 * REFILL
+                budget.account.open, budget.account.credit, budget.account._needed = False, 0.0, 49.9 * REFILL
                 assert held.rest == (heard - 40 if rows is not None else 50)
             held.observe(text[start:end], start, None if rows is None else rows[start:end], None)
             held.spent(end - start, 0.001 * (end - start), None)
-        assert held.account.open
-        trees.append(draft.propose(Context([*text, text[30]], state, 10)))
+        assert budget.account.open
+        trees.append(draft.propose(held.memory.draft, Context([*text, text[30]], state, 10)))
     never, rested = trees
     assert never is not None
     assert rested is not None

@@ -45,7 +45,7 @@ class Knows(Proposer):
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = list(tokens)
 
-    def propose(self, context: Context) -> Tree:
+    def propose(self, memory: Any, context: Context) -> Tree:
         coming = self.tokens[len(context.ids) :][:4]
         return Tree.chain([context.root, *coming])
 
@@ -96,7 +96,7 @@ def test_stop_strings_cut_the_text_and_hold_no_more_state_than_needed(drafted: b
         assert chunk.stats is not None
         assert chunk.stats.mode == ("knows" if drafted else "plain")
         count = chunk.stats.generated_tokens
-        assert llm._open().committed == prompt + free.token_ids[: count - 1]
+        assert llm._open().sequence.committed == prompt + free.token_ids[: count - 1]
     assert llm.generate(prompt, stop="never this", **options).text == free.text, (
         "what was held back is given at the end"
     )
@@ -150,13 +150,13 @@ def test_messages_go_through_the_chat_template(llm: LLM) -> None:
         stats = llm.generate(messages, max_tokens=1, **options).stats  # type: ignore[arg-type]
         text = render(TINY.chat_template, messages, **options)  # type: ignore[arg-type]
         assert stats.prompt_tokens == len(llm.tokenizer.encode(text))
-        assert llm._open().committed == llm.tokenizer.encode(text)
+        assert llm._open().sequence.committed == llm.tokenizer.encode(text)
 
 
 def test_a_model_without_a_template_chats_with_the_familys() -> None:
     llm = make(dataclasses.replace(TINY, chat_template=None))
     llm.generate([{"role": "user", "content": "Hi"}], max_tokens=1)
-    text = llm.tokenizer.decode(llm._open().committed)
+    text = llm.tokenizer.decode(llm._open().sequence.committed)
     assert text.startswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert text.endswith("</think>\n\n"), "a small model does not think unless asked"
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from draft_cases import backend, prompt_of, run
+from draft_cases import Alone, backend, prompt_of, run
 from warpsmith.backend.base import Backend, Want
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
@@ -18,7 +18,7 @@ from warpsmith.engine.conversation import Conversation
 
 def mtp_after(on: Backend, pieces: list[list[int]], root: int, nodes: int = 30) -> ScoredTree:
     """The guess of a draft that heard the text in pieces, each committed by itself."""
-    draft, state, position = MTP(on, nodes), on.new_state(200), 0
+    draft, state, position = Alone(MTP(on, nodes)), on.new_state(200), 0
     for piece in pieces:
         hidden = on.prefill(state, piece, Want("none", hidden=True)).hidden
         draft.observe(piece, position, None, hidden)
@@ -65,7 +65,7 @@ def test_mtp_in_pieces_equals_mtp_at_once() -> None:
 
 def test_rejected_guesses_leave_no_trace_in_the_head_s_memory() -> None:
     on, text = backend("reference"), prompt_of(40, 6)
-    draft, state = MTP(on, 30), on.new_state(200)
+    draft, state = Alone(MTP(on, 30)), on.new_state(200)
     output = on.prefill(state, text[:10], Want("none", hidden=True))
     draft.observe(text[:10], 0, None, output.hidden)
     for i in range(10, 40):
@@ -82,7 +82,7 @@ def test_rejected_guesses_leave_no_trace_in_the_head_s_memory() -> None:
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_mtp_comes_back_with_a_snapshot(name: str) -> None:
     on, text, other = backend(name), prompt_of(70, 7), prompt_of(30, 8)
-    draft, state = MTP(on, 30), on.new_state(200)
+    draft, state = Alone(MTP(on, 30)), on.new_state(200)
     draft.observe(text[:64], 0, None, on.prefill(state, text[:64], Want("none", hidden=True)).hidden)
     draft.catch_up(state)
     saved, snapshot = draft.snapshot(), on.snapshot(state)
@@ -102,16 +102,16 @@ def test_of_a_long_past_mtp_hears_the_end(monkeypatch: pytest.MonkeyPatch) -> No
     """Rows that wait are bounded; after a gap the head begins anew, as if the text had begun there."""
     monkeypatch.setattr("warpsmith.draft.mtp.LISTENS", 16)
     on, text = backend("reference"), prompt_of(60, 9)
-    draft, state = MTP(on, 30), on.new_state(200)
+    draft, state = Alone(MTP(on, 30)), on.new_state(200)
     hidden = on.prefill(state, text, Want("none", hidden=True)).hidden
     assert hidden is not None
     for i in range(60):
         draft.observe(text[i : i + 1], i, None, hidden[i : i + 1])
         if i == 10:
             draft.catch_up(state)
-            assert draft._rows == 10
-        assert sum(len(tokens) for tokens, _ in draft._waiting) <= 17
-    kept = draft._waiting[0][0]
+            assert draft.memory.rows == 10
+        assert sum(len(tokens) for tokens, _ in draft.memory.waiting) <= 17
+    kept = draft.memory.waiting[0][0]
     tree = draft.propose(Context([*text, 4], state, 10))
     assert tree is not None
     assert int(kept[0]) == text[60 - 16]
@@ -126,7 +126,7 @@ def test_of_a_long_past_mtp_hears_the_end(monkeypatch: pytest.MonkeyPatch) -> No
 def test_after_a_gap_mtp_goes_on_with_what_it_heard(gap: int) -> None:
     """To the block it is as if the tokens it was not told of had never been."""
     on, text = backend("reference"), prompt_of(60 + gap, 11)
-    draft, state = MTP(on, 30), on.new_state(200)
+    draft, state = Alone(MTP(on, 30)), on.new_state(200)
     hidden = on.prefill(state, text, Want("none", hidden=True)).hidden
     assert hidden is not None
     draft.observe(text[:40], 0, None, hidden[:40])

@@ -48,7 +48,7 @@ def test_a_shared_beginning_is_not_computed_again_and_bits_agree() -> None:
         fresh = Conversation(BACKEND, 400)
         assert tokens_of(generation) == run(fresh, other, max_tokens=5)
         assert generation.stats.cached_tokens == 128
-        assert states_equal(conversation.state, fresh.state)
+        assert states_equal(conversation.sequence.state, fresh.sequence.state)
     generation = Generation(conversation, [*prompt[:127], 5], max_tokens=2)
     tokens_of(generation)
     assert generation.stats.cached_tokens == 0, "a recurrent state cannot be cut short"
@@ -90,7 +90,7 @@ def test_long_prompts_are_prefilled_in_pieces_without_changing_a_bit(monkeypatch
     monkeypatch.setattr("warpsmith.engine.conversation.PIECE", 64)
     pieces = Conversation(BACKEND, 256, Scripted(lambda context: None))
     assert run(pieces, prompt, max_tokens=3) == expected
-    assert states_equal(whole.state, pieces.state)
+    assert states_equal(whole.sequence.state, pieces.sequence.state)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
@@ -100,7 +100,7 @@ def test_a_consumer_may_leave_at_any_time(sampling: Sampling) -> None:
         runs = iter(generation)
         taken = [token for _ in range(3) for token in next(runs)]
         runs.close()  # type: ignore[attr-defined]
-        assert conversation.committed == (prompt + taken)[:-1]
+        assert conversation.sequence.committed == (prompt + taken)[:-1]
         follow_up = Generation(conversation, [*prompt, *taken, 1, 2], sampling, max_tokens=3)
         tokens_of(follow_up)
         assert follow_up.stats.cached_tokens == len(prompt) + len(taken) - 1
@@ -151,7 +151,7 @@ def test_an_interrupted_request_leaves_a_conversation_that_goes_on(where: str, w
     assert run(conversation, prompt, max_tokens=20) == expected
     fresh = Conversation(BACKEND, 256)
     run(fresh, prompt, max_tokens=20)
-    assert states_equal(conversation.state, fresh.state)
+    assert states_equal(conversation.sequence.state, fresh.sequence.state)
 
 
 def test_a_backend_that_runs_ahead_comes_back_when_the_text_ends() -> None:
@@ -165,7 +165,7 @@ def test_a_backend_that_runs_ahead_comes_back_when_the_text_ends() -> None:
         return len(seen) == 8
 
     assert run(conversation, prompt, max_tokens=20, until=until) == truth[:8]
-    assert conversation.committed == prompt + truth[:7]
+    assert conversation.sequence.committed == prompt + truth[:7]
     # another request while this one stands open goes on from what was given out, not from what was run ahead
     expected = Conversation(BACKEND, 256)
     answers = []
@@ -178,7 +178,7 @@ def test_a_backend_that_runs_ahead_comes_back_when_the_text_ends() -> None:
         with pytest.raises(BadRequest, match="Another request"):
             next(runs)
     assert answers[0] == answers[1]
-    assert states_equal(conversation.state, expected.state)
+    assert states_equal(conversation.sequence.state, expected.sequence.state)
 
 
 def test_an_old_request_cannot_go_on_once_another_has_begun() -> None:

@@ -78,26 +78,35 @@ class MemoryPart:
     nbytes: int
 
 
+class BlockMemory(ABC):  # noqa: B024  every backend keeps its own
+    """What a `BlockDraft` has seen of one sequence."""
+
+
 class BlockDraft(ABC):
-    """A network that guesses a block of positions at once (DFlash), and what it has seen of one sequence."""
+    """A network that guesses a block of positions at once (DFlash): weights that any number of sequences share."""
 
     @abstractmethod
-    def append(self, features: np.ndarray, position: int) -> None:
+    def new_memory(self) -> BlockMemory:
+        """Of a sequence that has not begun."""
+
+    @abstractmethod
+    def append(self, memory: BlockMemory, features: np.ndarray, position: int) -> None:
         """Rows [n, features * hidden] of tokens that were committed at `position` onwards; later ones come later."""
 
     @abstractmethod
-    def fill(self, root: int, position: int, rows: int, want: Want) -> Output:
+    def fill(self, memory: BlockMemory, root: int, position: int, rows: int, want: Want) -> Output:
         """What may stand at the next `rows` positions after `root`, which stands at `position`: a row of tokens for
         each, and rows of `hidden` for the root and each. The whole block is computed and nothing of it is kept."""
 
     @abstractmethod
-    def forget(self) -> None: ...
+    def forget(self, memory: BlockMemory) -> None:
+        """Make it that of a sequence that has not begun."""
 
     @abstractmethod
-    def snapshot(self) -> Any: ...
+    def snapshot(self, memory: BlockMemory) -> Any: ...
 
     @abstractmethod
-    def restore(self, saved: Any) -> None: ...
+    def restore(self, memory: BlockMemory, saved: Any) -> None: ...
 
 
 class Backend(ABC):

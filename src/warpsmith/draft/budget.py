@@ -16,16 +16,16 @@ from __future__ import annotations
 from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import median
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 
 from warpsmith.backend.base import State
 from warpsmith.backend.tree import MAX_NODES
-from warpsmith.draft.base import Context, Draft, Prices, Proposer, ScoredTree
+from warpsmith.draft.base import Context, Draft, Memory, Prices, Proposer, ScoredTree
 from warpsmith.draft.costs import Costs
 
 BINS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99)  # confidences that part kinds of guesses
@@ -205,13 +205,26 @@ def _bits(nodes: int) -> int:
 
 
 @dataclass
-class _Step:
+class _Guess:
     position: int
     tree: ScoredTree | None  # what was left of the draft's
 
 
-class Budgeted(Proposer):
-    """A draft held to what pays here."""
+@dataclass
+class BudgetMemory(Generic[Memory]):
+    """How a draft does on one sequence."""
+
+    draft: Memory
+    guess: _Guess | None = None  # the last, until it is known what became of it
+    right: deque[int] = field(default_factory=lambda: deque(maxlen=2))  # levels of the last trees
+    silent: int = 0  # times in a row that it had nothing to say
+    pause: int = 0  # tokens until it is asked again
+    promise: float = 0.0  # tokens a second expected of the last guess
+
+
+class Budgeted(Proposer[BudgetMemory]):
+    """A draft held to what pays here. All sequences pay into one account: what they have in common is the machine, the
+    draft, and a user who waits for all of them."""
 
     def __init__(self, draft: Draft, costs: Costs) -> None:
         self.draft, self.costs = draft, costs
@@ -220,12 +233,7 @@ class Budgeted(Proposer):
         self._least = least_probabilities(costs)
         self._listens = LISTENS if draft.wants.features or draft.wants.hidden else 0
         self._pace = Pace(costs)
-        self._right: deque[int] = deque(maxlen=2)  # levels of the last trees
         self._unchecked = self._check_after = CHECK_FIRST  # tokens since plain decoding was last seen
-        self._silent = 0  # times in a row that it had nothing to say
-        self._pause = 0  # tokens until it is asked again
-        self._step: _Step | None = None
-        self.promise = 0.0  # tokens a second expected of its last guess
         self.rate = 0.0  # tokens a second that its guesses have brought lately
 
     @property
@@ -234,10 +242,9 @@ class Budgeted(Proposer):
             return None
         return f"{self.name} drafts do not pay here; next try after {self.account.waits} tokens"
 
-    @property
-    def rest(self) -> int:
+    def rest(self, memory: BudgetMemory) -> int:
         if self.account.open:
-            return CHECK if self.doubts else self._pause
+            return CHECK if self.doubts else memory.pause
         return max(0, self.account.waits - self._listens)
 
     @property
@@ -245,23 +252,24 @@ class Budgeted(Proposer):
         """Whether plain decoding has to be seen again before anything can be said about it."""
         return self.account.open and self._unchecked >= self._check_after
 
-    def propose(self, context: Context) -> ScoredTree | None:
-        self._step = None
+    def propose(self, memory: BudgetMemory, context: Context) -> ScoredTree | None:
+        memory.guess = None
         if not self.account.open:
             return None  # it only listens
-        depth = FURTHER * max(self._right, default=0) + BEYOND
+        depth = FURTHER * max(memory.right, default=0) + BEYOND
         prices = Prices(self._pace.plain(), self._least)
-        tree = self.draft.propose(replace(context, depth=min(depth, context.depth), prices=prices))
+        cheap = replace(context, depth=min(depth, context.depth), prices=prices)
+        tree = self.draft.propose(memory.draft, cheap)
         if tree is not None:
             chances = path_probabilities(tree, self.calibration)[1 : self._most_nodes()]
-            size, self.promise = best_size(chances, self._pace.seconds(), self._pace.other())
+            size, memory.promise = best_size(chances, self._pace.seconds(), self._pace.other())
             tree = tree.first(size) if size else None
         if tree is not None:
-            self._silent = 0
+            memory.silent = 0
         elif not self._listens:  # one that needs rows would miss them
-            self._silent += 1
-            self._pause = min(2**self._silent - 1, SILENCE)
-        self._step = _Step(len(context.ids) - 1, tree)
+            memory.silent += 1
+            memory.pause = min(2**memory.silent - 1, SILENCE)
+        memory.guess = _Guess(len(context.ids) - 1, tree)
         return tree
 
     def _most_nodes(self) -> int:
@@ -270,52 +278,57 @@ class Budgeted(Proposer):
         return next((nodes for nodes, seconds in enumerate(self._pace.seconds()) if seconds > stake), MAX_NODES)
 
     def observe(
-        self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
+        self,
+        memory: BudgetMemory,
+        tokens: Sequence[int],
+        position: int,
+        features: np.ndarray | None,
+        hidden: np.ndarray | None,
     ) -> None:
-        if not self.account.open and self.rest:
+        if not self.account.open and self.rest(memory):
             features = hidden = None  # it would have to work through them when it is tried again
-        self.draft.observe(tokens, position, features, hidden)
-        step = self._step
-        if step is not None and step.position == position and step.tree is not None:
-            self._learn(step.tree, tokens)
+        self.draft.observe(memory.draft, tokens, position, features, hidden)
+        guess = memory.guess
+        if guess is not None and guess.position == position and guess.tree is not None:
+            memory.right.append(self._learn(guess.tree, tokens))
 
-    def _learn(self, tree: ScoredTree, tokens: Sequence[int]) -> None:
-        """Judge the guesses whose parents were right."""
+    def _learn(self, tree: ScoredTree, tokens: Sequence[int]) -> int:
+        """Judge the guesses whose parents were right; returns how many levels were."""
         path, followed = [0], tree.child
         for token in tokens[1:]:
             path.append(followed[path[-1], token])
         for node, (parent, belief) in enumerate(zip(tree.parents.tolist(), tree.conditionals().tolist(), strict=True)):
             if parent in path:
                 self.calibration.learn(belief, node in path)
-        self._right.append(len(path) - 1)
+        return len(path) - 1
 
-    def spent(self, tokens: int, seconds: float, forward_seconds: float | None) -> None:
-        pace, account, step = self._pace, self.account, self._step
-        self._step = None
+    def spent(self, memory: BudgetMemory, tokens: int, seconds: float, forward_seconds: float | None) -> None:
+        pace, account, guess = self._pace, self.account, memory.guess
+        memory.guess = None
         if forward_seconds is None:
             pace.decoded(tokens, seconds)
             if self.doubts:
                 self._check_after = min(2 * self._check_after, CHECK_LAST)
             self._unchecked = 0
-            self._pause = max(0, self._pause - tokens)
+            memory.pause = max(0, memory.pause - tokens)
         if not account.open:
             account.plain(tokens)
         elif forward_seconds is not None:
-            nodes = 1 if step is None or step.tree is None else len(step.tree)
+            nodes = 1 if guess is None or guess.tree is None else len(guess.tree)
             worth = pace.stepped(nodes, seconds, forward_seconds)
             small = pace.other() + pace.seconds()[BEYOND]
             account.drafted(tokens, worth, small / pace.plain())
             self.rate += 0.1 * (tokens / seconds - self.rate)
             self._unchecked += tokens
 
-    def withdraw(self) -> None:
+    def withdraw(self, memory: BudgetMemory) -> None:
         """Its guess is not taken."""
-        self._step = None
+        memory.guess = None
 
-    def missed(self, tokens: int, seconds: float) -> None:
+    def missed(self, memory: BudgetMemory, tokens: int, seconds: float) -> None:
         """Another draft's guess decided `tokens`; this one had taken so many `seconds` to be asked."""
         self._unchecked += tokens
-        self._pause = max(0, self._pause - tokens)
+        memory.pause = max(0, memory.pause - tokens)
         if not self.account.open:
             self.account.plain(tokens)
         else:
@@ -323,19 +336,18 @@ class Budgeted(Proposer):
 
     # -- the draft's own business -------------------------------------------------------------------------------------
 
-    def catch_up(self, state: State) -> None:
+    def new_memory(self) -> BudgetMemory:
+        self.account.new_text()
+        return BudgetMemory(self.draft.new_memory())
+
+    def catch_up(self, memory: BudgetMemory, state: State) -> None:
         if self.account.open:
-            self.draft.catch_up(state)
+            self.draft.catch_up(memory.draft, state)
 
-    def reset(self) -> None:
-        self._step = None
+    def snapshot(self, memory: BudgetMemory) -> Any:
+        return self.draft.snapshot(memory.draft)
+
+    def restore(self, memory: BudgetMemory, saved: Any) -> None:
+        memory.guess = None
         self.account.new_text()
-        self.draft.reset()
-
-    def snapshot(self) -> Any:
-        return self.draft.snapshot()
-
-    def restore(self, saved: Any) -> None:
-        self._step = None
-        self.account.new_text()
-        self.draft.restore(saved)
+        self.draft.restore(memory.draft, saved)

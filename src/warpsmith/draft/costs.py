@@ -146,20 +146,20 @@ def tokens_of_a_guess(draft: Draft, backend: Backend, clock: Callable[[], float]
     ids = np.random.default_rng(0).integers(0, backend.config.vocab, PAST).tolist()
     state = backend.new_state(PAST + MAX_NODES)
     output = backend.prefill(state, ids, replace(draft.wants, tokens="none"))
-    draft.observe(ids, 0, output.features, output.hidden)
-    draft.catch_up(state)
+    memory = draft.new_memory()
+    draft.observe(memory, ids, 0, output.features, output.hidden)
+    draft.catch_up(memory, state)
     start = backend.snapshot(state)
     guesses, tokens = [], []
     for _ in range(ROUNDS):  # the first of each warms up
         before = clock()
-        draft.propose(Context([*ids, 0], state, depth=1))
+        draft.propose(memory, Context([*ids, 0], state, depth=1))
         between = clock()
         for _token in backend.decode(state, 0, 1):
             pass
         guesses.append(between - before)
         tokens.append(clock() - between)
         backend.restore(state, start)
-    draft.reset()
     return min(guesses[1:]) / min(tokens[1:])
 
 

@@ -85,7 +85,7 @@ class Generation:
     def step(self) -> list[int]:
         """Decide what follows the root: one token, and one more for each that the draft guessed right."""
         conversation, stats, start = self._current(), self.stats, perf_counter()
-        tree, root = self._propose(), conversation.ids[-1]
+        tree, root = self._propose(), conversation.sequence.ids[-1]
         drafted = perf_counter()
         if tree is None and self.bare:
             path, run = [0], list(conversation.decode(1, frozenset(), self.sampling))
@@ -94,7 +94,7 @@ class Generation:
             run = self._cut(run)
         else:
             tree = tree or Tree.chain([root])
-            output = conversation.backend.forward(conversation.state, tree, self.want)
+            output = conversation.backend.forward(conversation.sequence.state, tree, self.want)
             verified = perf_counter()
             path, run = self._walk(tree, output)
             run = self._cut(run)  # before the state advances: what comes after the end never happened
@@ -108,7 +108,7 @@ class Generation:
         stats.decode_seconds += committed - start
         if conversation.proposer is not None:
             forward = verified - drafted + committed - walked
-            conversation.proposer.spent(len(run), committed - start, forward)
+            conversation.proposer.spent(conversation.sequence.draft, len(run), committed - start, forward)
         if self.on_step is not None:
             self.on_step(Step(tree or Tree.chain([root]), path[: len(run)], run))
         return run
@@ -119,24 +119,25 @@ class Generation:
         output, self.stats.cached_tokens = self.conversation.begin(self.prompt, self.want)
         self.turn = self.conversation.turn
         run = self._cut([self._choose(output, -1, [])])
-        self.conversation.ids.extend(run)
+        self.conversation.sequence.ids.extend(run)
         self.stats.prefill_seconds = perf_counter() - start
         return run
 
     def _rest(self) -> int:
         """How many tokens to decode before the draft is asked again: without one, all of them."""
         left, proposer = self.limit - self.stats.generated_tokens, self.conversation.proposer
-        return left if proposer is None else min(proposer.rest, left)
+        return left if proposer is None else min(proposer.rest(self.conversation.sequence.draft), left)
 
     def _propose(self) -> Tree | None:
-        conversation, depth = self.conversation, self.limit - self.stats.generated_tokens - 1
-        if conversation.proposer is None or depth < 1:
+        proposer, sequence = self.conversation.proposer, self.conversation.sequence
+        depth = self.limit - self.stats.generated_tokens - 1
+        if proposer is None or depth < 1:
             return None
-        tree = conversation.proposer.propose(Context(conversation.ids, conversation.state, depth))
+        tree = proposer.propose(sequence.draft, Context(sequence.ids, sequence.state, depth))
         if tree is None:
             return None
-        if tree.tokens[0] != conversation.ids[-1]:
-            raise ValueError(f"{conversation.proposer} proposed a tree that does not start at the root")
+        if tree.tokens[0] != sequence.ids[-1]:
+            raise ValueError(f"{proposer} proposed a tree that does not start at the root")
         return _trim(tree, depth)
 
     def _walk(self, tree: Tree, output: Output) -> tuple[list[int], list[int]]:
@@ -150,7 +151,7 @@ class Generation:
     def _choose(self, output: Output, row: int, run: list[int]) -> int:
         """The token after the conversation's ids and `run`, from that node's row."""
         history = [*self.conversation.recent(self.sampling), *run]
-        return next_token(output, row, self.sampling, history, len(self.conversation.ids) + len(run))
+        return next_token(output, row, self.sampling, history, len(self.conversation.sequence.ids) + len(run))
 
     def _cut(self, run: list[int]) -> list[int]:
         """Count the run's tokens and end it where the text ends."""
@@ -171,7 +172,7 @@ class Generation:
         conversation, start, seconds, tokens = self._current(), perf_counter(), 0.0, 0
         try:
             for token in conversation.decode(count, self.stop_ids, self.sampling):
-                root, run = conversation.ids[-2], self._cut([token])
+                root, run = conversation.sequence.ids[-2], self._cut([token])
                 self.stats.count_step(drafted=0, decided=1)
                 took = perf_counter() - start
                 self.stats.decode_seconds += took
@@ -186,7 +187,7 @@ class Generation:
             if self.turn == conversation.turn:
                 conversation.settle()
                 if conversation.proposer is not None and tokens:
-                    conversation.proposer.spent(tokens, seconds, None)
+                    conversation.proposer.spent(conversation.sequence.draft, tokens, seconds, None)
 
     def _current(self) -> Conversation:
         if self.turn != self.conversation.turn:

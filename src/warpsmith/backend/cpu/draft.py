@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from warpsmith.backend.base import BlockDraft, Output, Want
+from warpsmith.backend.base import BlockDraft, BlockMemory, Output, Want
 from warpsmith.backend.cpu import _cpu, loading
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.checkpoint.canonical import Tensor
@@ -16,8 +17,16 @@ from warpsmith.model.config import Config
 _TOKENS = {"none": 0, "top": 2}
 
 
-class CpuDraft(BlockDraft):
+@dataclass
+class CpuMemory(BlockMemory):
     """The last few rows wait, so that one call can append them and fill a block."""
+
+    native: _cpu.DraftMemory
+    waiting: tuple[np.ndarray, int] | None = None  # (features, position)
+
+
+class CpuDraft(BlockDraft):
+    """Weights on the engine's side."""
 
     def __init__(
         self, engine: _cpu.Engine, target: Config, config: Any, tensors: Mapping[str, Tensor], capacity: Sequence[int]
@@ -34,22 +43,26 @@ class CpuDraft(BlockDraft):
             rows, cols = tensor.shape
             self._native.add_matrix(name, kinds[name], rows, cols, np.ascontiguousarray(stored))
         self._native.finish()
-        self._waiting: tuple[np.ndarray, int] | None = None
 
     @staticmethod
     def runs(config: Any) -> bool:
         """Kernels work on whole vectors; every published draft has widths that allow it."""
         return not (config.hidden % 16 or config.ffn % 16 or config.head_dim % 32) and config.block <= MAX_NODES
 
-    def append(self, features: np.ndarray, position: int) -> None:
-        self._settle()
+    def new_memory(self) -> CpuMemory:
+        return CpuMemory(_cpu.DraftMemory(self._native))
+
+    def append(self, memory: BlockMemory, features: np.ndarray, position: int) -> None:
+        assert isinstance(memory, CpuMemory)
+        self._settle(memory)
         rows = np.ascontiguousarray(features, np.float32)
         last = (len(rows) - 1) // MAX_NODES * MAX_NODES
         for start in range(0, last, MAX_NODES):
-            self._native.append(rows[start : start + MAX_NODES], position + start)
-        self._waiting = rows[last:], position + last
+            self._native.append(memory.native, rows[start : start + MAX_NODES], position + start)
+        memory.waiting = rows[last:], position + last
 
-    def fill(self, root: int, position: int, rows: int, want: Want) -> Output:
+    def fill(self, memory: BlockMemory, root: int, position: int, rows: int, want: Want) -> Output:
+        assert isinstance(memory, CpuMemory)
         output = Output()
         if want.tokens == "top":
             output.argmax = np.empty(rows, np.int32)
@@ -71,26 +84,29 @@ class CpuDraft(BlockDraft):
             features_out=None,
             hidden=output.hidden,
         )
-        features, at = self._waiting or (None, 0)
-        self._waiting = None
-        self._native.propose(features, at, root, position, rows, native)
+        features, at = memory.waiting or (None, 0)
+        memory.waiting = None
+        self._native.propose(memory.native, features, at, root, position, rows, native)
         return output
 
-    def forget(self) -> None:
-        self._waiting = None
-        self._native.forget()
+    def forget(self, memory: BlockMemory) -> None:
+        assert isinstance(memory, CpuMemory)
+        memory.waiting = None
+        memory.native.forget()
 
-    def snapshot(self) -> np.ndarray:
-        self._settle()
-        saved = np.empty(self._native.snapshot_bytes(), np.uint8)
-        self._native.save(saved)
+    def snapshot(self, memory: BlockMemory) -> np.ndarray:
+        assert isinstance(memory, CpuMemory)
+        self._settle(memory)
+        saved = np.empty(memory.native.snapshot_bytes(), np.uint8)
+        memory.native.save(saved)
         return saved
 
-    def restore(self, saved: Any) -> None:
-        self._waiting = None
-        self._native.load(saved)
+    def restore(self, memory: BlockMemory, saved: Any) -> None:
+        assert isinstance(memory, CpuMemory)
+        memory.waiting = None
+        memory.native.load(saved)
 
-    def _settle(self) -> None:
-        if self._waiting is not None:
-            self._native.append(*self._waiting)
-            self._waiting = None
+    def _settle(self, memory: CpuMemory) -> None:
+        if memory.waiting is not None:
+            self._native.append(memory.native, *memory.waiting)
+            memory.waiting = None

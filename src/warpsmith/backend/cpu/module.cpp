@@ -203,25 +203,30 @@ NB_MODULE(_cpu, m) {
         })
         .def("finish", &Draft::finish)
         .def("append",
-             [](Draft& self, Array<const float> features, int position) {
+             [](Draft& self, DraftMemory& memory, Array<const float> features, int position) {
                  const int n = static_cast<int>(features.shape(0));
                  const float* rows = features.data();
                  nb::gil_scoped_release release;
                  const std::lock_guard<std::mutex> lock(self.target().busy);
-                 self.append(rows, n, position);
+                 self.append(memory, rows, n, position);
              })
         .def("propose",
-             [](Draft& self, Maybe<const float> features, int at, int root, int position, int rows, const Want& want) {
+             [](Draft& self, DraftMemory& memory, Maybe<const float> features, int at, int root, int position, int rows,
+                const Want& want) {
                  const int n = features ? static_cast<int>(features->shape(0)) : 0;
                  const float* committed = pointer(features);
                  nb::gil_scoped_release release;
                  const std::lock_guard<std::mutex> lock(self.target().busy);
-                 self.propose(committed, n, at, root, position, rows, want);
-             }, nb::arg("features").none(), nb::arg("at"), nb::arg("root"), nb::arg("position"), nb::arg("rows"), nb::arg("want"))
-        .def("forget", &Draft::forget)
-        .def("snapshot_bytes", &Draft::snapshot_bytes)
-        .def("save", [](const Draft& self, Array<uint8_t> to) { self.save(to.data()); })
-        .def("load", [](Draft& self, Array<const uint8_t> from) { self.load(from.data()); });
+                 self.propose(memory, committed, n, at, root, position, rows, want);
+             }, nb::arg("memory"), nb::arg("features").none(), nb::arg("at"), nb::arg("root"), nb::arg("position"),
+             nb::arg("rows"), nb::arg("want"));
+
+    nb::class_<DraftMemory>(m, "DraftMemory")
+        .def("__init__", [](DraftMemory* self, const Draft& draft) { new (self) DraftMemory(draft.config()); })
+        .def("forget", &DraftMemory::forget)
+        .def("snapshot_bytes", &DraftMemory::snapshot_bytes)
+        .def("save", [](const DraftMemory& self, Array<uint8_t> to) { self.save(to.data()); })
+        .def("load", [](DraftMemory& self, Array<const uint8_t> from) { self.load(from.data()); });
 
     nb::class_<State>(m, "State")
         .def("__init__",

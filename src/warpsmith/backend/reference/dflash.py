@@ -3,110 +3,125 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from warpsmith.backend.base import Backend, BlockDraft, Output, Want
+from warpsmith.backend.base import Backend, BlockDraft, BlockMemory, Output, Want
 from warpsmith.backend.reference.ops import rms_norm, rope, silu
 from warpsmith.checkpoint.dflash import DraftFile
+from warpsmith.model.dflash import block_plan, context_plan
+from warpsmith.model.plan import Stage
+
+
+@dataclass
+class NumpyMemory(BlockMemory):
+    """Keys and values of the last tokens, for each layer."""
+
+    rings: list[_Ring]
 
 
 class NumpyDraft(BlockDraft):
-    """Keeps keys and values of the last `capacity` tokens for each layer."""
+    """Interprets the draft's plan; each layer's memory holds the last `capacity` tokens."""
 
     def __init__(self, file: DraftFile, backend: Backend, capacity: Sequence[int]) -> None:
         backend.embed([0])  # or say at once that this backend does not lend what a draft needs
         self.config, self.backend, self.capacity = file.config, backend, capacity
-        self._load(file)
-        self.forget()
+        self._context, self._block = context_plan(file.config), block_plan(file.config)
+        self._weights = {name: np.ascontiguousarray(tensor.float32()) for name, tensor in file.tensors.items()}
 
-    def forget(self) -> None:
+    def new_memory(self) -> NumpyMemory:
         c = self.config
-        self._rings = [_Ring(capacity, c.kv_heads, c.head_dim) for capacity in self.capacity]
+        return NumpyMemory([_Ring(capacity, c.kv_heads, c.head_dim) for capacity in self.capacity])
 
-    def snapshot(self) -> Any:
-        return [ring.copy() for ring in self._rings]
+    def forget(self, memory: BlockMemory) -> None:
+        assert isinstance(memory, NumpyMemory)
+        for ring in memory.rings:
+            ring.count = 0
 
-    def restore(self, saved: Any) -> None:
-        self._rings = [ring.copy() for ring in saved]
+    def snapshot(self, memory: BlockMemory) -> Any:
+        assert isinstance(memory, NumpyMemory)
+        return [ring.copy() for ring in memory.rings]
 
-    def append(self, features: np.ndarray, position: int) -> None:
-        """Context rows pass through the feature projection and the layers' key and value projections only."""
+    def restore(self, memory: BlockMemory, saved: Any) -> None:
+        assert isinstance(memory, NumpyMemory)
+        memory.rings = [ring.copy() for ring in saved]
+
+    def append(self, memory: BlockMemory, features: np.ndarray, position: int) -> None:
+        assert isinstance(memory, NumpyMemory)
         c, count = self.config, len(features)
         positions = position + np.arange(count)
-        context = rms_norm(features @ self._fc.T, self._hidden_norm, c.eps)
-        projected = (context @ self._context_kv.T).reshape(count, c.layers, 2, c.kv_heads, c.head_dim)
-        for i, (layer, ring) in enumerate(zip(self._layers, self._rings, strict=True)):
-            keys = rms_norm(projected[:, i, 0], layer["k_norm"], c.eps)
-            ring.append(rope(keys, positions, c.head_dim, c.rope_theta), projected[:, i, 1], positions)
+        context = np.empty(0)
+        for stage in self._context:
+            w = self._roles(stage)
+            if stage.op == "context_in":
+                context = rms_norm(features @ w["project"].T, w["norm"], c.eps)
+            else:
+                assert stage.layer is not None
+                keys, values = ((context @ w[role].T).reshape(count, c.kv_heads, c.head_dim) for role in ("k", "v"))
+                keys = rope(rms_norm(keys, w["k_norm"], c.eps), positions, c.head_dim, c.rope_theta)
+                memory.rings[stage.layer].append(keys, values, positions)
 
-    def fill(self, root: int, position: int, rows: int, want: Want) -> Output:
-        hidden = self._hidden(root, position)[: rows + 1]
+    def fill(self, memory: BlockMemory, root: int, position: int, rows: int, want: Want) -> Output:
+        assert isinstance(memory, NumpyMemory)
+        hidden = self._hidden(memory, root, position)[: rows + 1]
         output = Output() if want.tokens == "none" else self.backend.head(hidden[1:], want)
         if want.hidden:
             output.hidden = hidden
         return output
 
-    def _hidden(self, root: int, position: int) -> np.ndarray:
-        c = self.config
-        x = self.backend.embed([root, *[c.mask_token] * (c.block - 1)])
+    def _hidden(self, memory: NumpyMemory, root: int, position: int) -> np.ndarray:
+        c, b = self.config, dict[str, np.ndarray]()
         positions = position + np.arange(c.block)
-        for i, layer in enumerate(self._layers):
-            x = x + self._attention(i, rms_norm(x, layer["input_norm"], c.eps), positions) @ layer["o"].T
-            inner = rms_norm(x, layer["post_norm"], c.eps) @ layer["gate_up"].T
-            x = x + (silu(inner[:, : c.ffn]) * inner[:, c.ffn :]) @ layer["down"].T
-        return rms_norm(x, self._norm, c.eps)
+        for stage in self._block:
+            w = self._roles(stage)
+            match stage.op:
+                case "embed":
+                    b["x"] = self.backend.embed([root, *[c.mask_token] * (c.block - 1)])
+                case "attention_in":
+                    x = rms_norm(b["x"], w["norm"], c.eps)
+                    for role in ("q", "k", "v"):
+                        b[role] = (x @ w[role].T).reshape(c.block, -1, c.head_dim)
+                case "block_mix":
+                    assert stage.layer is not None
+                    b["y"] = self._attention(memory.rings[stage.layer], stage.layer, b, w, positions)
+                case "mix_out":
+                    b["x"] = b["x"] + b["y"] @ w["project"].T
+                case "mlp_in":
+                    x = rms_norm(b["x"], w["norm"], c.eps)
+                    b["h"] = silu(x @ w["gate"].T) * (x @ w["up"].T)
+                case "mlp_out":
+                    b["x"] = b["x"] + b["h"] @ w["project"].T
+                case "final_norm":
+                    b["hidden"] = rms_norm(b["x"], w["norm"], c.eps)
+                case _:
+                    raise NotImplementedError(stage.op)
+        return b["hidden"]
 
-    def _attention(self, index: int, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        c, layer, ring = self.config, self._layers[index], self._rings[index]
-        group, count = c.heads // c.kv_heads, len(x)
-        q, k, v = np.split((x @ layer["qkv"].T).reshape(count, -1, c.head_dim), [c.heads, c.heads + c.kv_heads], axis=1)
-        q = rope(rms_norm(q, layer["q_norm"], c.eps), positions, c.head_dim, c.rope_theta)
-        k = rope(rms_norm(k, layer["k_norm"], c.eps), positions, c.head_dim, c.rope_theta)
+    def _attention(
+        self, ring: _Ring, layer: int, b: dict[str, np.ndarray], w: dict[str, np.ndarray], positions: np.ndarray
+    ) -> np.ndarray:
+        c = self.config
+        group, count = c.heads // c.kv_heads, len(positions)
+        q = rope(rms_norm(b["q"], w["q_norm"], c.eps), positions, c.head_dim, c.rope_theta)
+        k = rope(rms_norm(b["k"], w["k_norm"], c.eps), positions, c.head_dim, c.rope_theta)
         # [kv heads, group * rows, head_dim] against [kv heads, keys, head_dim]
         q = q.reshape(count, c.kv_heads, group, c.head_dim).transpose(1, 2, 0, 3).reshape(c.kv_heads, -1, c.head_dim)
         past_keys, past_values, past_positions = ring.rows()
         scores = np.concatenate([q @ past_keys.transpose(0, 2, 1), q @ k.transpose(1, 2, 0)], axis=2)
         scores *= np.float32(c.head_dim**-0.5)
-        seen = _visible(positions, past_positions, c.windows[index], c.causal[index])
+        seen = _visible(positions, past_positions, c.windows[layer], c.causal[layer])
         if not seen.all():
             scores = np.where(np.tile(seen, (group, 1)), scores, np.float32(-np.inf))
         weights = np.exp(scores - scores.max(axis=2, keepdims=True))
         weights /= weights.sum(axis=2, keepdims=True)
         past = past_keys.shape[1]
-        mixed = weights[:, :, :past] @ past_values + weights[:, :, past:] @ v.transpose(1, 0, 2)
+        mixed = weights[:, :, :past] @ past_values + weights[:, :, past:] @ b["v"].transpose(1, 0, 2)
         return mixed.reshape(c.kv_heads, group, count, c.head_dim).transpose(2, 0, 1, 3).reshape(count, -1)
 
-    def _load(self, file: DraftFile) -> None:
-        def weight(name: str) -> np.ndarray:
-            return np.ascontiguousarray(file.tensors[name].float32())
-
-        def stacked(layer: str, *names: str) -> np.ndarray:
-            return np.concatenate([weight(f"{layer}{name}.weight") for name in names])
-
-        self._fc, self._hidden_norm, self._norm = (
-            weight("fc.weight"),
-            weight("hidden_norm.weight"),
-            weight("norm.weight"),
-        )
-        self._layers: list[dict[str, np.ndarray]] = []
-        for i in range(file.config.layers):
-            layer = f"layers.{i}."
-            self._layers.append(
-                {
-                    "input_norm": weight(layer + "input_layernorm.weight"),
-                    "post_norm": weight(layer + "post_attention_layernorm.weight"),
-                    "q_norm": weight(layer + "self_attn.q_norm.weight"),
-                    "k_norm": weight(layer + "self_attn.k_norm.weight"),
-                    "qkv": stacked(layer, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-                    "o": weight(layer + "self_attn.o_proj.weight"),
-                    "gate_up": stacked(layer, "mlp.gate_proj", "mlp.up_proj"),
-                    "down": weight(layer + "mlp.down_proj.weight"),
-                }
-            )
-        queries = file.config.heads * file.config.head_dim
-        self._context_kv = np.concatenate([layer["qkv"][queries:] for layer in self._layers])
+    def _roles(self, stage: Stage) -> dict[str, np.ndarray]:
+        return {role: self._weights[name] for role, name in stage.weights.items()}
 
 
 def _visible(rows: np.ndarray, past: np.ndarray, window: int | None, causal: bool) -> np.ndarray:
