@@ -22,10 +22,11 @@ from pathlib import Path
 import numpy as np
 
 from warpsmith.backend.base import LOGITS, Backend
+from warpsmith.backend.devices import backend_for
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.canonical import Checkpoint, open_checkpoint
 from warpsmith.checkpoint.convert import to_gguf
-from warpsmith.llm import LLM, backend_for
+from warpsmith.llm import LLM
 from warpsmith.measure.prompts import read_prompts
 from warpsmith.model.weights import read_config
 from warpsmith.wisp import WISP

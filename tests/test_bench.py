@@ -192,6 +192,3 @@ def test_facts_about_the_machine() -> None:
     assert not memory or 0 < memory["available"] <= memory["total"]
     assert machine.package_version("numpy")
     assert machine.package_version("no-such-package-anywhere") is None
-    found, driver = machine.gpus()
-    assert isinstance(found, list)
-    assert driver

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import doctest
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,14 +11,15 @@ import numpy as np
 import pytest
 
 import warpsmith
-import warpsmith.engine.stop
+import warpsmith.engine.text
 import warpsmith.llm
 from warpsmith.backend.base import Want
+from warpsmith.backend.devices import backend_for
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.canonical import Checkpoint
 from warpsmith.draft.base import Context, Proposer
-from warpsmith.errors import BadRequest, ModelNotFound, NoDevice
-from warpsmith.llm import LLM, Completion, backend_for, load
+from warpsmith.errors import BadRequest, ModelNotFound
+from warpsmith.llm import LLM, Completion, load
 from warpsmith.model.chat import render
 from warpsmith.model.config import SIZES
 from warpsmith.model.synthetic import random_checkpoint, synthesize, tiny_model
@@ -50,7 +50,7 @@ class Knows(Proposer):
         return Tree.chain([context.root, *coming])
 
 
-@pytest.mark.parametrize("module", [warpsmith.llm, warpsmith.engine.stop])
+@pytest.mark.parametrize("module", [warpsmith.llm, warpsmith.engine.text])
 def test_the_examples_in_the_documentation_run(module: Any) -> None:
     results = doctest.testmod(module)
     assert results.attempted > 0
@@ -280,46 +280,6 @@ def test_a_model_that_is_not_there(tmp_path: Any) -> None:
         load(tmp_path / "nothing.gguf")
     with pytest.raises(ModelNotFound):
         load("nobody/nothing", offline=True)
-
-
-def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = read_config(TINY)
-    with pytest.raises(BadRequest, match="tpu"):
-        backend_for("tpu", TINY, config)
-    with pytest.raises(BadRequest, match="threads"):
-        backend_for("reference", TINY, config, threads=2)
-    for name in ("cuda", "cpu"):
-        monkeypatch.setitem(sys.modules, f"warpsmith.backend.{name}", None)  # as if it were not installed
-        with pytest.raises(NoDevice, match=name) as caught:
-            backend_for(name, TINY, config)
-        assert caught.value.exit_code == 4
-    assert backend_for("auto", TINY, config).name == "reference"
-
-
-def test_auto_takes_the_first_device_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken:
-        def __init__(self, *args: object, context: int | None, progress: object) -> None:
-            contexts.append(context)
-            raise NoDevice("The driver is too old.")
-
-    class Works:
-        name = "cpu"
-
-        def __init__(self, *args: object, threads: int | None = None, progress: object = None) -> None:
-            self.threads = threads
-
-    contexts: list[int | None] = []
-
-    for name, classes in (("cuda", {"CudaBackend": Broken}), ("cpu", {"CpuBackend": Works})):
-        module = type(sys)(f"warpsmith.backend.{name}")
-        module.__dict__.update(classes)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    config = read_config(TINY)
-    assert backend_for("auto", TINY, config).name == "cpu"
-    assert backend_for("auto", TINY, config, threads=3).threads == 3  # type: ignore[attr-defined]
-    with pytest.raises(NoDevice, match="driver"):
-        backend_for("cuda", TINY, config, context=77)
-    assert contexts == [None, 77]  # a GPU's memory is planned for it; naming threads does not try the GPU
 
 
 @pytest.mark.parametrize(

@@ -9,29 +9,27 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import numpy as np
 
 from warpsmith.backend.base import Backend, Want, check_tokens
-from warpsmith.backend.sampling import Sampling
+from warpsmith.backend.devices import backend_for
 from warpsmith.checkpoint.canonical import Checkpoint, open_checkpoint
 from warpsmith.draft.base import Proposer
 from warpsmith.engine.conversation import Conversation
-from warpsmith.engine.loop import FinishReason, Generation, Step
+from warpsmith.engine.loop import FinishReason, Generation
+from warpsmith.engine.request import Options, check_options, sampling_for
 from warpsmith.engine.stats import Stats
-from warpsmith.engine.stop import StopStrings
-from warpsmith.errors import BadRequest, NoDevice
-from warpsmith.model.config import Config
+from warpsmith.engine.text import Text
+from warpsmith.errors import BadRequest
 from warpsmith.model.weights import read_config
 from warpsmith.wisp import WISP
 
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
 
-DEVICES = ("auto", "reference", "cpu", "cuda")
 DEFAULT_CONTEXT = 8192
 SCORE_PIECE = 256  # tokens scored in one call
 
@@ -67,27 +64,6 @@ class Completion:
     stats: Stats
 
 
-class Options(TypedDict, total=False):
-    """The keywords of `LLM.stream` and `LLM.generate`; `LLM.stream` explains them."""
-
-    max_tokens: int | None
-    stop: str | Sequence[str]
-    stop_ids: Iterable[int] | None
-    enable_thinking: bool | None
-    tools: list[dict[str, Any]] | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repeat_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    repeat_last_n: int
-    logit_bias: Mapping[int, float] | None
-    seed: int | None
-    on_step: Callable[[Step], None] | None
-
-
 def load(
     model: str | Path | None = None,
     *,
@@ -108,9 +84,9 @@ def load(
     `user/repo:QUANT`, `user/repo/file.gguf`); None is wisp, the small model that comes with the package.
     `device` is one of auto, cuda, cpu, reference. `context` is how many tokens of prompt and answer there is room for.
 
-    Settings of the cpu device, which naming one of them chooses: `threads` (all usable cores), `cpu_features` (the
-    instruction sets that kernels may use, ["portable"] for none; all), `cache_type_k` and `cache_type_v` (how keys and
-    values are kept: f16, f32 or q8_0; f16).
+    `cache_type_k` and `cache_type_v` are how keys and values are kept: f16 and q8_0 where the device can, f32 where it
+    can; left out, the device's own. Settings of the cpu device, which naming one of them chooses: `threads` (all usable
+    cores), `cpu_features` (the instruction sets that kernels may use, ["portable"] for none; all).
 
     `draft` guesses ahead so that one forward pass can decide several tokens; the text stays the same to the byte. It
     is auto (n-grams, and the model's own draft or its MTP head), ngram, mtp, a DFlash draft by path or Hub name, or a
@@ -140,57 +116,22 @@ def load(
         raise BadRequest(
             f"A context of {context} is outside [2, {config.context}].", "Choose one the model was made for."
         )
-    cpu = {"threads": threads, "features": cpu_features, "cache_type_k": cache_type_k, "cache_type_v": cache_type_v}
-    backend = backend_for(device, checkpoint, config, context, progress, **cpu)
+    backend = backend_for(
+        device,
+        checkpoint,
+        config,
+        context,
+        progress,
+        threads=threads,
+        features=cpu_features,
+        cache_type_k=cache_type_k,
+        cache_type_v=cache_type_v,
+    )
     if isinstance(draft, str | Path):
         from warpsmith.draft.select import make_proposer
 
         draft = make_proposer(draft, spec_budget, backend, checkpoint.path)
     return LLM(backend, checkpoint, context, draft)
-
-
-def backend_for(
-    device: str,
-    checkpoint: Checkpoint,
-    config: Config,
-    context: int | None = None,
-    progress: Callable[[int, int], object] | None = None,
-    **cpu: Any,
-) -> Backend:
-    """Who computes. "auto" is the fastest that can be used here: cuda, then cpu, then the numpy reference.
-
-    `context` is the longest that will be asked for, None the model's own: a GPU's memory is planned before loading.
-    `cpu` holds keywords of CpuBackend, None where nothing was said; one that was said asks for the cpu.
-    """
-    if device not in DEVICES:
-        raise BadRequest(f"There is no device {device!r}.", f"Choose one of {', '.join(DEVICES)}.")
-    cpu = {name: value for name, value in cpu.items() if value is not None}
-    if cpu:
-        if device not in ("auto", "cpu"):
-            raise BadRequest(
-                f"The {device} device has no setting for {', '.join(cpu)}.", "Leave it out, or use the cpu device."
-            )
-        device = "cpu"
-    settings: dict[str, dict[str, Any]] = {
-        "cuda": {"context": context, "progress": progress},
-        "cpu": cpu | {"progress": progress},
-        "reference": {},
-    }
-    for name in ("cuda", "cpu") if device == "auto" else ():
-        with suppress(NoDevice):
-            return _backend_class(name)(config, checkpoint.tensors, **settings[name])
-    name = "reference" if device == "auto" else device
-    return _backend_class(name)(config, checkpoint.tensors, **settings[name])
-
-
-def _backend_class(name: str) -> Any:
-    classes = {"cuda": "CudaBackend", "cpu": "CpuBackend", "reference": "ReferenceBackend"}
-    try:
-        return getattr(import_module(f"warpsmith.backend.{name}"), classes[name])
-    except (ImportError, AttributeError) as error:
-        raise NoDevice(
-            f"The {name} device is not part of this installation ({error}).", "Use --device auto to see what is."
-        ) from None
 
 
 class LLM:
@@ -224,27 +165,7 @@ class LLM:
     def _has_tokenizer(self) -> bool:
         return self.checkpoint.tokenizer_dir is not None or "tokenizer.ggml.tokens" in self.checkpoint.metadata
 
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        max_tokens: int | None = None,
-        stop: str | Sequence[str] = (),
-        stop_ids: Iterable[int] | None = None,
-        enable_thinking: bool | None = None,
-        tools: list[dict[str, Any]] | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repeat_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        repeat_last_n: int = 64,
-        logit_bias: Mapping[int, float] | None = None,
-        seed: int | None = None,
-        on_step: Callable[[Step], None] | None = None,
-    ) -> Iterator[Chunk]:
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Chunk]:
         """Generate piece by piece. The last chunk carries `finish_reason` and `stats`.
 
         `prompt` is text to continue, a list of messages for the model's chat template, or token ids. Generation ends
@@ -263,34 +184,24 @@ class LLM:
         True None
         True length
         """
-        from warpsmith.model.chat import default_sampling
+        from warpsmith.model.chat import declared_sampling
 
-        given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        declared = default_sampling(self.checkpoint.metadata)
-        truncation: dict[str, Any] = declared | {name: value for name, value in given.items() if value is not None}
-        sampling = Sampling(
-            **truncation,
-            repeat_penalty=repeat_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            repeat_last_n=repeat_last_n,
-            logit_bias=dict(logit_bias or {}),
-            seed=secrets.randbits(32) if seed is None else seed,
-        )
+        check_options(options)
+        stop, stop_ids = options.get("stop", ()), options.get("stop_ids")
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if stops and not self._has_tokenizer:
             raise BadRequest("Stop strings need a tokenizer, and this model has none.", "Use stop_ids.")
         if stop_ids is None:
             stop_ids = self.tokenizer.eos_ids if self._has_tokenizer else ()
-        text = _Text(self.tokenizer if self._has_tokenizer else None, stops)
+        text = Text(self.tokenizer if self._has_tokenizer else None, stops)
         generation = Generation(
             self._open(),
-            self._ids(prompt, enable_thinking, tools),
-            sampling,
-            max_tokens=max_tokens,
+            self._ids(prompt, options.get("enable_thinking"), options.get("tools")),
+            sampling_for(options, declared_sampling(self.checkpoint.metadata)),
+            max_tokens=options.get("max_tokens"),
             stop_ids=frozenset(stop_ids),
             until=text.push,
-            on_step=on_step,
+            on_step=options.get("on_step"),
         )
         return _chunks(generation, text)
 
@@ -372,31 +283,7 @@ class LLM:
         return render(template, list(messages), enable_thinking=enable_thinking, tools=tools)
 
 
-class _Text:
-    """Tokens to text that may be shown: whole characters, nothing of a stop string."""
-
-    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str]) -> None:
-        self._detokenizer = None if tokenizer is None else tokenizer.stream(skip_special=True)
-        self._stop = StopStrings(stops)
-        self._ready = ""
-
-    def push(self, token: int) -> bool:
-        """Take a token; True when it completes a stop string."""
-        if self._detokenizer is not None:
-            self._ready += self._stop.push(self._detokenizer.push(token))
-        return self._stop.hit is not None
-
-    def take(self) -> str:
-        ready, self._ready = self._ready, ""
-        return ready
-
-    def finish(self) -> str:
-        if self._detokenizer is not None:
-            self._ready += self._stop.push(self._detokenizer.finish()) + self._stop.finish()
-        return self.take()
-
-
-def _chunks(generation: Generation, text: _Text) -> Iterator[Chunk]:
+def _chunks(generation: Generation, text: Text) -> Iterator[Chunk]:
     with closing(iter(generation)) as runs:
         for tokens in runs:
             if generation.finish_reason is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import isfinite, isnan, log
+from math import isnan, log
 from numbers import Integral, Real
 
 import numpy as np
@@ -158,30 +158,8 @@ def _draw(logits: np.ndarray, ids: np.ndarray, sampling: Sampling, fraction: flo
     return min(index, count - 1)  # rounding may leave the target a hair above the last running sum
 
 
-def check(sampling: Sampling, vocab: int) -> None:
-    """Refuse parameters that have no meaning, by name."""
-    for name in ("temperature", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty"):
-        value = getattr(sampling, name)
-        if isinstance(value, bool) or not isinstance(value, Real) or not isfinite(value):
-            raise BadRequest(f"{name} must be a finite number, not {value!r}.", "Leave it out for its default.")
-    for name in ("top_k", "repeat_last_n", "seed"):
-        value = getattr(sampling, name)
-        if isinstance(value, bool) or not isinstance(value, Integral):
-            raise BadRequest(f"{name} must be a whole number, not {value!r}.", "Leave it out for its default.")
-    if sampling.top_k < 0:
-        raise BadRequest(f"top_k is {sampling.top_k}, and cannot be negative.", "0 turns it off.")
-    if not 0 <= sampling.top_p <= 1:
-        raise BadRequest(f"top_p is {sampling.top_p}, outside [0, 1].", "1 turns it off.")
-    if not 0 <= sampling.min_p <= 1:
-        raise BadRequest(f"min_p is {sampling.min_p}, outside [0, 1].", "0 turns it off.")
-    if sampling.repeat_penalty <= 0:
-        raise BadRequest(f"repeat_penalty is {sampling.repeat_penalty}, and must be positive.", "1 turns it off.")
-    if sampling.repeat_last_n < -1:
-        raise BadRequest(
-            f"repeat_last_n is {sampling.repeat_last_n}.", "-1 looks at all tokens, 0 turns penalties off."
-        )
-    if not 0 <= sampling.seed <= _MASK:
-        raise BadRequest(f"seed is {sampling.seed}, outside [0, 2**64).", "Choose a seed in that range.")
+def check_bias(sampling: Sampling, vocab: int) -> None:
+    """Refuse a bias that has no meaning."""
     for token, bias in sampling.logit_bias.items():
         if not isinstance(token, Integral) or not 0 <= token < vocab:
             raise BadRequest(f"logit_bias names token {token!r}, outside [0, {vocab}).", "Use ids of this model.")

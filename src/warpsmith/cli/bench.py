@@ -48,8 +48,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.kind == "spec":
         return bench_spec.main(args)
-    from warpsmith.backend.sampling import Sampling, check
+    from warpsmith.backend.sampling import Sampling
     from warpsmith.backend.tree import MAX_NODES
+    from warpsmith.engine.request import check_sampling
     from warpsmith.measure.speed import against_one_node, measure, reached
     from warpsmith.measure.table import record, table
 
@@ -64,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
     args.ctx_size = max(2, *(test.context for test in tests))
     with open_model(args) as llm:
         for test in tests:
-            check(test.sampling or Sampling(), llm.config.vocab)
+            check_sampling(test.sampling or Sampling(), llm.config.vocab)
         introduce(args, llm)
         facts = _facts(llm)
         bandwidth = _bandwidth(llm) if args.bandwidth else None
@@ -104,6 +105,7 @@ def _bandwidth(llm: LLM) -> float:
 
 
 def _facts(llm: LLM) -> dict[str, Any]:
+    from warpsmith.backend.devices import gpus
     from warpsmith.measure import machine
 
     settings: dict[str, int | str] = {"n_threads": machine.usable_cores()}
@@ -113,11 +115,11 @@ def _facts(llm: LLM) -> dict[str, Any]:
         assert isinstance(llm.backend, CpuBackend)
         settings = llm.backend.settings
         aside(", ".join(f"{name} {value}" for name, value in settings.items()))
-    gpus, _ = machine.gpus()
+    found, _ = gpus()
     return {
         "build_commit": __version__,
         "cpu_info": machine.cpu_model(),
-        "gpu_info": ", ".join(gpu["name"] for gpu in gpus),
+        "gpu_info": ", ".join(gpu["name"] for gpu in found),
         "backends": llm.device,
         **settings,
         "model_filename": str(llm.checkpoint.path),

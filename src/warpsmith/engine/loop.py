@@ -10,10 +10,11 @@ from typing import Literal
 import numpy as np
 
 from warpsmith.backend.base import Output, next_token, wanted_for
-from warpsmith.backend.sampling import Sampling, check
+from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
 from warpsmith.draft.base import Context
 from warpsmith.engine.conversation import Conversation
+from warpsmith.engine.request import check_sampling
 from warpsmith.engine.stats import PLAIN, Stats
 from warpsmith.errors import BadRequest
 
@@ -54,7 +55,7 @@ class Generation:
         self.conversation, self.prompt = conversation, prompt
         self.sampling = sampling or Sampling()
         conversation.check(prompt)
-        check(self.sampling, conversation.backend.config.vocab)
+        check_sampling(self.sampling, conversation.backend.config.vocab)
         room = conversation.context - len(prompt)
         if max_tokens is not None and max_tokens < 1:
             raise BadRequest(f"max_tokens is {max_tokens}.", "Ask for at least one token, or leave it out.")

@@ -1,10 +1,38 @@
-"""Stop strings in streamed text: nothing that could be the beginning of one is let out before it is known not to be."""
+"""From tokens to text that may be shown: whole characters, and nothing of a stop string."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from warpsmith.errors import BadRequest
+
+if TYPE_CHECKING:
+    from warpsmith.model.tokenizer import Tokenizer
+
+
+class Text:
+    """Tokens to text that may be shown: whole characters, nothing of a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str]) -> None:
+        self._detokenizer = None if tokenizer is None else tokenizer.stream(skip_special=True)
+        self._stop = StopStrings(stops)
+        self._ready = ""
+
+    def push(self, token: int) -> bool:
+        """Take a token; True when it completes a stop string."""
+        if self._detokenizer is not None:
+            self._ready += self._stop.push(self._detokenizer.push(token))
+        return self._stop.hit is not None
+
+    def take(self) -> str:
+        ready, self._ready = self._ready, ""
+        return ready
+
+    def finish(self) -> str:
+        if self._detokenizer is not None:
+            self._ready += self._stop.push(self._detokenizer.finish()) + self._stop.finish()
+        return self.take()
 
 
 class StopStrings:
