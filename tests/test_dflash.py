@@ -24,13 +24,13 @@ from random_models import SMALL, random_tensors
 from warpsmith.backend.base import Output, Want
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.reference.dflash import NumpyDraft, NumpyMemory
-from warpsmith.checkpoint.dflash import DFlashConfig, is_draft, open_draft
+from warpsmith.checkpoint.dflash import DFlashConfig, expected_shapes, is_draft, open_draft
 from warpsmith.checkpoint.gguf_writer import write_gguf
 from warpsmith.draft.base import Context
 from warpsmith.draft.dflash import DFlash
 from warpsmith.errors import BadFile, BadRequest
 from warpsmith.model.config import SIZES
-from warpsmith.model.dflash import check_fits
+from warpsmith.model.dflash import block_plan, check_fits, context_plan
 
 BACKEND = ReferenceBackend(SMALL, random_tensors(SMALL))
 CONFIG = draft_config(SMALL)
@@ -229,6 +229,16 @@ def test_drafts_of_the_27b_shape_open_in_every_format(format: str, tmp_path: Pat
 
 
 # -- the network ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [CONFIG, FIVE], ids=["two layers", "five"])
+def test_the_plans_name_every_tensor_and_no_other(config: DFlashConfig) -> None:
+    stages = [*context_plan(config), *block_plan(config)]
+    assert {name for stage in stages for name in stage.weights.values()} == set(expected_shapes(config))
+    known = {"tokens", "features"}
+    for stage in stages:
+        assert set(stage.reads) <= known, stage.name
+        known |= set(stage.writes)
 
 
 class Seen(Alone):

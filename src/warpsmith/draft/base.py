@@ -67,6 +67,7 @@ class Proposer(ABC, Generic[Memory]):
     """
 
     name: str
+    left_out: tuple[str, ...] = ()  # drafts that `auto` would have preferred, each with why it cannot be used
     wants: Want = Want(tokens="none")  # the layers' features and the hidden rows to observe; `tokens` is not used
 
     @property

@@ -71,6 +71,7 @@ class Generation:
             device=conversation.backend.name,
             mode=proposer.name if proposer else PLAIN,
             speculation_off=None if proposer else "no draft",
+            left_out=list(proposer.left_out) if proposer else [],
             seed=self.sampling.seed if self.sampling.temperature > 0 else None,
             prompt_tokens=len(prompt),
         )
