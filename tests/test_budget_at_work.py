@@ -12,14 +12,9 @@ from budget_cases import DEAR, FLAT, GENTLE
 from draft_cases import Alone
 from warpsmith.backend.base import Want
 from warpsmith.draft.base import Context, Draft, ScoredTree
-from warpsmith.draft.budget import (
-    BINS,
-    LISTENS,
-    MOST,
-    Budgeted,
-    Calibration,
-)
+from warpsmith.draft.budget import LISTENS, Budgeted
 from warpsmith.draft.costs import Costs
+from warpsmith.draft.economy import BINS, MOST, Calibration
 
 
 class World:

@@ -14,8 +14,8 @@ from warpsmith.backend.reference import ReferenceBackend, ReferenceState
 from warpsmith.backend.tree import Tree
 from warpsmith.draft import costs as costs_module
 from warpsmith.draft.base import Context, Draft, ScoredTree
-from warpsmith.draft.budget import best_size
 from warpsmith.draft.costs import ROUNDS, SIZES, Costs, Measured, costs_of, measure, plain_seconds, tokens_of_a_guess
+from warpsmith.draft.economy import best_size
 from warpsmith.errors import DoesNotFit
 
 BACKEND = ReferenceBackend(SMALL, random_tensors(SMALL))

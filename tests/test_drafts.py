@@ -17,10 +17,11 @@ from warpsmith.backend.base import LOGITS, Backend, Output
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.draft.base import Context, Draft, Proposer
-from warpsmith.draft.budget import LISTENS, REFILL, Budgeted
+from warpsmith.draft.budget import LISTENS, Budgeted
 from warpsmith.draft.cascade import Cascade, CascadeMemory
 from warpsmith.draft.costs import Costs
 from warpsmith.draft.dflash import DFlash
+from warpsmith.draft.economy import REFILL
 from warpsmith.draft.mtp import MTP
 from warpsmith.draft.ngram import NGram
 from warpsmith.engine.conversation import Conversation
