@@ -24,12 +24,13 @@ from warpsmith.backend.base import Backend, Want, check_tokens
 from warpsmith.backend.devices import backend_for
 from warpsmith.checkpoint.canonical import Checkpoint, open_checkpoint
 from warpsmith.draft.base import Proposer
-from warpsmith.engine.conversation import Conversation
+from warpsmith.engine.conversation import Conversation, common_prefix
 from warpsmith.engine.loop import FinishReason, Generation
 from warpsmith.engine.request import Options, check_options, sampling_for
 from warpsmith.engine.stats import Stats
 from warpsmith.engine.text import Text
-from warpsmith.errors import BadRequest
+from warpsmith.engine.turns import Turns
+from warpsmith.errors import BadRequest, WarpsmithError
 from warpsmith.model.weights import read_config
 from warpsmith.wisp import WISP
 
@@ -137,6 +138,9 @@ def load(
 class LLM:
     """A model that is ready to run. One request at a time; what two requests begin with in common is computed once.
 
+    Requests may come from any thread: they wait for each other, in order. A thread that begins one while it has left
+    another unfinished ends that other one. Closing the model ends the request that runs, and those that wait.
+
     Made by `load`. Also a context manager that gives the memory back at the end.
     """
 
@@ -144,6 +148,7 @@ class LLM:
         self.checkpoint, self.config, self.context = checkpoint, backend.config, context
         self.device = backend.name
         self._conversation: Conversation | None = Conversation(backend, context, draft)
+        self._turns = Turns()
 
     @property
     def backend(self) -> Backend:
@@ -194,16 +199,18 @@ class LLM:
         if stop_ids is None:
             stop_ids = self.tokenizer.eos_ids if self._has_tokenizer else ()
         text = Text(self.tokenizer if self._has_tokenizer else None, stops)
+        ids, kept = self._ids(prompt, options.get("enable_thinking"), options.get("tools"))
         generation = Generation(
             self._open(),
-            self._ids(prompt, options.get("enable_thinking"), options.get("tools")),
+            ids,
             sampling_for(options, declared_sampling(self.checkpoint.metadata)),
             max_tokens=options.get("max_tokens"),
             stop_ids=frozenset(stop_ids),
             until=text.push,
             on_step=options.get("on_step"),
+            kept=kept,
         )
-        return _chunks(generation, text)
+        return _chunks(generation, text, self._turns)
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """Generate to the end. Takes the keywords of `stream`.
@@ -231,21 +238,28 @@ class LLM:
         if not tokens:
             raise BadRequest("Scoring takes a list of token ids, at least one.", "Encode text with `tokenizer.encode`.")
         check_tokens(self.config, np.asarray(tokens))
-        state = backend.new_state(len(tokens))
         logits = np.empty((len(tokens), self.config.vocab), dtype=np.float32)
-        for start in range(0, len(tokens), SCORE_PIECE):
-            piece = tokens[start : start + SCORE_PIECE]
-            output = backend.prefill(state, piece, Want(tokens="logits", every_row=True))
-            assert output.logits is not None
-            logits[start : start + len(piece)] = output.logits
+        turn = self._turns.take()
+        try:
+            with self._turns.computing():
+                state = backend.new_state(len(tokens))
+            for start in range(0, len(tokens), SCORE_PIECE):
+                piece = tokens[start : start + SCORE_PIECE]
+                with self._turns.computing():
+                    output = backend.prefill(state, piece, Want(tokens="logits", every_row=True))
+                assert output.logits is not None
+                logits[start : start + len(piece)] = output.logits
+        finally:
+            self._turns.give(turn)
         return logits
 
     def close(self) -> None:
-        """Give back the memory. The model cannot be used afterwards.
+        """Give back the memory. The model cannot be used afterwards, and a request that runs ends with an error.
 
         >>> llm = load()
         >>> llm.close()
         """
+        self._turns.close()
         self._conversation = None
 
     def __enter__(self) -> LLM:
@@ -257,22 +271,35 @@ class LLM:
         self.close()
 
     def _open(self) -> Conversation:
-        if self._conversation is None:
-            raise BadRequest("This model is closed.", "Load it again.")
+        self._turns.check()
+        assert self._conversation is not None
         return self._conversation
 
-    def _ids(self, prompt: Prompt, enable_thinking: bool | None, tools: list[dict[str, Any]] | None) -> list[int]:
-        """Token ids of any kind of prompt."""
+    def _ids(
+        self, prompt: Prompt, enable_thinking: bool | None, tools: list[dict[str, Any]] | None
+    ) -> tuple[list[int], int | None]:
+        """Token ids of any kind of prompt; of a chat also how many of them the next turn's prompt begins with."""
         if isinstance(prompt, bytes) or not isinstance(prompt, str | Sequence | np.ndarray):
             raise BadRequest(
                 f"A prompt cannot be of type {type(prompt).__name__}.", "Pass text, a list of messages, or token ids."
             )
         plain = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         if plain is None:
-            return self.tokenizer.encode(self._render(prompt, enable_thinking, tools))
+            ids = self.tokenizer.encode(self._render(prompt, enable_thinking, tools))
+            return ids, self._kept(prompt, ids, enable_thinking, tools)
         if enable_thinking is not None or tools is not None:
             raise BadRequest("Thinking and tools are for chats, and this prompt is plain.", "Pass a list of messages.")
-        return plain
+        return plain, None
+
+    def _kept(self, messages: Any, ids: list[int], *how: Any) -> int:
+        """How much of a chat's prompt is still there when the template renders it with an answer and a new question:
+        templates leave out earlier thoughts, and with them the end of the prompt that asked for some."""
+        following = [{"role": "assistant", "content": "."}, {"role": "user", "content": "."}]
+        try:
+            later = self._render([*messages, *following], *how)
+        except WarpsmithError:  # a template that takes no more messages
+            return len(ids)
+        return common_prefix(ids, self.tokenizer.encode(later))
 
     def _render(self, messages: Any, enable_thinking: bool | None, tools: list[dict[str, Any]] | None) -> str:
         from warpsmith.model.chat import default_template, render
@@ -283,13 +310,18 @@ class LLM:
         return render(template, list(messages), enable_thinking=enable_thinking, tools=tools)
 
 
-def _chunks(generation: Generation, text: Text) -> Iterator[Chunk]:
-    with closing(iter(generation)) as runs:
-        for tokens in runs:
-            if generation.finish_reason is None:
-                yield Chunk(text.take(), tokens)
-            else:
-                yield Chunk(text.finish(), tokens, generation.finish_reason, generation.stats)
+def _chunks(generation: Generation, text: Text, turns: Turns) -> Iterator[Chunk]:
+    turn = turns.take()
+    try:
+        with closing(iter(generation)) as runs:
+            while generation.finish_reason is None:
+                with turns.computing():
+                    tokens = next(runs)
+                if generation.finish_reason is None:
+                    yield Chunk(text.take(), tokens)
+    finally:
+        turns.give(turn)
+    yield Chunk(text.finish(), tokens, generation.finish_reason, generation.stats)
 
 
 def _token_ids(prompt: Sequence[Any]) -> list[int] | None:

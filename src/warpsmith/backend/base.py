@@ -114,6 +114,7 @@ class Backend(ABC):
 
     name: str  # "reference", "cpu", "cuda"
     config: Config
+    prefill_multiple: int = PREFILL_CHUNK  # splitting a prompt at multiples of this changes no bit
     largest_tree: int = MAX_NODES  # nodes that `forward` takes on this device
 
     @abstractmethod

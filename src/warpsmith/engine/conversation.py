@@ -1,10 +1,11 @@
 """One sequence and its past: the committed state, the ids it holds, and snapshots to come back to.
 
 A recurrent state cannot be cut short, so a prompt that only begins like the last one needs a snapshot from where the
-two still agreed. Snapshots are taken at multiples of `PREFILL_CHUNK`, where splitting a prefill changes no bit: a
-prompt computed from scratch and the same prompt continued from such a snapshot give the same numbers. A prompt that
-continues the text just generated goes on from the live state. That is as exact as generating on, but generated tokens
-are not bit-equal to prefilled ones, so from there on numbers may differ in the last bits from a new conversation's.
+two still agreed. Snapshots of a prompt are taken where splitting a prefill changes no bit (`Backend.prefill_multiple`):
+a prompt computed from scratch and the same prompt continued from such a snapshot give the same numbers. A prompt that
+continues the text just generated goes on from the live state, or from the snapshot that was taken when that was left.
+That is as exact as generating on, but generated tokens need not be bit-equal to prefilled ones, so from there on
+numbers may differ in the last bits from a new conversation's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from warpsmith.backend.base import PREFILL_CHUNK, Backend, Output, Snapshot, Want, check_tokens
+from warpsmith.backend.base import Backend, Output, Snapshot, Want, check_tokens
 from warpsmith.backend.sampling import Sampling
 from warpsmith.draft.base import Proposer
 from warpsmith.engine.sequence import Sequence
@@ -45,6 +46,7 @@ class Conversation:
         self._sequence: Sequence | None = self._new_sequence()
         self._sound = True  # False while the state is being changed, and after such a change was broken off
         self._saved: list[_Saved] = []  # least recently used first
+        self._answer_stays = False  # the next turn of this conversation goes on from the answer
         self._decoding: Iterator[int] = iter(())
         self._decoded_from = 0
 
@@ -76,17 +78,23 @@ class Conversation:
                 "Raise the context length (-c) or shorten the prompt.",
             )
 
-    def begin(self, prompt: abc.Sequence[int], want: Want) -> tuple[Output, int]:
-        """Make `prompt` the committed past. Returns the output for its last token, and how many tokens were reused."""
+    def begin(self, prompt: abc.Sequence[int], want: Want, kept: int | None = None) -> tuple[Output, int]:
+        """Make `prompt` the committed past. Returns the output for its last token, and how many tokens were reused.
+
+        `kept` says how many of its tokens the prompt of the next turn will begin with: all of them if that goes on from
+        the answer. Where nobody knows, all but a few.
+        """
         self.turn += 1
         self.settle()
         tokens = np.asarray(prompt, dtype=np.int64)
-        shared = _common_prefix(tokens, np.asarray(self.sequence.ids, dtype=np.int64))
+        shared = common_prefix(tokens, self.sequence.ids)
         start = cached = self._return_to(tokens)
+        self._answer_stays = kept is not None and kept >= len(tokens)
         self.sequence.ids = tokens.tolist()
         end = len(tokens)
         # Worth coming back to: where this prompt left the last one, as the next may too, and its own end.
-        points = {p for p in (_floor(shared), _floor(end - TAIL)) if p >= start + PREFILL_CHUNK}
+        kept = end - TAIL if kept is None else min(kept, end - 1)
+        points = {p for p in map(self._floor, (shared, kept)) if p > start}
         for cut in sorted({*points, *range(start - start % PIECE + PIECE, end, PIECE), end}):
             wanted = want if cut == end else replace(want, tokens="none")
             with self.changing():
@@ -151,6 +159,8 @@ class Conversation:
         best = max(fitting, key=lambda s: len(s.ids), default=None)
         if live is not None and _continues(tokens, live) and (best is None or len(live) >= len(best.ids)):
             return len(live)
+        if live and self._answer_stays:
+            self._save()  # another conversation comes between; this one may go on later
         self._sound = False
         if best is not None:
             self._saved.remove(best)
@@ -162,6 +172,9 @@ class Conversation:
             self._sequence = None  # first give back the memory of the old one
         self._sound = True
         return self.sequence.state.length
+
+    def _floor(self, length: int) -> int:
+        return length - length % self.backend.prefill_multiple
 
     def _save(self) -> None:
         ids = np.array(self.sequence.committed, dtype=np.int32)
@@ -176,16 +189,13 @@ class Conversation:
             del self._saved[0]
 
 
-def _floor(length: int) -> int:
-    return length - length % PREFILL_CHUNK
-
-
 def _continues(tokens: np.ndarray, past: np.ndarray | list[int]) -> bool:
     """Whether `tokens` are `past` and at least one more, whose output the request will need."""
     return len(past) < len(tokens) and bool((tokens[: len(past)] == past).all())
 
 
-def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+def common_prefix(a: abc.Sequence[int] | np.ndarray, b: abc.Sequence[int]) -> int:
+    """How many tokens two texts begin with in common."""
     length = min(len(a), len(b))
-    differ = np.flatnonzero(a[:length] != b[:length])
+    differ = np.flatnonzero(np.asarray(a[:length], dtype=np.int64) != np.asarray(b[:length], dtype=np.int64))
     return int(differ[0]) if len(differ) else length

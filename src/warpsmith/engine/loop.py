@@ -49,10 +49,11 @@ class Generation:
         stop_ids: frozenset[int] = frozenset(),
         until: Callable[[int], bool] | None = None,
         on_step: Callable[[Step], None] | None = None,
+        kept: int | None = None,
     ) -> None:
         """`until` sees every token once, in order, but for stop ids; when it returns True that token is the last.
-        `on_step` sees every step of a request with a draft, once it is committed."""
-        self.conversation, self.prompt = conversation, prompt
+        `on_step` sees every step of a request with a draft, once it is committed. `kept` is what `begin` takes."""
+        self.conversation, self.prompt, self.kept = conversation, prompt, kept
         self.sampling = sampling or Sampling()
         conversation.check(prompt)
         check_sampling(self.sampling, conversation.backend.config.vocab)
@@ -118,7 +119,7 @@ class Generation:
     def _first(self) -> list[int]:
         """Prefill, and choose the first token from its last row."""
         start = perf_counter()
-        output, self.stats.cached_tokens = self.conversation.begin(self.prompt, self.want)
+        output, self.stats.cached_tokens = self.conversation.begin(self.prompt, self.want, self.kept)
         self.turn = self.conversation.turn
         run = self._cut([self._choose(output, -1, [])])
         self.conversation.sequence.ids.extend(run)

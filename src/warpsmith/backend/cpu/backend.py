@@ -62,6 +62,7 @@ class CpuBackend(Backend):
     """
 
     name = "cpu"
+    prefill_multiple = 1  # a chain's bits do not depend on where it is cut
 
     def __init__(
         self,
