@@ -13,6 +13,7 @@ from random_models import SMALL, random_tensors, random_tree
 from warpsmith.backend.base import Backend, State, Want
 from warpsmith.backend.cpu import CpuBackend
 from warpsmith.backend.reference import ReferenceBackend, ReferenceState
+from warpsmith.backend.rows import Rows
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
 from warpsmith.draft.base import Context, Proposer
@@ -79,16 +80,14 @@ class Scripted(Proposer):
         assert context.state.length == len(self.tokens)
         return self.rule(context)
 
-    def observe(
-        self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
-    ) -> None:
+    def observe(self, tokens: Sequence[int], position: int, features: Rows | None, hidden: Rows | None) -> None:
         assert position == len(self.tokens)
         assert features is not None
         assert hidden is not None
         assert features.shape == (len(tokens), 2 * SMALL.hidden)
         assert hidden.shape == (len(tokens), SMALL.hidden)
         self.tokens += tokens
-        self.rows += [*np.concatenate([features, hidden], axis=1)]
+        self.rows += [*np.concatenate([features.numpy(), hidden.numpy()], axis=1)]
 
     def reset(self) -> None:
         self.tokens: list[int] = []
@@ -116,9 +115,7 @@ class Resting(Scripted):
     def spent(self, tokens: int, seconds: float, forward_seconds: float | None) -> None:
         self.told.append((tokens, seconds, forward_seconds))
 
-    def observe(
-        self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
-    ) -> None:
+    def observe(self, tokens: Sequence[int], position: int, features: Rows | None, hidden: Rows | None) -> None:
         if features is not None:
             super().observe(tokens, position, features, hidden)
         else:
@@ -214,5 +211,5 @@ class RunsAhead(ReferenceBackend):
             if given < len(made):
                 self.restore(state, before)
                 for fed in [token, *made][:given]:
-                    self.forward(state, Tree.chain([fed]))
+                    self.forward([(state, Tree.chain([fed]))])
                     self.commit(state, [0])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from warpsmith.backend.base import Want
+from warpsmith.backend.rows import HostRows, Rows
 from warpsmith.draft.base import Context, Draft, ScoredTree
 from warpsmith.draft.budget import Budgeted
 from warpsmith.draft.costs import Costs
@@ -40,9 +41,7 @@ class Guess(Draft):
         chain = np.arange(min(context.depth, 8) + 1)
         return ScoredTree(context.root + chain, chain - 1, chain * np.log(self.confidence))
 
-    def observe(
-        self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
-    ) -> None:
+    def observe(self, tokens: Sequence[int], position: int, features: Rows | None, hidden: Rows | None) -> None:
         shapes = [None if rows is None else rows.shape[1] for rows in (features, hidden)]
         self.rows.append((len(tokens), *shapes))  # type: ignore[arg-type]
 
@@ -74,8 +73,7 @@ class World:
                 while tree is not None and count < nodes and self.rng.random() < who.rate:
                     count += 1
                 committed = [self.ids[-1]] if tree is None else tree.tokens[:count].tolist()
-                rows = np.zeros((count, 2 * 5), np.float32)
-                rows[:, :5] = 3
+                rows = HostRows(np.zeros((count, 2 * 5), np.float32))
                 self.relay.observe(committed, len(self.ids) - 1, rows, None)
             self.relay.spent(count, self.clock.now - before, forward)
             self.ids += range(len(self.ids), len(self.ids) + count)
@@ -134,13 +132,14 @@ def test_each_gets_the_rows_it_asked_for() -> None:
     relay = Relay([Budgeted(draft, COSTS) for draft in drafts], clock)
     assert relay.name == "none+one+two"
     assert relay.wants == Want("none", features=(4, 2, 7), hidden=True)
-    seen: dict[str, np.ndarray | None] = {}
+    seen: dict[str, Rows | None] = {}
     for draft in drafts:
         draft.observe = lambda tokens, position, features, hidden, name=draft.name: seen.update({name: features})  # type: ignore[method-assign,misc]
-    relay.observe([1, 2], 0, np.repeat([[4.0, 2.0, 7.0]], 3, axis=1).repeat(2, axis=0), np.zeros((2, 3)))
+    features = HostRows(np.repeat([[4.0, 2.0, 7.0]], 3, axis=1).repeat(2, axis=0))
+    relay.observe([1, 2], 0, features, HostRows(np.zeros((2, 3))))
     assert seen["none"] is None
-    assert np.array_equal(seen["one"], [[4, 4, 4, 2, 2, 2]] * 2)  # type: ignore[arg-type]
-    assert np.array_equal(seen["two"], [[2, 2, 2, 7, 7, 7]] * 2)  # type: ignore[arg-type]
+    assert np.array_equal(seen["one"].numpy(), [[4, 4, 4, 2, 2, 2]] * 2)  # type: ignore[arg-type]
+    assert np.array_equal(seen["two"].numpy(), [[2, 2, 2, 7, 7, 7]] * 2)  # type: ignore[arg-type]
     relay.observe([1, 2], 0, None, None)
     assert seen == {"none": None, "one": None, "two": None}
 

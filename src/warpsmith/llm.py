@@ -326,7 +326,7 @@ class LLM:
             piece = tokens[start : start + SCORE_PIECE]
             output = backend.prefill(state, piece, Want(tokens="logits", every_row=True))
             assert output.logits is not None
-            logits[start : start + len(piece)] = output.logits
+            logits[start : start + len(piece)] = output.logits.numpy()
         return logits
 
     def close(self) -> None:

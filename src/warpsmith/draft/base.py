@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from warpsmith.backend.base import State, Want
+from warpsmith.backend.rows import Rows
 from warpsmith.backend.tree import MAX_NODES, Tree
 
 
@@ -86,10 +87,8 @@ class Proposer(ABC):
         """
         return None
 
-    def observe(
-        self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
-    ) -> None:
-        """`tokens` were committed at `position` onwards; a row of each array belongs to each token."""
+    def observe(self, tokens: Sequence[int], position: int, features: Rows | None, hidden: Rows | None) -> None:
+        """`tokens` were committed at `position` onwards; a row of features and of hidden belongs to each token."""
         return None
 
     def catch_up(self, state: State) -> None:

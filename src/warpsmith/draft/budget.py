@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from warpsmith.backend.base import State
+from warpsmith.backend.rows import Rows
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.draft.base import Context, Draft, Prices, Proposer, ScoredTree
 from warpsmith.draft.costs import Costs
@@ -269,9 +270,7 @@ class Budgeted(Proposer):
         stake = (1 + max(self.account.credit, STAKE)) * self._pace.plain()
         return next((nodes for nodes, seconds in enumerate(self._pace.seconds()) if seconds > stake), MAX_NODES)
 
-    def observe(
-        self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
-    ) -> None:
+    def observe(self, tokens: Sequence[int], position: int, features: Rows | None, hidden: Rows | None) -> None:
         if not self.account.open and self.rest:
             features = hidden = None  # it would have to work through them when it is tried again
         self.draft.observe(tokens, position, features, hidden)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from warpsmith.backend.base import Backend, State, Want
+from warpsmith.backend.rows import Rows
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.draft.base import Context, Draft, ScoredTree
 from warpsmith.draft.ddtree import best_tree, marginals
@@ -45,7 +46,7 @@ class DFlash(Draft):
 
     def reset(self) -> None:
         self.network.forget()
-        self._waiting: list[tuple[int, np.ndarray]] = []  # (position, features) yet to be projected
+        self._waiting: list[tuple[int, Rows]] = []  # (position, features) yet to be projected
         self._position = 0  # of the next token
 
     def snapshot(self) -> Any:
@@ -56,15 +57,13 @@ class DFlash(Draft):
         self.network.restore(network)
         self._waiting = list(waiting)
 
-    def observe(
-        self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
-    ) -> None:
+    def observe(self, tokens: Sequence[int], position: int, features: Rows | None, hidden: Rows | None) -> None:
         if position != self._position:
             self.reset()
         self._position = position + len(tokens)
         if features is None:
             return  # a gap: the rows before it still stand where they stood
-        kept = features[-self._longest :]  # what no layer could see any more is not worth projecting
+        kept = features[-self._longest :].keep()  # what no layer could see any more is not worth projecting
         self._waiting.append((self._position - len(kept), kept))
         while sum(len(rows) for _, rows in self._waiting[1:]) >= self._longest:
             del self._waiting[0]
@@ -94,4 +93,4 @@ class DFlash(Draft):
         rows = self.config.block - 1
         hidden = self.network.fill(root, position, rows, Want(tokens="none", hidden=True)).hidden
         assert hidden is not None
-        return hidden
+        return hidden.numpy()

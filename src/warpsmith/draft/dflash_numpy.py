@@ -9,6 +9,7 @@ import numpy as np
 
 from warpsmith.backend.base import Backend, BlockDraft, Output, Want
 from warpsmith.backend.reference.ops import rms_norm, rope, silu
+from warpsmith.backend.rows import HostRows, Rows
 from warpsmith.draft.dflash_files import DraftFile
 
 
@@ -31,11 +32,11 @@ class NumpyDraft(BlockDraft):
     def restore(self, saved: Any) -> None:
         self._rings = [ring.copy() for ring in saved]
 
-    def append(self, features: np.ndarray, position: int) -> None:
+    def append(self, features: Rows, position: int) -> None:
         """Context rows pass through the feature projection and the layers' key and value projections only."""
         c, count = self.config, len(features)
         positions = position + np.arange(count)
-        context = rms_norm(features @ self._fc.T, self._hidden_norm, c.eps)
+        context = rms_norm(features.numpy() @ self._fc.T, self._hidden_norm, c.eps)
         projected = (context @ self._context_kv.T).reshape(count, c.layers, 2, c.kv_heads, c.head_dim)
         for i, (layer, ring) in enumerate(zip(self._layers, self._rings, strict=True)):
             keys = rms_norm(projected[:, i, 0], layer["k_norm"], c.eps)
@@ -45,7 +46,7 @@ class NumpyDraft(BlockDraft):
         hidden = self._hidden(root, position)[: rows + 1]
         output = Output() if want.tokens == "none" else self.backend.head(hidden[1:], want)
         if want.hidden:
-            output.hidden = hidden
+            output.hidden = HostRows(hidden)
         return output
 
     def _hidden(self, root: int, position: int) -> np.ndarray:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from warpsmith.backend.base import Backend, State, Want
+from warpsmith.backend.rows import Rows
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.draft.base import Context, Draft, Prices, ScoredTree
 from warpsmith.draft.ddtree import best_tree, marginals
@@ -55,19 +56,17 @@ class MTP(Draft):
         self._rows, waiting, self._hidden, self._position = saved
         self._waiting = list(waiting)
 
-    def observe(
-        self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
-    ) -> None:
+    def observe(self, tokens: Sequence[int], position: int, features: Rows | None, hidden: Rows | None) -> None:
         if position != self._position:
             self.reset()
         if hidden is None:  # a gap, which is left out: to the block it is as if these tokens had never been
             self._hidden, self._position = None, position + len(tokens)
             return
-        ids = np.asarray(tokens, dtype=np.int32)
-        before = hidden[:-1] if self._hidden is None else np.concatenate([self._hidden, hidden[:-1]])
+        ids, rows = np.asarray(tokens, dtype=np.int32), hidden.numpy()
+        before = rows[:-1] if self._hidden is None else np.concatenate([self._hidden, rows[:-1]])
         if len(before):
             self._waiting.append((ids[-len(before) :], before))
-        self._hidden = hidden[-1:].copy()
+        self._hidden = rows[-1:].copy()
         self._position = position + len(ids)
         while len(self._waiting) > 1 and sum(len(t) for t, _ in self._waiting[1:]) >= LISTENS:
             del self._waiting[0]
@@ -104,7 +103,7 @@ class MTP(Draft):
                 ids_by_depth, beliefs_by_depth = np.concatenate(ids), np.concatenate(log_probs)
                 return best_tree(context.root, ids_by_depth, beliefs_by_depth, self.nodes, prices=context.prices)
             assert output.hidden is not None
-            tokens, hidden = here[0, :1], output.hidden[-1:]
+            tokens, hidden = here[0, :1], output.hidden[-1:].numpy()
 
     def _faint(self, prices: Prices | None, steps: int) -> float:
         """How unlikely a chain must be not to be worth another step: for its own cost, and for that of verifying it."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from warpsmith.backend.rows import Rows
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.draft.base import Context, Draft, Prices, ScoredTree
 from warpsmith.draft.ddtree import worth_verifying
@@ -38,9 +39,7 @@ class NGram(Draft):
         self._last: list[dict[tuple[int, ...], int]] = [{} for _ in KEYS]  # n-gram -> the last place it ended at
         self._before: list[list[int]] = [[] for _ in KEYS]  # place -> the place before with the same n-gram, or -1
 
-    def observe(
-        self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
-    ) -> None:
+    def observe(self, tokens: Sequence[int], position: int, features: Rows | None, hidden: Rows | None) -> None:
         if position != len(self._tokens):
             self.reset()
         for token in tokens:

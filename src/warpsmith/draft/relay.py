@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-
 from warpsmith.backend.base import State, Want
+from warpsmith.backend.rows import Rows
 from warpsmith.backend.tree import Tree
 from warpsmith.draft.base import Context, Proposer
 from warpsmith.draft.budget import CHECK, Budgeted
@@ -54,21 +53,18 @@ class Relay(Proposer):
         self._heard, tree = best
         return tree
 
-    def observe(
-        self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
-    ) -> None:
+    def observe(self, tokens: Sequence[int], position: int, features: Rows | None, hidden: Rows | None) -> None:
         for i, draft in enumerate(self.drafts):
             if i != self._heard:
                 draft.withdraw()
             draft.observe(tokens, position, self._share(draft, features), hidden)
 
-    def _share(self, draft: Budgeted, features: np.ndarray | None) -> np.ndarray | None:
+    def _share(self, draft: Budgeted, features: Rows | None) -> Rows | None:
         """Of rows of all drafts' features those of one."""
         if features is None or draft.wants.features == self.wants.features:
             return features
-        by_layer = features.reshape(len(features), len(self.wants.features), -1)
         mine = [self.wants.features.index(layer) for layer in draft.wants.features]
-        return by_layer[:, mine].reshape(len(features), -1) if mine else None
+        return features.groups(mine, of=len(self.wants.features)) if mine else None
 
     def spent(self, tokens: int, seconds: float, forward_seconds: float | None) -> None:
         for i, draft in enumerate(self.drafts):

@@ -9,6 +9,7 @@ import numpy as np
 
 from warpsmith.backend.base import BlockDraft, Output, Want
 from warpsmith.backend.cpu import _cpu, loading
+from warpsmith.backend.rows import HostRows, Rows
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.model.config import Config
@@ -41,23 +42,24 @@ class CpuDraft(BlockDraft):
         """Kernels work on whole vectors; every published draft has widths that allow it."""
         return not (config.hidden % 16 or config.ffn % 16 or config.head_dim % 32) and config.block <= MAX_NODES
 
-    def append(self, features: np.ndarray, position: int) -> None:
+    def append(self, features: Rows, position: int) -> None:
         self._settle()
-        rows = np.ascontiguousarray(features, np.float32)
+        rows = np.ascontiguousarray(features.numpy(), np.float32)
         last = (len(rows) - 1) // MAX_NODES * MAX_NODES
         for start in range(0, last, MAX_NODES):
             self._native.append(rows[start : start + MAX_NODES], position + start)
         self._waiting = rows[last:], position + last
 
     def fill(self, root: int, position: int, rows: int, want: Want) -> Output:
-        output = Output()
+        output, hidden = Output(), None
         if want.tokens == "top":
             output.argmax = np.empty(rows, np.int32)
             output.top_ids = np.empty((rows, want.top), np.int32)
             output.top_logits = np.empty((rows, want.top), np.float32)
             output.logsumexp = np.empty(rows, np.float32)
         if want.hidden:
-            output.hidden = np.empty((rows + 1, self._target.hidden), np.float32)
+            hidden = np.empty((rows + 1, self._target.hidden), np.float32)
+            output.hidden = HostRows(hidden)
         native = _cpu.Want(
             tokens=_TOKENS[want.tokens],
             top=want.top,
@@ -69,7 +71,7 @@ class CpuDraft(BlockDraft):
             logsumexp=output.logsumexp,
             logits=None,
             features_out=None,
-            hidden=output.hidden,
+            hidden=hidden,
         )
         features, at = self._waiting or (None, 0)
         self._waiting = None
