@@ -43,10 +43,10 @@ def ours(backend: Backend) -> Feed:
         if state.length == 0:
             output = backend.prefill(state, tokens, LOGITS)
         else:
-            output = backend.forward(state, Tree.chain(list(tokens)), LOGITS)
+            output = backend.forward([(state, Tree.chain(list(tokens)))], LOGITS)
             backend.commit(state, list(range(len(tokens))))
         assert output.logits is not None
-        return output.logits[-1].astype(np.float64)
+        return output.logits.numpy()[-1].astype(np.float64)
 
     return feed
 

@@ -17,7 +17,7 @@ def plain_run(backend, state, tokens) -> np.ndarray:
     """Logits of one token after the other, each committed."""
     rows = []
     for token in tokens:
-        rows.append(backend.forward(state, Tree.chain([token]), LOGITS).logits)
+        rows.append(backend.forward([(state, Tree.chain([token]))], LOGITS).logits.numpy())
         backend.commit(state, [0])
     return np.concatenate(rows)
 

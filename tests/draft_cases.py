@@ -12,6 +12,7 @@ from random_models import random_tensors, small_config
 from warpsmith.backend.base import Backend, BlockDraft, Output, State, Want
 from warpsmith.backend.cpu import CpuBackend
 from warpsmith.backend.reference import ReferenceBackend
+from warpsmith.backend.rows import Rows
 from warpsmith.backend.sampling import Sampling
 from warpsmith.draft.base import Context, Proposer, ScoredTree
 from warpsmith.engine.conversation import Conversation
@@ -44,9 +45,7 @@ class Alone:
     def propose(self, context: Context) -> Any:
         return self.proposer.propose(self.memory, context)
 
-    def observe(
-        self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
-    ) -> None:
+    def observe(self, tokens: Sequence[int], position: int, features: Rows | None, hidden: Rows | None) -> None:
         self.proposer.observe(self.memory, tokens, position, features, hidden)
 
     def spent(self, tokens: int, seconds: float, forward_seconds: float | None) -> None:
@@ -72,7 +71,7 @@ class OneBlock:
     def __init__(self, network: BlockDraft) -> None:
         self.network, self.memory = network, network.new_memory()
 
-    def append(self, features: np.ndarray, position: int) -> None:
+    def append(self, features: Rows, position: int) -> None:
         self.network.append(self.memory, features, position)
 
     def fill(self, root: int, position: int, rows: int, want: Want) -> Output:

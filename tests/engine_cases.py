@@ -14,6 +14,7 @@ from random_models import SMALL, random_tensors, random_tree
 from warpsmith.backend.base import Backend, State, Want
 from warpsmith.backend.cpu import CpuBackend
 from warpsmith.backend.reference import ReferenceBackend, ReferenceState
+from warpsmith.backend.rows import Rows
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
 from warpsmith.draft.base import Context, Proposer
@@ -95,8 +96,8 @@ class Scripted(Proposer[Heard]):
         memory: Heard,
         tokens: Sequence[int],
         position: int,
-        features: np.ndarray | None,
-        hidden: np.ndarray | None,
+        features: Rows | None,
+        hidden: Rows | None,
     ) -> None:
         assert position == len(memory.tokens)
         assert features is not None
@@ -104,7 +105,7 @@ class Scripted(Proposer[Heard]):
         assert features.shape == (len(tokens), 2 * SMALL.hidden)
         assert hidden.shape == (len(tokens), SMALL.hidden)
         memory.tokens += tokens
-        memory.rows += [*np.concatenate([features, hidden], axis=1)]
+        memory.rows += [*np.concatenate([features.numpy(), hidden.numpy()], axis=1)]
 
     def snapshot(self, memory: Heard) -> Any:
         return list(memory.tokens), list(memory.rows)
@@ -132,8 +133,8 @@ class Resting(Scripted):
         memory: Heard,
         tokens: Sequence[int],
         position: int,
-        features: np.ndarray | None,
-        hidden: np.ndarray | None,
+        features: Rows | None,
+        hidden: Rows | None,
     ) -> None:
         if features is not None:
             super().observe(memory, tokens, position, features, hidden)
@@ -230,5 +231,5 @@ class RunsAhead(ReferenceBackend):
             if given < len(made):
                 self.restore(state, before)
                 for fed in [token, *made][:given]:
-                    self.forward(state, Tree.chain([fed]))
+                    self.forward([(state, Tree.chain([fed]))])
                     self.commit(state, [0])

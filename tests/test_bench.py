@@ -122,9 +122,10 @@ def test_trees_are_compared_with_one_node_at_their_depth() -> None:
 
 def test_every_pass_of_a_tree_starts_from_the_same_state() -> None:
     class Counting(ReferenceBackend):
-        def forward(self, state, tree, want=ARGMAX):  # type: ignore[no-untyped-def]
+        def forward(self, batch, want=ARGMAX):  # type: ignore[no-untyped-def]
+            ((state, tree),) = batch
             calls.append((state.length, len(tree)))
-            return super().forward(state, tree, want)
+            return super().forward(batch, want)
 
     calls: list[tuple[int, int]] = []
     result = measure(Counting(SIZES["tiny"], tiny_model().tensors), Case(0, 0, 6, 5), 2)

@@ -10,6 +10,7 @@ import pytest
 
 from draft_cases import Alone
 from warpsmith.backend.base import Want
+from warpsmith.backend.rows import HostRows, Rows
 from warpsmith.draft.base import Context, Draft, ScoredTree
 from warpsmith.draft.budget import Budgeted
 from warpsmith.draft.cascade import Cascade
@@ -47,8 +48,8 @@ class Guess(Draft):
         memory: Any,
         tokens: Sequence[int],
         position: int,
-        features: np.ndarray | None,
-        hidden: np.ndarray | None,
+        features: Rows | None,
+        hidden: Rows | None,
     ) -> None:
         shapes = [None if rows is None else rows.shape[1] for rows in (features, hidden)]
         self.rows.append((len(tokens), *shapes))  # type: ignore[arg-type]
@@ -82,8 +83,7 @@ class World:
                 while tree is not None and count < nodes and self.rng.random() < who.rate:
                     count += 1
                 committed = [self.ids[-1]] if tree is None else tree.tokens[:count].tolist()
-                rows = np.zeros((count, 2 * 5), np.float32)
-                rows[:, :5] = 3
+                rows = HostRows(np.zeros((count, 2 * 5), np.float32))
                 self.held.observe(committed, len(self.ids) - 1, rows, None)
             self.held.spent(count, self.clock.now - before, forward)
             self.ids += range(len(self.ids), len(self.ids) + count)
@@ -143,13 +143,14 @@ def test_each_gets_the_rows_it_asked_for() -> None:
     assert cascade.name == "none+one+two"
     assert cascade.wants == Want("none", features=(4, 2, 7), hidden=True)
     held = Alone(cascade)
-    seen: dict[str, np.ndarray | None] = {}
+    seen: dict[str, Rows | None] = {}
     for draft in drafts:
         draft.observe = lambda memory, tokens, at, features, hidden, name=draft.name: seen.update({name: features})  # type: ignore[method-assign,misc]
-    held.observe([1, 2], 0, np.repeat([[4.0, 2.0, 7.0]], 3, axis=1).repeat(2, axis=0), np.zeros((2, 3)))
+    features = HostRows(np.repeat([[4.0, 2.0, 7.0]], 3, axis=1).repeat(2, axis=0))
+    held.observe([1, 2], 0, features, HostRows(np.zeros((2, 3))))
     assert seen["none"] is None
-    assert np.array_equal(seen["one"], [[4, 4, 4, 2, 2, 2]] * 2)  # type: ignore[arg-type]
-    assert np.array_equal(seen["two"], [[2, 2, 2, 7, 7, 7]] * 2)  # type: ignore[arg-type]
+    assert np.array_equal(seen["one"].numpy(), [[4, 4, 4, 2, 2, 2]] * 2)  # type: ignore[arg-type]
+    assert np.array_equal(seen["two"].numpy(), [[2, 2, 2, 7, 7, 7]] * 2)  # type: ignore[arg-type]
     held.observe([1, 2], 0, None, None)
     assert seen == {"none": None, "one": None, "two": None}
 

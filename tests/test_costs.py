@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from random_models import SMALL, random_tensors
-from warpsmith.backend.base import ARGMAX, Output, State, Want
+from warpsmith.backend.base import ARGMAX, Batch, Output, Want
 from warpsmith.backend.reference import ReferenceBackend, ReferenceState
-from warpsmith.backend.tree import Tree
 from warpsmith.draft import costs as costs_module
 from warpsmith.draft.base import Context, Draft, ScoredTree
 from warpsmith.draft.costs import ROUNDS, SIZES, Costs, Measured, costs_of, measure, plain_seconds, tokens_of_a_guess
@@ -35,12 +34,13 @@ class Clock:
         clock = self
 
         class Timed(ReferenceBackend):
-            def forward(self, state: State, tree: Tree, want: Want = ARGMAX) -> Output:
+            def forward(self, batch: Batch, want: Want = ARGMAX) -> Output:
+                ((_, tree),) = batch
                 if want.hidden:  # not a plain token
                     clock.sizes += [len(tree)]
                 factor = clock.first if len(tree) not in clock.sizes[:-1] else 2.0 if len(clock.sizes) > 40 else 1.0
                 clock.now += len(tree) * 0.001 * clock.slow * (factor if want.hidden else 0.9)
-                return super().forward(state, tree, want)
+                return super().forward(batch, want)
 
         return Timed(SMALL, BACKEND.tensors)
 

@@ -129,7 +129,7 @@ tree = random_tree(np.random.default_rng(0), 64, config.vocab)
 state = cpu.new_state(64)
 for want in (Want("none"), ARGMAX, Want("top", top=1)):
     before = anonymous_bytes()
-    output = cpu.forward(state, tree, want)
+    output = cpu.forward([(state, tree)], want)
     print(anonymous_bytes() - before)
     assert output.logits is None
 """

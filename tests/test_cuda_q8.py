@@ -169,7 +169,7 @@ def test_products_are_those_of_the_file_s_weights() -> None:
     for nodes in (1, 7, 20):
         tree = random_tree(np.random.default_rng(nodes), nodes, SHAPE.vocab)
 
-        features = cuda.forward(state, tree, Want("argmax", features=(0,))).features
+        features = cuda.forward([(state, tree)], Want("argmax", features=(0,))).features.numpy()
         cuda.trace(state, tree, "mlp_in.0")
         exchange = cuda.layout.exchange
         h = exchange.values(read_exchange(cuda, 0), "h", nodes).astype(np.float64)
@@ -215,7 +215,9 @@ def test_every_stage_matches_the_reference(file: str, nodes: int, request: pytes
 @pytest.mark.parametrize("file", ["q8", "mixed"])
 def test_logits_match_the_reference(file: str, length: int, request: pytest.FixtureRequest) -> None:
     want = Want("logits", every_row=True)
-    got, expected = (b.prefill(b.new_state(512), ids(2, length), want).logits for b in request.getfixturevalue(file))
+    got, expected = (
+        b.prefill(b.new_state(512), ids(2, length), want).logits.numpy() for b in request.getfixturevalue(file)
+    )
     agreement = float((got.argmax(axis=1) == expected.argmax(axis=1)).mean())
     print(f"{file}, {length}: relative error {relative(got, expected):.5f}, top-1 agreement {agreement:.4f}")
     assert relative(got, expected) < BOUND
@@ -230,10 +232,10 @@ def test_a_node_depends_only_on_its_ancestors(file: str, nodes: int, request: py
     state, plain = cuda.new_state(256), cuda.new_state(256)
     for each in (state, plain):
         cuda.prefill(each, ids(3, 45))
-    logits = cuda.forward(state, tree, LOGITS).logits
+    logits = cuda.forward([(state, tree)], LOGITS).logits.numpy()
     path = tree.path(nodes - 1)
     np.testing.assert_array_equal(logits[path], plain_run(cuda, plain, tree.tokens[path]))
-    cuda.forward(state, tree)
+    cuda.forward([(state, tree)])
     cuda.commit(state, path)
     assert same_state(SHAPE, state, plain)
 
@@ -245,7 +247,7 @@ def test_decoding_on_the_device_equals_stepping(file: str, request: pytest.Fixtu
     token, step = (int(cuda.prefill(state, ids(4, 30)).argmax[-1]) for state in states)
     decoded = list(cuda.decode(states[0], token, 100))
     for following in decoded:
-        step = int(cuda.forward(states[1], Tree.chain([step])).argmax[0])
+        step = int(cuda.forward([(states[1], Tree.chain([step]))]).argmax[0])
         cuda.commit(states[1], [0])
         assert step == following
     assert same_state(SHAPE, *states)
@@ -265,7 +267,7 @@ def test_untied_embeddings(embedding: str, head: str) -> None:
     held = as_held(cuda, tensors)
     reference = ReferenceBackend(config, held)
     want = Want("logits", every_row=True)
-    got, expected = (b.prefill(b.new_state(64), ids(5, 40), want).logits for b in (cuda, reference))
+    got, expected = (b.prefill(b.new_state(64), ids(5, 40), want).logits.numpy() for b in (cuda, reference))
     assert relative(got, expected) < BOUND
     tree = Tree(ids(6, 6), np.array([-1, 0, 0, 1, 1, 2]))
     x = cuda.trace(cuda.new_state(64), tree, "embed")["x"]
@@ -276,6 +278,6 @@ def test_untied_embeddings(embedding: str, head: str) -> None:
 
 
 def cuda_step(cuda: CudaBackend, state: object, token: int) -> int:
-    output = cuda.forward(state, Tree.chain([token]))  # type: ignore[arg-type]
+    output = cuda.forward([(state, Tree.chain([token]))])  # type: ignore[arg-type]
     cuda.commit(state, [0])  # type: ignore[arg-type]
     return int(output.argmax[0])

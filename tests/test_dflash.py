@@ -24,6 +24,7 @@ from random_models import SMALL, random_tensors
 from warpsmith.backend.base import Output, Want
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.reference.dflash import NumpyDraft, NumpyMemory
+from warpsmith.backend.rows import HostRows
 from warpsmith.checkpoint.dflash import DFlashConfig, expected_shapes, is_draft, open_draft
 from warpsmith.checkpoint.gguf_writer import write_gguf
 from warpsmith.draft.base import Context
@@ -253,7 +254,7 @@ def hidden_after(draft: Seen, features: np.ndarray, pieces: list[int]) -> np.nda
     """Rows of a block on top of features that came in pieces."""
     start = 0
     for count in pieces:
-        draft.observe([1] * count, start, features[start : start + count], None)
+        draft.observe([1] * count, start, HostRows(features[start : start + count]), None)
         draft.catch_up(BACKEND.new_state(8)) if count % 2 else None
         start += count
     draft.catch_up(BACKEND.new_state(8))
@@ -290,7 +291,7 @@ def test_a_sliding_ring_forgets_what_its_window_hides() -> None:
     assert [ring.keys.shape[1] for ring in draft.memory.network.rings] == [9, 5]
     far = hidden_after(draft, features, [100, 3, 1, 196])
     near = Seen(DFlash(file, BACKEND))
-    near.observe([1] * 8, 292, features[292:], None)
+    near.observe([1] * 8, 292, HostRows(features[292:]), None)
     near.catch_up(BACKEND.new_state(8))
     assert near.hidden(5, 300) == pytest.approx(far, abs=2e-5)
 
@@ -300,7 +301,7 @@ def test_full_layers_see_as_far_as_their_ring() -> None:
     draft = Seen(DFlash(file, BACKEND, context_rows=32))
     bounded = hidden_after(draft, features, [50, 1, 7, 32])
     near = Seen(DFlash(file, BACKEND))
-    near.observe([1] * 32, 58, features[58:], None)
+    near.observe([1] * 32, 58, HostRows(features[58:]), None)
     near.catch_up(BACKEND.new_state(8))
     assert near.hidden(5, 90) == pytest.approx(bounded, abs=2e-5)
     assert sum(len(rows) for _, rows in draft.memory.waiting) == 0
@@ -311,14 +312,14 @@ def test_waiting_features_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = hidden_after(Seen(DFlash(file, BACKEND, context_rows=32)), features, [400])
     draft = Seen(DFlash(file, BACKEND, context_rows=32))
     for i in range(400):
-        draft.observe([1], i, features[i : i + 1], None)
+        draft.observe([1], i, HostRows(features[i : i + 1]), None)
         assert sum(len(rows) for _, rows in draft.memory.waiting) <= 33
     draft.catch_up(BACKEND.new_state(8))
     assert draft.hidden(5, 400) == pytest.approx(expected, abs=2e-5)
     monkeypatch.setattr("warpsmith.draft.dflash.WAITING_BYTES", 10 * features[:1].nbytes)
     draft = Seen(DFlash(file, BACKEND, context_rows=32))
     for i in range(400):
-        draft.observe([1], i, features[i : i + 1], None)
+        draft.observe([1], i, HostRows(features[i : i + 1]), None)
         assert sum(rows.nbytes for _, rows in draft.memory.waiting) <= 10 * features[:1].nbytes
     draft.catch_up(BACKEND.new_state(8))
     assert draft.hidden(5, 400) == pytest.approx(expected, abs=2e-5)
@@ -327,29 +328,29 @@ def test_waiting_features_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_after_a_gap_the_rows_before_it_still_stand_where_they_stood() -> None:
     file, features = draft_in_memory(FIVE), features_of(50, config=FIVE)
     draft, expected = Seen(DFlash(file, BACKEND)), OneBlock(NumpyDraft(file, BACKEND, [7, 4096, 7]))
-    draft.observe([1] * 30, 0, features[:30], None)
+    draft.observe([1] * 30, 0, HostRows(features[:30]), None)
     draft.observe([1] * 9, 30, None, None)
-    draft.observe([1] * 20, 39, features[30:], None)
+    draft.observe([1] * 20, 39, HostRows(features[30:]), None)
     draft.catch_up(BACKEND.new_state(8))
-    expected.append(features[:30], 0)
-    expected.append(features[30:], 39)
-    rows = expected.fill(5, 59, FIVE.block - 1, Want("none", hidden=True)).hidden
+    expected.append(HostRows(features[:30]), 0)
+    expected.append(HostRows(features[30:]), 39)
+    rows = expected.fill(5, 59, FIVE.block - 1, Want("none", hidden=True)).hidden.numpy()
     assert draft.hidden(5, 59) == pytest.approx(rows, abs=2e-5)
 
 
 def test_going_back_to_a_snapshot() -> None:
     file, features = draft_in_memory(FIVE), features_of(60, config=FIVE)
     draft = Seen(DFlash(file, BACKEND))
-    draft.observe([1] * 30, 0, features[:30], None)
+    draft.observe([1] * 30, 0, HostRows(features[:30]), None)
     before = draft.snapshot()
     expected = hidden_after(Seen(DFlash(file, BACKEND)), features, [30, 10])
     other = features_of(20, seed=9, config=FIVE)
     for _ in range(2):
-        draft.observe([2] * 20, 30, other, None)
+        draft.observe([2] * 20, 30, HostRows(other), None)
         draft.catch_up(BACKEND.new_state(8))
         draft.hidden(5, 50)
         draft.restore(before)
-        draft.observe([1] * 10, 30, features[30:40], None)
+        draft.observe([1] * 10, 30, HostRows(features[30:40]), None)
         draft.catch_up(BACKEND.new_state(8))
         assert draft.hidden(5, 40) == pytest.approx(expected, abs=2e-5)
         draft.restore(before)
@@ -367,7 +368,7 @@ def test_guesses_are_the_head_s_on_the_masked_rows() -> None:
     assert len(tree) == 21
     rows: Output = BACKEND.head(draft.hidden(5, 8)[1:], Want("logits"))
     assert rows.logits is not None
-    shown = rows.logits - np.log(np.exp(rows.logits.astype(np.float64)).sum(axis=1, keepdims=True))
+    shown = rows.logits.numpy() - np.log(np.exp(rows.logits.numpy().astype(np.float64)).sum(axis=1, keepdims=True))
     for node in range(1, len(tree)):
         path = tree.path(node)[1:]
         score = sum(shown[d, tree.tokens[n]] for d, n in enumerate(path))
@@ -378,8 +379,10 @@ def test_guesses_are_the_head_s_on_the_masked_rows() -> None:
 
 def test_the_order_of_target_layers_is_the_order_of_features() -> None:
     state = BACKEND.new_state(16)
-    apart = [BACKEND.prefill(BACKEND.new_state(16), [1, 2, 3], Want("none", features=(i,))).features for i in (3, 0)]
-    together = BACKEND.prefill(state, [1, 2, 3], Want("none", features=(3, 0))).features
+    apart = [
+        BACKEND.prefill(BACKEND.new_state(16), [1, 2, 3], Want("none", features=(i,))).features.numpy() for i in (3, 0)
+    ]
+    together = BACKEND.prefill(state, [1, 2, 3], Want("none", features=(3, 0))).features.numpy()
     assert together is not None
     assert np.array_equal(together, np.concatenate(apart, axis=1))  # type: ignore[arg-type]
 
@@ -442,6 +445,6 @@ def test_the_network_equals_one_written_in_torch(config: DFlashConfig, length: i
 
     draft = Seen(DFlash(draft_in_memory(c), BACKEND))
     if length:
-        draft.observe([1] * length, 0, features, None)
+        draft.observe([1] * length, 0, HostRows(features), None)
         draft.catch_up(BACKEND.new_state(8))
     assert draft.hidden(5, length) == pytest.approx(expected, abs=2e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from math import erfc, sqrt
 from typing import Any
 
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 
 from draft_cases import CONFIG, Alone, backend, prompt_of, run
 from random_drafts import draft_config, draft_in_memory
-from warpsmith.backend.base import LOGITS, Backend, Output
-from warpsmith.backend.sampling import Sampling
+from random_models import random_tensors
+from warpsmith.backend.base import LOGITS, Backend, State
+from warpsmith.backend.cpu import CpuBackend
+from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.draft.base import Context, Draft, Proposer
 from warpsmith.draft.budget import LISTENS, Budgeted
@@ -213,12 +216,12 @@ def chi_square_p(observed: np.ndarray, expected: np.ndarray) -> float:
 def exact_pairs(on: Backend, prompt: list[int], sampling: Sampling) -> np.ndarray:
     """The probability of each pair of second and third tokens after the prompt, from the logits."""
     state = on.new_state(64)
-    logits = on.prefill(state, prompt, LOGITS).logits
+    logits = on.prefill(state, prompt, LOGITS).logits.numpy()
     assert logits is not None
     pairs = np.zeros((CONFIG.vocab, CONFIG.vocab))
     for token, chance in enumerate(distribution(logits[-1], sampling)):
         tree = Tree(np.array([token, *range(CONFIG.vocab)]), np.array([-1] + [0] * CONFIG.vocab))
-        rows = on.forward(state, tree, LOGITS).logits
+        rows = on.forward([(state, tree)], LOGITS).logits.numpy()
         assert rows is not None
         second = distribution(rows[0], sampling)
         pairs += chance * second[:, None] * np.stack([distribution(row, sampling) for row in rows[1:]])
@@ -237,29 +240,32 @@ def distribution(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     return result
 
 
-class Leaning(Generation):
+class Leaning(CpuBackend):
     """A walk with the classic mistake: it takes the draft's first guess where that is likely enough."""
 
-    def _walk(self, tree: Tree, output: Output) -> tuple[list[int], list[int]]:
-        self.tree = tree
-        return super()._walk(tree, output)
+    def verify(
+        self, state: State, tree: Tree, sampling: Sampling | None = None, history: Sequence[int] = ()
+    ) -> tuple[list[int], list[int]]:
+        node, path, tokens = 0, [], []
+        while node is not None:
+            logits = state.drafted.output.logits.row(node)
+            path.append(node)
+            token = choose(logits, sampling, [*history, *tokens], state.length + len(path))
+            if len(children := np.flatnonzero(tree.parents == node)):
+                guessed = int(tree.tokens[children[0]])
+                token = guessed if logits[guessed] > logits.max() - 1 else token
+            tokens.append(token)
+            node = tree.child.get((node, token))
+        return path, tokens
 
-    def _choose(self, output: Output, row: int, run: list[int]) -> int:
-        if row >= 0 and len(children := np.flatnonzero(self.tree.parents == row)):
-            assert output.logits is not None
-            guessed, logits = int(self.tree.tokens[children[0]]), output.logits[row]
-            if logits[guessed] > logits.max() - 1:
-                return guessed
-        return super()._choose(output, row, run)
 
-
-def pairs_drawn(kind: type[Generation], sampling: Sampling, runs: int) -> np.ndarray:
+def pairs_drawn(on: Backend, sampling: Sampling, runs: int) -> np.ndarray:
     """How often each pair of second and third tokens came up; the third mostly inside an accepted run."""
-    on, prompt = backend("cpu"), prompt_of(5, 2)
+    prompt = prompt_of(5, 2)
     counts = np.zeros(CONFIG.vocab**2)
     conversation = Conversation(on, 64, MTP(on, 20))
     for seed in range(runs):
-        generation = kind(conversation, prompt, dataclasses.replace(sampling, seed=seed), max_tokens=4)
+        generation = Generation(conversation, prompt, dataclasses.replace(sampling, seed=seed), max_tokens=4)
         tokens = [token for tokens in generation for token in tokens]
         counts[tokens[1] * CONFIG.vocab + tokens[2]] += 1
     return counts
@@ -273,7 +279,7 @@ def pairs_drawn(kind: type[Generation], sampling: Sampling, runs: int) -> np.nda
 def test_drawn_tokens_have_the_model_s_distribution(sampling: Sampling) -> None:
     runs = 800
     expected = exact_pairs(backend("cpu"), prompt_of(5, 2), sampling) * runs
-    counts = pairs_drawn(Generation, sampling, runs)
+    counts = pairs_drawn(backend("cpu"), sampling, runs)
     assert counts[expected == 0].sum() == 0
     assert chi_square_p(counts, expected) > 0.01
 
@@ -281,7 +287,7 @@ def test_drawn_tokens_have_the_model_s_distribution(sampling: Sampling) -> None:
 def test_the_test_above_notices_a_walk_that_leans_to_the_draft() -> None:
     sampling, runs = Sampling(temperature=1.0), 800
     expected = exact_pairs(backend("cpu"), prompt_of(5, 2), sampling) * runs
-    assert chi_square_p(pairs_drawn(Leaning, sampling, runs), expected) < 1e-6
+    assert chi_square_p(pairs_drawn(Leaning(CONFIG, random_tensors(CONFIG)), sampling, runs), expected) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["ngram", "mtp", "dflash", "cascade"])

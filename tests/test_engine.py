@@ -258,12 +258,12 @@ def test_every_token_is_chosen_from_its_own_history_and_position(last: int) -> N
     prompt = prompt_of(30, 7)
     sampling = Sampling(temperature=1.2, presence_penalty=1.0, repeat_penalty=1.3, repeat_last_n=last, seed=11)
     state = BACKEND.new_state(256)
-    logits = BACKEND.prefill(state, prompt, LOGITS).logits
+    logits = BACKEND.prefill(state, prompt, LOGITS).logits.numpy()
     ids = list(prompt)
     for _ in range(15):
         assert logits is not None
         ids.append(choose(logits[-1], sampling, ids, len(ids)))
-        logits = BACKEND.forward(state, Tree.chain(ids[-1:]), LOGITS).logits
+        logits = BACKEND.forward([(state, Tree.chain(ids[-1:]))], LOGITS).logits.numpy()
         BACKEND.commit(state, [0])
     for _, generation in both_modes(prompt, sampling, max_tokens=15):
         assert tokens_of(generation) == ids[30:]
@@ -282,7 +282,7 @@ def test_a_backend_decodes_what_the_sampler_chooses(name: str, sampling: Samplin
     backend.prefill(state, text[:-1])
     start, expected = backend.snapshot(state), list(text)
     for _ in range(20):
-        logits = backend.forward(state, Tree.chain(expected[-1:]), LOGITS).logits
+        logits = backend.forward([(state, Tree.chain(expected[-1:]))], LOGITS).logits.numpy()
         backend.commit(state, [0])
         assert logits is not None
         expected.append(choose(logits[0], sampling, expected, len(expected)))

@@ -201,7 +201,7 @@ def test_score_gives_the_logits_after_every_token(llm: LLM) -> None:
     ids = np.random.default_rng(0).integers(0, llm.config.vocab, 300)
     scores = llm.score(ids)
     backend = llm.backend
-    expected = backend.prefill(backend.new_state(300), ids, Want("logits", every_row=True)).logits
+    expected = backend.prefill(backend.new_state(300), ids, Want("logits", every_row=True)).logits.numpy()
     assert scores.dtype == np.float32
     assert scores.shape == (300, llm.config.vocab)
     assert np.array_equal(scores, expected)

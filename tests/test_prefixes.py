@@ -124,9 +124,9 @@ class Interrupted(ReferenceBackend):
         self._count("prefill")
         return output
 
-    def forward(self, state: State, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._count("forward")
-        return super().forward(state, *args, **kwargs)
+        return super().forward(*args, **kwargs)
 
     def commit(self, state: State, path: Sequence[int]) -> None:
         super().commit(state, path)

@@ -124,7 +124,7 @@ def print_profile(config: Config, tensors: dict[str, Tensor], nodes: int) -> Non
     backend = CudaBackend(config, tensors, options={"PROFILE": MARKS})
     state = fake_length(backend, 520)
     for _ in range(300):  # until the chip runs at the rate that it keeps
-        backend.forward(state, bushy_tree(nodes))
+        backend.forward([(state, bushy_tree(nodes))])
     marks = stage_marks(config, nodes)
     read = backend.profile.read(np.int64, (backend.layout.sms, MARKS))
     clocks, times = read[:, :-4], np.diff(read[:, -4:].reshape(-1, 2, 2), axis=1)  # of all: clocks, nanoseconds

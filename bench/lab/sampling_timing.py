@@ -54,7 +54,7 @@ def main() -> None:
         print(f"  {name:26} {us:7.1f} us a token, {greedy / us:6.1%} of greedy's speed; {host}", flush=True)
 
     for nodes in (1, 22, 64):
-        backend.forward(state, bushy_tree(nodes), Want("top", 22))
+        backend.forward([(state, bushy_tree(nodes))], Want("top", 22))
         times, begin, end = [], Event(backend.device), Event(backend.device)
         for _ in range(9):
             begin.record()

@@ -247,8 +247,8 @@ class LLM:
                 piece = tokens[start : start + SCORE_PIECE]
                 with self._turns.computing():
                     output = backend.prefill(state, piece, Want(tokens="logits", every_row=True))
-                assert output.logits is not None
-                logits[start : start + len(piece)] = output.logits
+                    assert output.logits is not None
+                    logits[start : start + len(piece)] = output.logits.numpy()
         finally:
             self._turns.give(turn)
         return logits

@@ -108,19 +108,15 @@ def _facts(llm: LLM) -> dict[str, Any]:
     from warpsmith.backend.devices import gpus
     from warpsmith.measure import machine
 
-    settings: dict[str, int | str] = {"n_threads": machine.usable_cores()}
-    if llm.device == "cpu":
-        from warpsmith.backend.cpu import CpuBackend
-
-        assert isinstance(llm.backend, CpuBackend)
-        settings = llm.backend.settings
-        aside(", ".join(f"{name} {value}" for name, value in settings.items()))
+    settings = llm.backend.settings
+    aside(", ".join(f"{name} {value}" for name, value in settings.items()))
     found, _ = gpus()
     return {
         "build_commit": __version__,
         "cpu_info": machine.cpu_model(),
         "gpu_info": ", ".join(gpu["name"] for gpu in found),
         "backends": llm.device,
+        "n_threads": machine.usable_cores(),
         **settings,
         "model_filename": str(llm.checkpoint.path),
         "model_type": _model_type(llm),

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar, cast
 import numpy as np
 
 from warpsmith.backend.base import State, Want
+from warpsmith.backend.rows import Rows
 from warpsmith.backend.tree import MAX_NODES, Tree
 
 Memory = TypeVar("Memory")
@@ -99,10 +100,10 @@ class Proposer(ABC, Generic[Memory]):
         memory: Memory,
         tokens: Sequence[int],
         position: int,
-        features: np.ndarray | None,
-        hidden: np.ndarray | None,
+        features: Rows | None,
+        hidden: Rows | None,
     ) -> None:
-        """`tokens` were committed at `position` onwards; a row of each array belongs to each token."""
+        """`tokens` were committed at `position` onwards; a row of features and of hidden belongs to each token."""
         return None
 
     def catch_up(self, memory: Memory, state: State) -> None:

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 
-import numpy as np
-
 from warpsmith.backend.base import State
+from warpsmith.backend.rows import Rows
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.draft.base import Context, Draft, Memory, Prices, Proposer, ScoredTree
 from warpsmith.draft.costs import Costs
@@ -108,8 +107,8 @@ class Budgeted(Proposer[BudgetMemory]):
         memory: BudgetMemory,
         tokens: Sequence[int],
         position: int,
-        features: np.ndarray | None,
-        hidden: np.ndarray | None,
+        features: Rows | None,
+        hidden: Rows | None,
     ) -> None:
         if not self.account.open and self.rest(memory):
             features = hidden = None  # it would have to work through them when it is tried again

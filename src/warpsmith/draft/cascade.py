@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-
 from warpsmith.backend.base import State, Want
+from warpsmith.backend.rows import Rows
 from warpsmith.backend.tree import Tree
 from warpsmith.draft.base import Context, Proposer
 from warpsmith.draft.budget import CHECK, Budgeted, BudgetMemory
@@ -69,21 +68,20 @@ class Cascade(Proposer[CascadeMemory]):
         memory: CascadeMemory,
         tokens: Sequence[int],
         position: int,
-        features: np.ndarray | None,
-        hidden: np.ndarray | None,
+        features: Rows | None,
+        hidden: Rows | None,
     ) -> None:
         for i, (draft, each) in enumerate(self._pairs(memory)):
             if i != memory.heard:
                 draft.withdraw(each)
             draft.observe(each, tokens, position, self._share(draft, features), hidden)
 
-    def _share(self, draft: Budgeted, features: np.ndarray | None) -> np.ndarray | None:
+    def _share(self, draft: Budgeted, features: Rows | None) -> Rows | None:
         """Of rows of all drafts' features those of one."""
         if features is None or draft.wants.features == self.wants.features:
             return features
-        by_layer = features.reshape(len(features), len(self.wants.features), -1)
         mine = [self.wants.features.index(layer) for layer in draft.wants.features]
-        return by_layer[:, mine].reshape(len(features), -1) if mine else None
+        return features.groups(mine, of=len(self.wants.features)) if mine else None
 
     def spent(self, memory: CascadeMemory, tokens: int, seconds: float, forward_seconds: float | None) -> None:
         for i, (draft, each) in enumerate(self._pairs(memory)):

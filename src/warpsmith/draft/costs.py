@@ -106,7 +106,7 @@ def measure(backend: Backend, wants: Want, clock: Callable[[], float] = perf_cou
             pass
 
     def forward(tree: Tree) -> None:
-        backend.forward(state, tree, want)
+        backend.forward([(state, tree)], want)
         backend.commit(state, [0])
 
     started, prepared = clock(), False
@@ -175,9 +175,8 @@ def cache_directory() -> Path:
 
 
 def _fingerprint(backend: Backend, wants: Want) -> str:
-    """Whatever decides how long a forward takes: the model's shape and bytes, who computes, on what."""
+    """Whatever decides how long a forward takes: the model's shape and bytes, how it is computed, on what machine."""
     weights = backend.memory(1)[0].nbytes
-    how = [getattr(backend, name, None) for name in ("threads", "kernels", "kv", "chip")]
     where = (platform.node(), platform.machine(), os.cpu_count())
-    text = repr((backend.name, backend.config, weights, wants, [str(h) for h in how], where))
+    text = repr((backend.config, weights, wants, sorted(backend.settings.items()), where))
     return hashlib.sha256(text.encode()).hexdigest()[:24]

@@ -15,6 +15,7 @@ import numpy as np
 
 from warpsmith.backend.base import Backend, BlockMemory, State, Want
 from warpsmith.backend.reference.dflash import NumpyDraft
+from warpsmith.backend.rows import Rows
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.checkpoint.dflash import DraftFile
 from warpsmith.draft.base import Context, Draft, ScoredTree
@@ -32,7 +33,7 @@ class DFlashMemory:
     """What the network has seen of a sequence, and the rows it has yet to see."""
 
     network: BlockMemory
-    waiting: list[tuple[int, np.ndarray]] = field(default_factory=list)  # (position, features) yet to be projected
+    waiting: list[tuple[int, Rows]] = field(default_factory=list)  # (position, features) yet to be projected
     position: int = 0  # of the next token
 
 
@@ -69,8 +70,8 @@ class DFlash(Draft[DFlashMemory]):
         memory: DFlashMemory,
         tokens: Sequence[int],
         position: int,
-        features: np.ndarray | None,
-        hidden: np.ndarray | None,
+        features: Rows | None,
+        hidden: Rows | None,
     ) -> None:
         if position != memory.position:
             self.network.forget(memory.network)
@@ -78,7 +79,7 @@ class DFlash(Draft[DFlashMemory]):
         memory.position = position + len(tokens)
         if features is None:
             return  # a gap: the rows before it still stand where they stood
-        kept = features[-self._longest :]  # what no layer could see any more is not worth projecting
+        kept = features[-self._longest :].keep()  # what no layer could see any more is not worth projecting
         memory.waiting.append((memory.position - len(kept), kept))
         while sum(len(rows) for _, rows in memory.waiting[1:]) >= self._longest:
             del memory.waiting[0]
@@ -108,4 +109,4 @@ class DFlash(Draft[DFlashMemory]):
         want, rows = Want(tokens="none", hidden=True), self.config.block - 1
         hidden = self.network.fill(memory.network, root, position, rows, want).hidden
         assert hidden is not None
-        return hidden
+        return hidden.numpy()

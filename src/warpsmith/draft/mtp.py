@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from warpsmith.backend.base import Backend, State, Want
+from warpsmith.backend.rows import Rows
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.draft.base import Context, Draft, Prices, ScoredTree
 from warpsmith.draft.ddtree import best_tree, marginals
@@ -71,19 +72,19 @@ class MTP(Draft[MTPMemory]):
         memory: MTPMemory,
         tokens: Sequence[int],
         position: int,
-        features: np.ndarray | None,
-        hidden: np.ndarray | None,
+        features: Rows | None,
+        hidden: Rows | None,
     ) -> None:
         if position != memory.position:
             self.restore(memory, MTPMemory())
         if hidden is None:  # a gap, which is left out: to the block it is as if these tokens had never been
             memory.hidden, memory.position = None, position + len(tokens)
             return
-        ids = np.asarray(tokens, dtype=np.int32)
-        before = hidden[:-1] if memory.hidden is None else np.concatenate([memory.hidden, hidden[:-1]])
+        ids, rows = np.asarray(tokens, dtype=np.int32), hidden.numpy()
+        before = rows[:-1] if memory.hidden is None else np.concatenate([memory.hidden, rows[:-1]])
         if len(before):
             memory.waiting.append((ids[-len(before) :], before))
-        memory.hidden = hidden[-1:].copy()
+        memory.hidden = rows[-1:].copy()
         memory.position = position + len(ids)
         while len(memory.waiting) > 1 and sum(len(t) for t, _ in memory.waiting[1:]) >= LISTENS:
             del memory.waiting[0]
@@ -120,7 +121,7 @@ class MTP(Draft[MTPMemory]):
                 ids_by_depth, beliefs_by_depth = np.concatenate(ids), np.concatenate(log_probs)
                 return best_tree(context.root, ids_by_depth, beliefs_by_depth, self.nodes, prices=context.prices)
             assert output.hidden is not None
-            tokens, hidden = here[0, :1], output.hidden[-1:]
+            tokens, hidden = here[0, :1], output.hidden[-1:].numpy()
 
     def _faint(self, prices: Prices | None, steps: int) -> float:
         """How unlikely a chain must be not to be worth another step: for its own cost, and for that of verifying it."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from warpsmith.backend.rows import Rows
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.draft.base import Context, Draft, Prices, ScoredTree
 from warpsmith.draft.ddtree import worth_verifying
@@ -104,8 +105,8 @@ class NGram(Draft[NGramMemory]):
         memory: NGramMemory,
         tokens: Sequence[int],
         position: int,
-        features: np.ndarray | None,
-        hidden: np.ndarray | None,
+        features: Rows | None,
+        hidden: Rows | None,
     ) -> None:
         if position != len(memory.tokens):
             memory.become([])

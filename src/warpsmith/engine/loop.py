@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from warpsmith.backend.base import Output, next_token, wanted_for
+from warpsmith.backend.base import next_token, wanted_for
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
 from warpsmith.draft.base import Context
@@ -96,10 +96,10 @@ class Generation:
             conversation.settle()
             run = self._cut(run)
         else:
-            tree = tree or Tree.chain([root])
-            output = conversation.backend.forward(conversation.sequence.state, tree, self.want)
+            tree, backend, state = tree or Tree.chain([root]), conversation.backend, conversation.sequence.state
+            output = backend.forward([(state, tree)], self.want)
             verified = perf_counter()
-            path, run = self._walk(tree, output)
+            path, run = backend.verify(state, tree, self.sampling, conversation.recent(self.sampling))
             run = self._cut(run)  # before the state advances: what comes after the end never happened
             walked = perf_counter()
             conversation.advance(path[: len(run)], run, output)
@@ -121,7 +121,8 @@ class Generation:
         start = perf_counter()
         output, self.stats.cached_tokens = self.conversation.begin(self.prompt, self.want, self.kept)
         self.turn = self.conversation.turn
-        run = self._cut([self._choose(output, -1, [])])
+        history, position = self.conversation.recent(self.sampling), len(self.prompt)
+        run = self._cut([next_token(output, -1, self.sampling, history, position)])
         self.conversation.sequence.ids.extend(run)
         self.stats.prefill_seconds = perf_counter() - start
         return run
@@ -142,19 +143,6 @@ class Generation:
         if tree.tokens[0] != sequence.ids[-1]:
             raise ValueError(f"{proposer} proposed a tree that does not start at the root")
         return _trim(tree, depth)
-
-    def _walk(self, tree: Tree, output: Output) -> tuple[list[int], list[int]]:
-        """Follow the sampler through the tree. Returns the nodes it chose at, and what it chose at each."""
-        path, run = [0], [self._choose(output, 0, [])]
-        while len(tree) > 1 and (child := tree.child.get((path[-1], run[-1]))) is not None:
-            path.append(child)
-            run.append(self._choose(output, child, run))
-        return path, run
-
-    def _choose(self, output: Output, row: int, run: list[int]) -> int:
-        """The token after the conversation's ids and `run`, from that node's row."""
-        history = [*self.conversation.recent(self.sampling), *run]
-        return next_token(output, row, self.sampling, history, len(self.conversation.sequence.ids) + len(run))
 
     def _cut(self, run: list[int]) -> list[int]:
         """Count the run's tokens and end it where the text ends."""

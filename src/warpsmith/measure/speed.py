@@ -121,7 +121,7 @@ def measure(backend: Backend, test: Case, repetitions: int = 5, clock: Callable[
         for _ in backend.decode(state, first, generate, frozenset(), test.sampling, ids):
             pass
         for tree in trees[:passes]:
-            backend.forward(state, tree)
+            backend.forward([(state, tree)])
 
     run(min(test.generate, 1), 1)
     samples = []

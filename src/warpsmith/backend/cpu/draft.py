@@ -10,6 +10,7 @@ import numpy as np
 
 from warpsmith.backend.base import BlockDraft, BlockMemory, Output, Want
 from warpsmith.backend.cpu import _cpu, loading
+from warpsmith.backend.rows import HostRows, Rows
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.model.config import Config
@@ -52,10 +53,10 @@ class CpuDraft(BlockDraft):
     def new_memory(self) -> CpuMemory:
         return CpuMemory(_cpu.DraftMemory(self._native))
 
-    def append(self, memory: BlockMemory, features: np.ndarray, position: int) -> None:
+    def append(self, memory: BlockMemory, features: Rows, position: int) -> None:
         assert isinstance(memory, CpuMemory)
         self._settle(memory)
-        rows = np.ascontiguousarray(features, np.float32)
+        rows = np.ascontiguousarray(features.numpy(), np.float32)
         last = (len(rows) - 1) // MAX_NODES * MAX_NODES
         for start in range(0, last, MAX_NODES):
             self._native.append(memory.native, rows[start : start + MAX_NODES], position + start)
@@ -63,14 +64,15 @@ class CpuDraft(BlockDraft):
 
     def fill(self, memory: BlockMemory, root: int, position: int, rows: int, want: Want) -> Output:
         assert isinstance(memory, CpuMemory)
-        output = Output()
+        output, hidden = Output(), None
         if want.tokens == "top":
             output.argmax = np.empty(rows, np.int32)
             output.top_ids = np.empty((rows, want.top), np.int32)
             output.top_logits = np.empty((rows, want.top), np.float32)
             output.logsumexp = np.empty(rows, np.float32)
         if want.hidden:
-            output.hidden = np.empty((rows + 1, self._target.hidden), np.float32)
+            hidden = np.empty((rows + 1, self._target.hidden), np.float32)
+            output.hidden = HostRows(hidden)
         native = _cpu.Want(
             tokens=_TOKENS[want.tokens],
             top=want.top,
@@ -82,7 +84,7 @@ class CpuDraft(BlockDraft):
             logsumexp=output.logsumexp,
             logits=None,
             features_out=None,
-            hidden=output.hidden,
+            hidden=hidden,
         )
         features, at = memory.waiting or (None, 0)
         memory.waiting = None

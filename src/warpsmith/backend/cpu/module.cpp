@@ -152,17 +152,23 @@ NB_MODULE(_cpu, m) {
                  const std::lock_guard<std::mutex> lock(self.model.busy);
                  const Tree tree = Tree::chain(n);
                  state.tree.n = 0;
-                 Pass(self.model, *self.work, state, tree, state.length, true).forward(ids, want);
+                 Pass(self.model, *self.work, {{state, tree, state.length}}, true).forward(ids, want);
                  state.length += n;
              })
-        .def("tree",
-             [](Engine& self, State& state, Array<const int32_t> tokens, Array<const int32_t> parents, const Want& want) {
-                 const int n = static_cast<int>(tokens.size());
+        .def("trees",
+             [](Engine& self, const std::vector<State*>& states, const std::vector<int>& nodes, Array<const int32_t> tokens,
+                Array<const int32_t> parents, const Want& want) {
+                 // a tree a state, one after another in `tokens` and `parents`
                  const int32_t *ids = tokens.data(), *above = parents.data();
                  nb::gil_scoped_release release;
                  const std::lock_guard<std::mutex> lock(self.model.busy);
-                 state.tree = Tree::of(above, n);
-                 Pass(self.model, *self.work, state, state.tree, state.length, false).forward(ids, want);
+                 std::vector<Part> parts;
+                 for (size_t i = 0; i < states.size(); above += nodes[i++]) {
+                     State& state = *states[i];
+                     state.tree = Tree::of(above, nodes[i]);
+                     parts.push_back({state, state.tree, state.length});
+                 }
+                 Pass(self.model, *self.work, std::move(parts), false).forward(ids, want);
              })
         .def("commit",
              [](Engine& self, State& state, Array<const int32_t> path) {
@@ -180,7 +186,7 @@ NB_MODULE(_cpu, m) {
                  nb::gil_scoped_release release;
                  const std::lock_guard<std::mutex> lock(self.model.busy);
                  const Tree tree = Tree::chain(n);
-                 Pass(self.model, *self.work, state, tree, position, true).mtp(ids, rows, want);
+                 Pass(self.model, *self.work, {{state, tree, position}}, true).mtp(ids, rows, want);
              });
 
     nb::class_<Draft>(m, "Draft")

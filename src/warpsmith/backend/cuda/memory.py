@@ -15,19 +15,26 @@ from warpsmith.errors import DoesNotFit
 DRIVER_BYTES = 128 << 20  # room left for the kernels' code and local memory, and for rounded-up allocations
 
 
-def memory_parts(layout: Layout, context: int) -> list[MemoryPart]:
-    """The weights, one sequence of `context` tokens, and everything a forward pass writes."""
+def pending_bytes(layout: Layout) -> dict[str, int]:
+    """What a sequence keeps of its last tree until a path of that is committed: all but what only the pass needs."""
+    return {name: nbytes for name, nbytes in layout.pending_bytes().items() if name != "branch_state"}
+
+
+def memory_parts(layout: Layout, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
+    """The weights, as many sequences of `context` tokens, bytes of snapshots, and everything a forward pass writes."""
     c = layout.config
-    states = layout.delta_bytes + layout.history_bytes
-    exchanges = layout.exchange.bytes + layout.parts_bytes
+    states = 2 * (layout.delta_bytes + layout.history_bytes)  # and the copy that decoding can go back to
+    exchanges = layout.exchange.bytes + layout.parts_bytes + layout.pending_bytes()["branch_state"]
     outputs = MAX_NODES * 4 * (c.vocab + c.hidden * (1 + MAX_FEATURES))
     outputs += layout.drawing_bytes(context) + sum(top_bytes().values())
     tables = layout.rope_bytes(context) + STAGING_BYTES
     return [
         MemoryPart("weights", layout.stream_bytes + layout.embedding_bytes + layout.vector_bytes),
-        MemoryPart("keys and values", 2 * layout.cache_bytes(context)),
-        MemoryPart("DeltaNet states", states),
-        MemoryPart("scratch", exchanges + outputs + tables + sum(layout.pending_bytes().values()) + states),
+        MemoryPart("keys and values", sequences * 2 * layout.cache_bytes(context)),
+        MemoryPart("DeltaNet states", sequences * states),
+        MemoryPart("rows of a tree", sequences * sum(pending_bytes(layout).values())),
+        MemoryPart("snapshots", snapshots),
+        MemoryPart("scratch", exchanges + outputs + tables),
         MemoryPart("driver", DRIVER_BYTES),
     ]
 

@@ -13,7 +13,7 @@ from warpsmith.model.config import Config
 from warpsmith.model.plan import forward_plan
 
 if TYPE_CHECKING:
-    from warpsmith.backend.cuda.backend import CudaBackend
+    from warpsmith.backend.cuda.backend import CudaBackend, CudaState
 
 LAYER_STAGES = ("in", "mix", "mix_out", "mlp_in", "mlp_out")  # in the kernel's order
 
@@ -27,7 +27,7 @@ def stage_number(config: Config, stage: str) -> int:
     return 0 if op == "embed" else 1 + len(LAYER_STAGES) * layer + LAYER_STAGES.index(kind)
 
 
-def read_stage(backend: CudaBackend, stage: str, nodes: int) -> dict[str, np.ndarray]:
+def read_stage(backend: CudaBackend, state: CudaState, stage: str, nodes: int) -> dict[str, np.ndarray]:
     """The plan's buffers of a pass over so many nodes that stopped after `stage`."""
     c, exchange = backend.config, backend.layout.exchange
     op, kind, layer = _parse(stage)
@@ -35,7 +35,7 @@ def read_stage(backend: CudaBackend, stage: str, nodes: int) -> dict[str, np.nda
     mixer, mixer_turn = ("delta", before) if op.startswith("delta") else ("attention", layer - before)
     if op == "delta_in":  # what is exchanged is convolved and gated already
         shape = (backend.layout.delta_layers, MAX_NODES, c.conv_channels)
-        return {"qkv": backend.pending["pending_raw"].read(np.float32, shape)[before, :nodes]}
+        return {"qkv": state.pending["pending_raw"].read(np.float32, shape)[before, :nodes]}
     if op == "attention_in":
         rows = exchange.row(read_exchange(backend, mixer_turn), op, nodes).view(np.float32)
         kv = c.kv_heads * c.head_dim

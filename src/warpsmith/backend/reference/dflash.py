@@ -10,6 +10,7 @@ import numpy as np
 
 from warpsmith.backend.base import Backend, BlockDraft, BlockMemory, Output, Want
 from warpsmith.backend.reference.ops import rms_norm, rope, silu
+from warpsmith.backend.rows import HostRows, Rows
 from warpsmith.checkpoint.dflash import DraftFile
 from warpsmith.model.dflash import block_plan, context_plan
 from warpsmith.model.plan import Stage
@@ -48,7 +49,7 @@ class NumpyDraft(BlockDraft):
         assert isinstance(memory, NumpyMemory)
         memory.rings = [ring.copy() for ring in saved]
 
-    def append(self, memory: BlockMemory, features: np.ndarray, position: int) -> None:
+    def append(self, memory: BlockMemory, features: Rows, position: int) -> None:
         assert isinstance(memory, NumpyMemory)
         c, count = self.config, len(features)
         positions = position + np.arange(count)
@@ -56,7 +57,7 @@ class NumpyDraft(BlockDraft):
         for stage in self._context:
             w = self._roles(stage)
             if stage.op == "context_in":
-                context = rms_norm(features @ w["project"].T, w["norm"], c.eps)
+                context = rms_norm(features.numpy() @ w["project"].T, w["norm"], c.eps)
             else:
                 assert stage.layer is not None
                 keys, values = ((context @ w[role].T).reshape(count, c.kv_heads, c.head_dim) for role in ("k", "v"))
@@ -68,7 +69,7 @@ class NumpyDraft(BlockDraft):
         hidden = self._hidden(memory, root, position)[: rows + 1]
         output = Output() if want.tokens == "none" else self.backend.head(hidden[1:], want)
         if want.hidden:
-            output.hidden = hidden
+            output.hidden = HostRows(hidden)
         return output
 
     def _hidden(self, memory: NumpyMemory, root: int, position: int) -> np.ndarray:
