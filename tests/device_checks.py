@@ -98,7 +98,8 @@ def check_verified(cuda, how: Sampling, monkeypatch: pytest.MonkeyPatch) -> None
     for each in (state, twin):
         cuda.prefill(each, text)
     truth = list(cuda.decode(twin, 3, 3, sampling=how, history=[*text, 3]))
-    tree = Tree(np.array([3, 9, truth[0], truth[1], 9, 9]), np.array([-1, 0, 0, 2, 2, 0]))
+    wrong = [(token + 1) % cuda.config.vocab for token in truth]
+    tree = Tree(np.array([3, wrong[0], *truth[:2], wrong[1], wrong[0]]), np.array([-1, 0, 0, 2, 2, 0]))
     cuda.forward([(state, tree)], LOGITS)
     read, sizes = Buffer.read, []
     with monkeypatch.context() as patch:
