@@ -10,6 +10,8 @@ import pytest
 
 from random_models import SMALL, random_tensors
 from warpsmith.backend.base import ARGMAX, Batch, Output, Want
+from warpsmith.backend.cpu import CpuBackend
+from warpsmith.backend.cpu.backend import CacheType
 from warpsmith.backend.reference import ReferenceBackend, ReferenceState
 from warpsmith.draft import costs as costs_module
 from warpsmith.draft.base import Context, Draft, ScoredTree
@@ -97,6 +99,17 @@ def test_costs_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
     for _ in range(2):
         costs_of(BACKEND, Want(tokens="none", hidden=True), tmp_path)
     assert len(calls) == 5, "what was not settled is not kept"
+
+
+def test_what_speed_depends_on_has_its_own_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs_module, "measure", lambda backend, wants: Measured({1: 0.5, 64: 2.0}, 0.4, True))
+    types: list[CacheType] = ["f16", "q8_0"]
+    backends = [CpuBackend(SMALL, BACKEND.tensors, threads=n, cache_type_k=kind) for n in (1, 2) for kind in types]
+    for backend in (BACKEND, *backends, *backends):
+        costs_of(backend, Want(tokens="none"), tmp_path)
+    assert len(list(tmp_path.iterdir())) == 5
+    assert backends[1].settings["type_k"] == "q8_0"
+    assert "F32" in str(backends[0].settings["weight_types"])
 
 
 def test_costs_from_a_busy_time_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

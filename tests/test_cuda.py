@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from device_checks import plain_run, relative, same_state
+from device_checks import check_interleaved, check_verified, plain_run, relative, same_state
 from random_models import random_tensors, random_tree
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.reference import ReferenceBackend
+from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.canonical import Tensor
@@ -141,6 +142,16 @@ def test_a_listener_who_leaves_early_finds_the_state_where_he_left(pair) -> None
     listening.close()
     assert heard == list(cuda.decode(twin, token, 7))
     assert same_state(SHAPE, state, twin)
+
+
+def test_sequences_interleave(pair) -> None:
+    check_interleaved(pair[0], [22, 9, 1, 30], decoded=150)
+    check_interleaved(pair[0], [1] * 8, decoded=7)
+
+
+def test_verifying_a_sampled_tree_brings_over_the_rows_on_its_path(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    for how in (Sampling(temperature=0.9, top_k=20, seed=7), Sampling(temperature=1.0, repeat_penalty=1.2, seed=8)):
+        check_verified(pair[0], how, monkeypatch)
 
 
 def test_features_and_hidden(pair) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from device_checks import plain_run, relative, same_state
+from device_checks import check_interleaved, check_verified, plain_run, relative, same_state
 from emulator.gpu import emulated_gpu
 from random_models import random_tensors, random_tree
 from warpsmith.backend.base import LOGITS, Want
@@ -188,3 +188,11 @@ def test_features_and_hidden(pair) -> None:
     got, expected = (backend.prefill(backend.new_state(64), ids(5, 8), want) for backend in pair)
     assert relative(got.features.numpy(), expected.features.numpy()) < BOUND
     assert relative(got.hidden.numpy(), expected.hidden.numpy()) < BOUND
+
+
+def test_sequences_interleave(pair) -> None:
+    check_interleaved(pair[0], [5, 3], decoded=4)
+
+
+def test_verifying_a_sampled_tree_brings_over_the_rows_on_its_path(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_verified(pair[0], Sampling(temperature=0.9, top_k=20, seed=7), monkeypatch)

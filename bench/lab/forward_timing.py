@@ -89,7 +89,7 @@ def time_backend(backend: CudaBackend, depths: list[int], sizes: list[int]) -> N
         print(f"  decode at {depth:6}: {ms / 128 * 1e3:7.1f} us a token, {128e3 / ms:7.1f} tok/s", flush=True)
     state = fake_length(backend, 520)
     for nodes in sizes:
-        ms = median_ms(partial(backend.forward, state, bushy_tree(nodes)), 15)
+        ms = median_ms(partial(backend.forward, [(state, bushy_tree(nodes))]), 15)
         print(f"  forward of {nodes:2} nodes at 520: {ms * 1e3:7.1f} us", flush=True)
 
 

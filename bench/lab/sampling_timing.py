@@ -63,7 +63,7 @@ def main() -> None:
             end.wait()
             times.append(end.seconds_since(begin) * 1e6)
         wants = (ARGMAX, Want("top", 22))
-        ms = [median_ms(partial(backend.forward, state, bushy_tree(nodes), want)) for want in wants]
+        ms = [median_ms(partial(backend.forward, [(state, bushy_tree(nodes))], want)) for want in wants]
         print(f"  top 22 of {nodes:2} nodes: {statistics.median(times):.1f} us with its copy; ", end="")
         print(f"forward for argmax {ms[0] * 1e3:.0f} us, for top {ms[1] * 1e3:.0f} us", flush=True)
 

@@ -29,6 +29,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--n-gen", type=_numbers, default=[128], metavar="N,...", help="tokens generated (128)")
     parser.add_argument("-d", "--n-depth", type=_numbers, default=[0], metavar="N,...", help="tokens already there (0)")
     parser.add_argument(
+        "-b", "--batch", type=_numbers, default=[1], metavar="N,...", help="sequences that generate side by side (1)"
+    )
+    parser.add_argument(
         "--tree", type=_numbers, default=[], metavar="N,...", help="also time forward passes over trees of N nodes"
     )
     parser.add_argument(
@@ -59,6 +62,8 @@ def main(args: argparse.Namespace) -> int:
         raise BadRequest("There is nothing to measure: -p and -n are both 0.", "Give one of them a length.")
     if max(args.tree, default=0) > MAX_NODES:
         raise BadRequest(f"A tree has at most {MAX_NODES} nodes, not {max(args.tree)}.")
+    if max(args.batch) > MAX_NODES:
+        raise BadRequest(f"At most {MAX_NODES} sequences can be run side by side, not {max(args.batch)}.")
     if args.draft not in ("auto", "none"):
         raise BadRequest("bench measures plain decoding.", "Leave --draft out, or use `bench spec`.")
     args.draft = "none"
@@ -91,7 +96,14 @@ def _tests(args: argparse.Namespace) -> list[Case]:
     given = sampler_keywords(args)
     prompts = [Case(n, 0, depth) for depth in args.n_depth for n in args.n_prompt if n]
     ways = [None, Sampling(**given)] if given else [None]  # greedy, for comparison, and as asked
-    texts = [Case(0, n, depth, sampling=way) for depth in args.n_depth for n in args.n_gen if n for way in ways]
+    texts = [
+        Case(0, n, depth, sampling=way, sequences=sequences)
+        for depth in args.n_depth
+        for n in args.n_gen
+        for way in ways
+        for sequences in args.batch
+        if n and sequences
+    ]
     sizes = sorted({1, *args.tree} - {0}) if args.tree else []  # one node is what the others are compared with
     return prompts + texts + [Case(0, 0, depth, n) for depth in args.n_depth for n in sizes]
 
