@@ -82,7 +82,7 @@ def distance(a: np.ndarray | None, b: np.ndarray | None) -> float:
 
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
 def test_the_engine_s_network_equals_numpy_s(config: DFlashConfig) -> None:
-    """Rings that fill up and wrap, rows in pieces of every size, gaps, and blocks that are cut short."""
+    """Caches that fill up and wrap, rows in pieces of every size, gaps, and blocks that are cut short."""
     native, numpy = both(draft_in_memory(config))
     check_same(native, numpy, 5, 0, config.block - 1, 1e-3)
     position = 0
@@ -147,7 +147,7 @@ def test_a_block_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 10, 49, 50, 51, 130])
-def test_snapshots_bring_the_rings_back(count: int) -> None:
+def test_snapshots_bring_the_caches_back(count: int) -> None:
     """Before they are full, when they just are, and after they wrapped."""
     config = SHAPES["sliding and full"]
     native, _ = both(draft_in_memory(config))
@@ -165,7 +165,7 @@ def test_snapshots_bring_the_rings_back(count: int) -> None:
 
 
 def test_two_sequences_share_weights_and_nothing_else() -> None:
-    """Rows come by turns, and rings wrap while the other's are still empty."""
+    """Rows come by turns, and caches wrap while the other's are still empty."""
     config = SHAPES["sliding and full"]
     native, numpy = both(draft_in_memory(config))
     second, expected = OneBlock(native.network), OneBlock(numpy.network)

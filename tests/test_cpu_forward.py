@@ -74,7 +74,7 @@ def compare(config: Config, tensors: dict[str, Tensor], bound: float, **options:
 @pytest.mark.parametrize("ratio", [1, 2, 3])
 def test_agrees_with_the_reference(ratio: int, kernels: list[str] | None) -> None:
     config = small_config(ratio)
-    compare(config, random_tensors(config, seed=ratio), 3e-5, features=kernels, **F32_CACHE)
+    compare(config, random_tensors(config, seed=ratio), 3e-5, cpu_features=kernels, **F32_CACHE)
 
 
 # What a layer adds to the residual stream, and by which projection of its own.
@@ -96,7 +96,7 @@ def test_every_stage_agrees_with_the_reference(ratio: int, part: str, kernels: l
     ids, tree = rng.integers(0, config.vocab, 67), random_tree(rng, 20, config.vocab)
     want = Want(features=tuple(range(config.layers)), hidden=True)
     results = []
-    for backend in pair(config, tensors, features=kernels, **F32_CACHE):
+    for backend in pair(config, tensors, cpu_features=kernels, **F32_CACHE):
         state = backend.new_state(128)
         for tokens, output in (
             (ids, backend.prefill(state, ids, want)),
@@ -153,7 +153,7 @@ def test_an_untied_head_is_used() -> None:
     [("f32", 5e-4), ("f16", 5e-4), ("bf16", 5e-4), ("q8_0", 0.08), ("q4_0", 0.08), ("q4_k_m", 0.12)],
 )
 def test_every_recipe_agrees_with_the_reference(recipe: str, bound: float, kernels: list[str] | None) -> None:
-    compare(TINY, recipe_tensors(recipe), bound, features=kernels)
+    compare(TINY, recipe_tensors(recipe), bound, cpu_features=kernels)
 
 
 @pytest.mark.parametrize("kind", ["Q5_K", "Q6_K", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "IQ4_XS"])
@@ -195,7 +195,7 @@ def test_a_long_past_is_attended_to() -> None:
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_mtp_agrees_with_the_reference(kernels: list[str] | None) -> None:
     config = small_config(2, mtp_layers=1)
-    reference, cpu = pair(config, random_tensors(config), features=kernels, **F32_CACHE)
+    reference, cpu = pair(config, random_tensors(config), cpu_features=kernels, **F32_CACHE)
     rng = np.random.default_rng(2)
     ids, hidden = rng.integers(0, config.vocab, 70), rng.standard_normal((70, config.hidden)).astype(np.float32)
     want = Want("top", top=7, hidden=True, every_row=True)
@@ -278,10 +278,10 @@ def test_what_cannot_be_done_is_refused() -> None:
     with pytest.raises(BadRequest, match="MTP"):
         cpu.mtp(state, [1], np.zeros((1, config.hidden)), 0)
     with pytest.raises(BadRequest, match="no sse9"):
-        CpuBackend(config, tensors, features=["sse9"])
+        CpuBackend(config, tensors, cpu_features=["sse9"])
     if features := _cpu.features():
         with pytest.raises(BadRequest, match="alone"):
-            CpuBackend(config, tensors, features=features[:1])
+            CpuBackend(config, tensors, cpu_features=features[:1])
     with pytest.raises(BadRequest, match="threads"):
         CpuBackend(config, tensors, threads=0)
     with pytest.raises(BadRequest, match="kept as"):
@@ -322,7 +322,7 @@ def test_the_best_kernels_are_chosen() -> None:
     kinds = {"i8mm": "neon-i8mm", "dotprod": "neon", "avx512vnni": "avx512", "avx2": "avx2"}
     best = next((kernels for feature, kernels in kinds.items() if feature in here), "portable")
     assert CpuBackend(config, tensors, threads=1).kernels == best
-    assert CpuBackend(config, tensors, threads=1, features=["portable"]).kernels == "portable"
+    assert CpuBackend(config, tensors, threads=1, cpu_features=["portable"]).kernels == "portable"
 
 
 def test_embeddings_and_head_are_lent_as_the_reference_lends_them() -> None:

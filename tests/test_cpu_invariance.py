@@ -29,7 +29,7 @@ def recipe_tensors(recipe: str) -> dict[str, Tensor]:
 def backend(
     recipe: str, threads: int = 2, portable: bool = False, cache: tuple[str, str] = ("f16", "f16")
 ) -> CpuBackend:
-    options = {"features": ["portable"] if portable else None, "cache_type_k": cache[0], "cache_type_v": cache[1]}
+    options = {"cpu_features": ["portable"] if portable else None, "cache_type_k": cache[0], "cache_type_v": cache[1]}
     if recipe == "small":  # short heads, three value heads a key head
         config = small_config(3)
         return CpuBackend(config, random_tensors(config), threads=threads, **options)

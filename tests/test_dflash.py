@@ -282,13 +282,13 @@ def test_context_in_pieces_equals_context_at_once(config: DFlashConfig) -> None:
     assert np.abs(shorter - whole).max() > 1e-3
 
 
-def test_a_sliding_ring_forgets_what_its_window_hides() -> None:
+def test_a_rolling_cache_forgets_what_its_window_hides() -> None:
     """Memory is bounded by the window, and nothing that is visible is missing."""
     config = draft_config(SMALL, windows=(9, 5), causal=(True, True))
     file, features = draft_in_memory(config), features_of(300, config=config)
     draft = Seen(DFlash(file, BACKEND))
     assert isinstance(draft.memory.network, NumpyMemory)
-    assert [ring.keys.shape[1] for ring in draft.memory.network.rings] == [9, 5]
+    assert [cache.keys.shape[1] for cache in draft.memory.network.caches] == [9, 5]
     far = hidden_after(draft, features, [100, 3, 1, 196])
     near = Seen(DFlash(file, BACKEND))
     near.observe([1] * 8, 292, HostRows(features[292:]), None)
@@ -296,7 +296,7 @@ def test_a_sliding_ring_forgets_what_its_window_hides() -> None:
     assert near.hidden(5, 300) == pytest.approx(far, abs=2e-5)
 
 
-def test_full_layers_see_as_far_as_their_ring() -> None:
+def test_full_layers_see_as_far_as_their_cache() -> None:
     file, features = draft_in_memory(CONFIG), features_of(90)
     draft = Seen(DFlash(file, BACKEND, context_rows=32))
     bounded = hidden_after(draft, features, [50, 1, 7, 32])

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine_cases import (
     BACKEND,
     SAMPLED,
+    VOCAB,
     RunsAhead,
     Scripted,
+    backend_of,
     both_modes,
     chain,
     plain,
@@ -52,6 +56,35 @@ def test_a_shared_beginning_is_not_computed_again_and_bits_agree() -> None:
     generation = Generation(conversation, [*prompt[:127], 5], max_tokens=2)
     tokens_of(generation)
     assert generation.stats.cached_tokens == 0, "a recurrent state cannot be cut short"
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(2, 150), st.integers(0, 150), st.integers(0, 100), st.booleans())
+def test_on_the_cpu_all_that_is_known_to_stay_is_reused_and_bits_agree(
+    length: int, kept: int, seed: int, drafted: bool
+) -> None:
+    """Wherever the next prompt leaves this one: its past is there, to the bit that a new conversation would have."""
+    cpu, prompt, kept = backend_of("cpu"), prompt_of(length, seed), min(kept, length)
+    conversation = Conversation(cpu, 400, Scripted(lambda context: None) if drafted else None)
+    answer = tokens_of(Generation(conversation, prompt, max_tokens=5, kept=kept))
+    other = prompt[:kept] + [(t + 1) % VOCAB for t in prompt[kept : kept + 1]] + prompt_of(20, seed + 1)
+    if kept == length:
+        other = prompt + answer + prompt_of(20, seed + 1)
+    again = Generation(conversation, other, max_tokens=5)
+    fresh = Conversation(cpu, 400)
+    assert tokens_of(again) == run(fresh, other, max_tokens=5)
+    assert again.stats.cached_tokens == (length + 4 if kept == length else kept)
+    assert states_equal(conversation.sequence.state, fresh.sequence.state)
+
+
+def test_another_request_between_does_not_lose_an_answer_that_stays() -> None:
+    for stays in (True, False):
+        conversation, prompt = Conversation(BACKEND, 256), prompt_of(30)
+        answer = tokens_of(Generation(conversation, prompt, max_tokens=6, kept=30 if stays else None))
+        run(conversation, prompt_of(20, 5), max_tokens=2)
+        generation = Generation(conversation, prompt + answer + [1, 2], max_tokens=2)
+        tokens_of(generation)
+        assert generation.stats.cached_tokens == (35 if stays else 0)
 
 
 def test_where_prompts_part_a_snapshot_is_left() -> None:

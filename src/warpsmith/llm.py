@@ -124,7 +124,7 @@ def load(
         context,
         progress,
         threads=threads,
-        features=cpu_features,
+        cpu_features=cpu_features,
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
     )

@@ -23,6 +23,7 @@ from warpsmith.backend.rows import HostRows, Rows
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.checkpoint.dflash import DFlashConfig
 from warpsmith.errors import BadRequest
 from warpsmith.model.config import Config
 
@@ -205,11 +206,12 @@ class Backend(ABC):
         """The LM head on rows [n, hidden] that are normed already: how a draft without a head of its own speaks."""
         raise BadRequest(f"The {self.name} backend does not lend its LM head.", "Use --draft none.")
 
-    def block_draft(self, config: Any, tensors: Mapping[str, Tensor], capacity: Sequence[int]) -> BlockDraft | None:
+    def block_draft(
+        self, config: DFlashConfig, tensors: Mapping[str, Tensor], capacity: Sequence[int]
+    ) -> BlockDraft | None:
         """A DFlash network beside the model, on its device; None where numpy has to do.
 
-        `config` is a `DFlashConfig`, `tensors` are the weights by z-lab's names, `capacity` says of how many tokens
-        each layer keeps keys and values.
+        `tensors` are the weights by z-lab's names, `capacity` says of how many tokens each layer keeps keys and values.
         """
         return None
 

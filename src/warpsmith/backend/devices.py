@@ -66,7 +66,7 @@ class Device:
 _CACHES = ("cache_type_k", "cache_type_v")
 DEVICES = (  # as `auto` tries them
     Device("cuda", "CudaBackend", ("f16",), offers=("context", "progress"), own_memory=True),
-    Device("cpu", "CpuBackend", ("f16", "f32", "q8_0"), ("threads", "features", *_CACHES), offers=("progress",)),
+    Device("cpu", "CpuBackend", ("f16", "f32", "q8_0"), ("threads", "cpu_features", *_CACHES), offers=("progress",)),
     Device("reference", "ReferenceBackend", ("f32",)),
 )
 CACHE_TYPES = tuple(dict.fromkeys(kind for device in DEVICES for kind in device.cache_types))

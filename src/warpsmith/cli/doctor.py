@@ -63,7 +63,7 @@ def _problems() -> dict[str, str | None]:
             backend.prefill(backend.new_state(8), [1, 2, 3])
             problems[device.name] = None
         except WarpsmithError as error:
-            problems[device.name] = error.problem
+            problems[device.name] = str(error)
     return problems
 
 

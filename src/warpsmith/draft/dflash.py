@@ -1,8 +1,9 @@
 """DFlash: a few layers that fill a block of masked positions at once, from features of the target's layers.
 
-The features of every committed token are projected once into each layer's keys and values and kept in rings, so a
-guess costs the same at any length of text, and so does the memory. The block itself leaves nothing behind. The draft
-has no embeddings and no head of its own: the target lends both. The network is the backend's, where it runs one.
+The features of every committed token are projected once into each layer's keys and values and kept in rolling caches,
+so a guess costs the same at any length of text, and so does the memory. The draft block itself leaves nothing behind.
+The draft has no embeddings and no head of its own: the target lends both. The network is the backend's, where it runs
+one.
 """
 
 from __future__ import annotations

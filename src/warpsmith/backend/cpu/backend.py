@@ -37,6 +37,7 @@ from warpsmith.backend.rows import HostRows, Rows
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.checkpoint.dflash import DFlashConfig
 from warpsmith.errors import BadRequest, DoesNotFit
 from warpsmith.model.config import Config
 from warpsmith.model.weights import expected_shapes
@@ -62,7 +63,7 @@ class CpuState(State):
 class CpuBackend(Backend):
     """C++ kernels for the processor in hand. A prompt, a tree or a token is one call into the engine.
 
-    `features` restricts the instruction sets (all this processor has, if None): for tests and comparisons;
+    `cpu_features` restricts the instruction sets (all this processor has, if None): for tests and comparisons;
     ["portable"] is plain C++. `cache_type_k` and `cache_type_v` are how keys and values are kept. `progress` hears of
     the bytes packed so far and of all there are.
     """
@@ -76,7 +77,7 @@ class CpuBackend(Backend):
         tensors: Mapping[str, Tensor],
         *,
         threads: int | None = None,
-        features: Sequence[str] | None = None,
+        cpu_features: Sequence[str] | None = None,
         cache_type_k: CacheType = "f16",
         cache_type_v: CacheType = "f16",
         progress: Callable[[int, int], object] | None = None,
@@ -91,13 +92,13 @@ class CpuBackend(Backend):
         self.threads = usable_cores() if threads is None else threads
         if not 1 <= self.threads <= 1024:
             raise BadRequest(f"{self.threads} threads cannot share the work.", "Ask for 1 to 1024.")
-        allowed = _allowed_features(features)
+        allowed = _allowed_features(cpu_features)
         self._weight_bytes = loading.weight_bytes(config, tensors)
         self._weight_types = " ".join(sorted({tensors[name].type.name for name in expected_shapes(config)}))
         self._bytes_read = loading.weight_bytes(config, tensors, every_token=True)
         _check_fits(self._weight_bytes, "The weights")
         self._engine = _cpu.Engine(config, self.threads, allowed)
-        if features is not None and allowed and self.kernels == PORTABLE:
+        if cpu_features is not None and allowed and self.kernels == PORTABLE:
             raise BadRequest(
                 f"There are no kernels for {', '.join(allowed)} alone.",
                 f"Use {','.join(_cpu.features())} or {PORTABLE}.",
@@ -221,7 +222,9 @@ class CpuBackend(Backend):
         self._engine.multiply("token_embd.weight" if self.config.tied else "output.weight", rows, logits)
         return output_from_logits(logits[:, : self.config.vocab], want)
 
-    def block_draft(self, config: Any, tensors: Mapping[str, Tensor], capacity: Sequence[int]) -> BlockDraft | None:
+    def block_draft(
+        self, config: DFlashConfig, tensors: Mapping[str, Tensor], capacity: Sequence[int]
+    ) -> BlockDraft | None:
         from warpsmith.backend.cpu.draft import CpuDraft
 
         return CpuDraft(self._engine, self.config, config, tensors, capacity) if CpuDraft.runs(config) else None

@@ -28,20 +28,20 @@ DraftMemory::DraftMemory(const DraftConfig& c)
       positions_(*std::max_element(c.capacity.begin(), c.capacity.end())) {
     size_t rows = 0;
     for (const int capacity : capacity_) {
-        ring_at_.push_back(rows);
+        cache_at_.push_back(rows);
         rows += 2 * static_cast<size_t>(kv_heads_) * capacity;
     }
-    rings_ = Memory(rows * head_dim_ * sizeof(uint16_t));
+    caches_ = Memory(rows * head_dim_ * sizeof(uint16_t));
 }
 
 int DraftMemory::kept(int layer) const { return static_cast<int>(std::min<int64_t>(appended, capacity_[layer])); }
 
 uint16_t* DraftMemory::row(int layer, int which, int head, int64_t number) const {
-    const size_t plane = ring_at_[layer] + static_cast<size_t>(which * kv_heads_ + head) * capacity_[layer];
-    return reinterpret_cast<uint16_t*>(rings_.data()) + (plane + number % capacity_[layer]) * head_dim_;
+    const size_t plane = cache_at_[layer] + static_cast<size_t>(which * kv_heads_ + head) * capacity_[layer];
+    return reinterpret_cast<uint16_t*>(caches_.data()) + (plane + number % capacity_[layer]) * head_dim_;
 }
 
-// appended, the positions, then every ring's rows in use, plane by plane.
+// appended, the positions, then every cache's rows in use, plane by plane.
 size_t DraftMemory::snapshot_bytes() const {
     size_t bytes = sizeof(appended) + positions_.size() * sizeof(positions_[0]);
     for (int i = 0; i < layers_; i++) bytes += 2 * static_cast<size_t>(kv_heads_) * kept(i) * head_dim_ * sizeof(uint16_t);
@@ -231,11 +231,11 @@ void Draft::fill_block(DraftMemory& memory, int thread, int32_t root, int positi
     if (want.tokens != Tokens::None) stages_.tokens(thread, m.head, y_ + hidden, rows, want);
 }
 
-// Each of the block's first n rows sees a run of the ring's rows, oldest first, up to the newest, and then one of the block's.
+// Each of the block's first n rows sees a run of the cache's rows, oldest first, up to the newest, and then one of the block's.
 void Draft::attend(DraftMemory& memory, int thread, int index, int position, int n) {
     const int width = c.head_dim, group = c.heads / c.kv_heads, size = width + 2, past = memory.kept(index), window = c.windows[index];
     const int64_t oldest = memory.appended - past;
-    const auto first_seen = [&](int row) {  // of the ring's rows
+    const auto first_seen = [&](int row) {  // of the cache's rows
         if (!window) return 0;
         int first = 0, last = past;
         while (first < last) {

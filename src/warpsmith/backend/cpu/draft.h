@@ -1,6 +1,6 @@
 // A DFlash draft on the target's own threads: warpsmith/backend/reference/dflash.py is the same network, written to be read.
 //
-// Features of committed tokens become keys and values once, in rings; a block of masked positions then runs through the
+// Features of committed tokens become keys and values once, in rolling caches; a block of masked positions then runs through the
 // layers without leaving a trace. Embeddings and head are the target's.
 #pragma once
 #include <cstdint>
@@ -19,33 +19,33 @@ struct DraftConfig {
     double rope_theta;
     std::vector<int> windows;   // how far back a layer sees; 0: all the way
     std::vector<bool> causal;   // a row of the block does not see the rows after it
-    std::vector<int> capacity;  // rows of each layer's ring
+    std::vector<int> capacity;  // rows of each layer's rolling cache
 
     int query_dim() const { return heads * head_dim; }
     int kv_dim() const { return kv_heads * head_dim; }
 };
 
-// What a draft keeps of one sequence: keys and values of its last tokens, for each layer in a ring.
+// What a draft keeps of one sequence: keys and values of its last tokens, for each layer in a rolling cache.
 class DraftMemory {
 public:
     explicit DraftMemory(const DraftConfig& config);
     void forget() { appended = 0; }
-    // What the rings hold, in one buffer.
+    // What the caches hold, in one buffer.
     size_t snapshot_bytes() const;
     void save(uint8_t* to) const;
     void load(const uint8_t* from);
 
-    int kept(int layer) const;  // rows in a ring
+    int kept(int layer) const;  // rows in a cache
     uint16_t* row(int layer, int which, int head, int64_t number) const;  // which: 0 keys, 1 values
     int32_t& position(int64_t number) { return positions_[number % positions_.size()]; }
     int longest() const { return static_cast<int>(positions_.size()); }
-    int64_t appended = 0;  // rows so far; row i lies at i modulo a ring's capacity
+    int64_t appended = 0;  // rows so far; row i lies at i modulo its capacity
 
 private:
     const int layers_, kv_heads_, head_dim_;
     const std::vector<int> capacity_;
-    Memory rings_;
-    std::vector<size_t> ring_at_;     // of a layer, in rows
+    Memory caches_;
+    std::vector<size_t> cache_at_;     // of a layer, in rows
     std::vector<int32_t> positions_;  // of the last rows, at their number modulo the longest capacity
 };
 

@@ -13,6 +13,7 @@ from warpsmith.backend.cpu import _cpu, loading
 from warpsmith.backend.rows import HostRows, Rows
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.checkpoint.dflash import DFlashConfig
 from warpsmith.model.config import Config
 
 _TOKENS = {"none": 0, "top": 2}
@@ -30,7 +31,12 @@ class CpuDraft(BlockDraft):
     """Weights on the engine's side."""
 
     def __init__(
-        self, engine: _cpu.Engine, target: Config, config: Any, tensors: Mapping[str, Tensor], capacity: Sequence[int]
+        self,
+        engine: _cpu.Engine,
+        target: Config,
+        config: DFlashConfig,
+        tensors: Mapping[str, Tensor],
+        capacity: Sequence[int],
     ) -> None:
         self._target, self._native = target, _cpu.Draft(engine, config, list(capacity))
         matrices = {name: tensor for name, tensor in tensors.items() if len(tensor.shape) == 2}
@@ -46,7 +52,7 @@ class CpuDraft(BlockDraft):
         self._native.finish()
 
     @staticmethod
-    def runs(config: Any) -> bool:
+    def runs(config: DFlashConfig) -> bool:
         """Kernels work on whole vectors; every published draft has widths that allow it."""
         return not (config.hidden % 16 or config.ffn % 16 or config.head_dim % 32) and config.block <= MAX_NODES
 

@@ -20,7 +20,7 @@ from warpsmith.model.plan import Stage
 class NumpyMemory(BlockMemory):
     """Keys and values of the last tokens, for each layer."""
 
-    rings: list[_Ring]
+    caches: list[_RollingCache]
 
 
 class NumpyDraft(BlockDraft):
@@ -34,20 +34,20 @@ class NumpyDraft(BlockDraft):
 
     def new_memory(self) -> NumpyMemory:
         c = self.config
-        return NumpyMemory([_Ring(capacity, c.kv_heads, c.head_dim) for capacity in self.capacity])
+        return NumpyMemory([_RollingCache(capacity, c.kv_heads, c.head_dim) for capacity in self.capacity])
 
     def forget(self, memory: BlockMemory) -> None:
         assert isinstance(memory, NumpyMemory)
-        for ring in memory.rings:
-            ring.count = 0
+        for cache in memory.caches:
+            cache.count = 0
 
     def snapshot(self, memory: BlockMemory) -> Any:
         assert isinstance(memory, NumpyMemory)
-        return [ring.copy() for ring in memory.rings]
+        return [cache.copy() for cache in memory.caches]
 
     def restore(self, memory: BlockMemory, saved: Any) -> None:
         assert isinstance(memory, NumpyMemory)
-        memory.rings = [ring.copy() for ring in saved]
+        memory.caches = [cache.copy() for cache in saved]
 
     def append(self, memory: BlockMemory, features: Rows, position: int) -> None:
         assert isinstance(memory, NumpyMemory)
@@ -62,7 +62,7 @@ class NumpyDraft(BlockDraft):
                 assert stage.layer is not None
                 keys, values = ((context @ w[role].T).reshape(count, c.kv_heads, c.head_dim) for role in ("k", "v"))
                 keys = rope(rms_norm(keys, w["k_norm"], c.eps), positions, c.head_dim, c.rope_theta)
-                memory.rings[stage.layer].append(keys, values, positions)
+                memory.caches[stage.layer].append(keys, values, positions)
 
     def fill(self, memory: BlockMemory, root: int, position: int, rows: int, want: Want) -> Output:
         assert isinstance(memory, NumpyMemory)
@@ -86,7 +86,7 @@ class NumpyDraft(BlockDraft):
                         b[role] = (x @ w[role].T).reshape(c.block, -1, c.head_dim)
                 case "block_mix":
                     assert stage.layer is not None
-                    b["y"] = self._attention(memory.rings[stage.layer], stage.layer, b, w, positions)
+                    b["y"] = self._attention(memory.caches[stage.layer], stage.layer, b, w, positions)
                 case "mix_out":
                     b["x"] = b["x"] + b["y"] @ w["project"].T
                 case "mlp_in":
@@ -101,7 +101,12 @@ class NumpyDraft(BlockDraft):
         return b["hidden"]
 
     def _attention(
-        self, ring: _Ring, layer: int, b: dict[str, np.ndarray], w: dict[str, np.ndarray], positions: np.ndarray
+        self,
+        cache: _RollingCache,
+        layer: int,
+        b: dict[str, np.ndarray],
+        w: dict[str, np.ndarray],
+        positions: np.ndarray,
     ) -> np.ndarray:
         c = self.config
         group, count = c.heads // c.kv_heads, len(positions)
@@ -109,7 +114,7 @@ class NumpyDraft(BlockDraft):
         k = rope(rms_norm(b["k"], w["k_norm"], c.eps), positions, c.head_dim, c.rope_theta)
         # [kv heads, group * rows, head_dim] against [kv heads, keys, head_dim]
         q = q.reshape(count, c.kv_heads, group, c.head_dim).transpose(1, 2, 0, 3).reshape(c.kv_heads, -1, c.head_dim)
-        past_keys, past_values, past_positions = ring.rows()
+        past_keys, past_values, past_positions = cache.rows()
         scores = np.concatenate([q @ past_keys.transpose(0, 2, 1), q @ k.transpose(1, 2, 0)], axis=2)
         scores *= np.float32(c.head_dim**-0.5)
         seen = _visible(positions, past_positions, c.windows[layer], c.causal[layer])
@@ -137,7 +142,7 @@ def _visible(rows: np.ndarray, past: np.ndarray, window: int | None, causal: boo
     return seen
 
 
-class _Ring:
+class _RollingCache:
     """The last `capacity` keys and values of a layer, and their positions."""
 
     def __init__(self, capacity: int, kv_heads: int, head_dim: int) -> None:
@@ -159,8 +164,8 @@ class _Ring:
         n = min(self.count, self.capacity)
         return self.keys[:, :n], self.values[:, :n], self.positions[:n]
 
-    def copy(self) -> _Ring:
-        copied = _Ring(self.capacity, self.keys.shape[0], self.keys.shape[2])
+    def copy(self) -> _RollingCache:
+        copied = _RollingCache(self.capacity, self.keys.shape[0], self.keys.shape[2])
         copied.count, n = self.count, min(self.count, self.capacity)
         copied.keys[:, :n], copied.values[:, :n], copied.positions[:n] = self.rows()
         return copied
