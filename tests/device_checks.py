@@ -89,20 +89,21 @@ def check_interleaved(cuda, sizes: list[int], decoded: int) -> None:
     assert same_state(config, states[0], plain)
 
 
-def check_verified(cuda, how: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A walk through a sampled tree is plain decoding, and reads one row of logits for each of its nodes."""
+def check_verified(cuda, how: Sampling, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A walk through a sampled tree is plain decoding, and brings so many rows of logits to the host."""
     from warpsmith.backend.cuda.driver import Buffer
 
     text = np.random.default_rng(8).integers(0, cuda.config.vocab, 12).tolist()
-    state, twin = cuda.new_state(64), cuda.new_state(64)
+    state, twin, other = (cuda.new_state(64) for _ in range(3))
     for each in (state, twin):
         cuda.prefill(each, text)
     truth = list(cuda.decode(twin, 3, 3, sampling=how, history=[*text, 3]))
     wrong = [(token + 1) % cuda.config.vocab for token in truth]
     tree = Tree(np.array([3, wrong[0], *truth[:2], wrong[1], wrong[0]]), np.array([-1, 0, 0, 2, 2, 0]))
-    cuda.forward([(state, tree)], LOGITS)
+    cuda.forward([(other, Tree.chain([5, 6])), (state, tree)], LOGITS)
     read, sizes = Buffer.read, []
     with monkeypatch.context() as patch:
         patch.setattr(Buffer, "read", lambda self, *args, **more: sizes.append(args[1]) or read(self, *args, **more))
         assert cuda.verify(state, tree, how, [*text, 3]) == ([0, 2, 3], truth)
-    assert sizes == [(cuda.config.vocab,)] * 3
+    assert sizes.count((cuda.config.vocab,)) == rows
+    assert sum(map(np.prod, sizes)) < (rows + 1) * cuda.config.vocab * 4

@@ -136,20 +136,18 @@ def test_text_in_a_batch_is_the_plain_text_on_the_cpu(lengths: list[int], trees:
 
 @backends
 def test_what_was_drafted_belongs_to_the_state(name: str) -> None:
-    """Other sequences may prefill, run, decode and commit between a forward, its verification and its commit."""
+    """Other sequences may run, prefill and decode between its forward and its commit."""
     on = backend_of(name)
     tree = random_tree(np.random.default_rng(3), 9, VOCAB)
     busy, quiet, other = started(on, 20, 0), started(on, 20, 0), started(on, 33, 1)
-    expected = on.forward([(quiet, tree)], LOGITS)
+    on.forward([(quiet, tree)], LOGITS)
     walked = on.verify(quiet, tree, SAMPLED, [1, 2, 3])
     on.commit(quiet, walked[0])
     on.forward([(busy, tree)], LOGITS)
+    assert on.verify(busy, tree, SAMPLED, [1, 2, 3]) == walked
     on.forward([(other, tree)], LOGITS)
     on.prefill(other, [5, 6])
     list(on.decode(other, 7, 3))
-    assert busy.drafted is not None
-    assert np.array_equal(busy.drafted.output.logits.numpy(), expected.logits.numpy())  # type: ignore[union-attr]
-    assert on.verify(busy, tree, SAMPLED, [1, 2, 3]) == walked
     on.commit(busy, walked[0])
     assert states_equal(busy, quiet)
 

@@ -194,5 +194,6 @@ def test_sequences_interleave(pair) -> None:
     check_interleaved(pair[0], [5, 3], decoded=4)
 
 
-def test_verifying_a_sampled_tree_brings_over_the_rows_on_its_path(pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_verified(pair[0], Sampling(temperature=0.9, top_k=20, seed=7), monkeypatch)
+def test_a_sampled_tree_is_verified_without_its_logits(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_verified(pair[0], Sampling(temperature=0.9, top_k=20, presence_penalty=0.5, seed=7), 0, monkeypatch)
+    check_verified(pair[0], Sampling(temperature=0.5, seed=9), 3, monkeypatch)

@@ -153,6 +153,7 @@ def test_who_has_a_gpu_and_not_the_extra_is_told_in_one_line(tmp_path: Path) -> 
     assert len(lines) == 1
     assert "NVIDIA Pretend 9000" in lines[0]
     assert "pip install 'warpsmith[cuda]'" in lines[0]
+    assert "pip install 'warpsmith[cuda]'" in on_a_machine_with(0, tmp_path, "doctor").stdout
     asked = on_a_machine_with(0, tmp_path, *RUN, "--device", "cpu")
     assert "not used" not in asked.stderr, "who asks for the cpu knows"
     other = on_a_machine_with(0, tmp_path, *RUN, "-ctk", "q8_0")

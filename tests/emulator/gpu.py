@@ -24,7 +24,8 @@ import numpy as np
 from warpsmith.backend.cuda.compiler import sources
 
 HERE = Path(__file__).parent
-ARGUMENTS = {"forward": ["Params", "Request"], "commit": ["Params", "Path"], "pack": ["Pack"]}
+ARGUMENTS = {"forward": ["Params", "Request"], "commit": ["Params", "Path"], "pack": ["Pack"], "top": ["Top"]}
+ONE_BY_ONE = ("top",)  # blocks that share static memory, of which there is one here, run one after another
 FLAGS = ["-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-ffp-contract=off"]
 
 
@@ -65,7 +66,16 @@ def _compiled(name: str, kernel: str, architecture: str, constants: tuple[tuple[
             '#include "machine.h"',
             f'#include "{name}"',
             'extern "C" int launch(int grid, int threads, int shared, unsigned seed, void** arguments) {',
-            f"    return machine::run(grid, threads, shared, seed, [&] {{ {kernel}({passed}); }});",
+            f"    const auto run = [&] {{ {kernel}({passed}); }};",
+            *(
+                [
+                    "    for (int block = 0; block < grid; block++)",
+                    "        if (!machine::run(1, threads, shared, seed + block, run, block)) return false;",
+                    "    return true;",
+                ]
+                if kernel in ONE_BY_ONE
+                else ["    return machine::run(grid, threads, shared, seed, run);"]
+            ),
             "}",
         ]
     )

@@ -23,6 +23,7 @@
 #define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __shared__ static
 #define __align__(n) __attribute__((aligned(n)))
 
 struct alignas(8) int2 { int x, y; };
@@ -182,8 +183,8 @@ inline unsigned char* stacks_for(size_t fibers) {
     return stacks;
 }
 
-// Run a kernel of `grid` blocks that are all there at the same time. False: some wait never ends.
-inline bool run(int grid, int threads, int shared_bytes, unsigned seed, const std::function<void()>& kernel) {
+// Run a kernel of `grid` blocks, from `first_block` on, that are all there at the same time. False: some wait never ends.
+inline bool run(int grid, int threads, int shared_bytes, unsigned seed, const std::function<void()>& kernel, int first_block = 0) {
     chance.seed(seed);
     copies.clear();
     grid_size = {(unsigned)grid}, block_size = {(unsigned)threads};
@@ -197,7 +198,7 @@ inline bool run(int grid, int threads, int shared_bytes, unsigned seed, const st
         for (int t = 0; t < threads; t++) {
             Fiber& fiber = fibers[(size_t)b * threads + t];
             fiber.block = &blocks[b], fiber.warp = &blocks[b].warps[t / 32], fiber.warp->members++;
-            fiber.thread = {(unsigned)t}, fiber.block_index = {(unsigned)b};
+            fiber.thread = {(unsigned)t}, fiber.block_index = {(unsigned)(first_block + b)};
             fiber.stack = stacks + ((size_t)b * threads + t) * STACK;
             auto* top = (void**)(fiber.stack + STACK - 256);
 #if defined(__x86_64__)
@@ -282,6 +283,7 @@ inline void __syncwarp() { machine::collect(0); }
 inline void __syncthreads() { machine::barrier(0, machine::block_size.x); }
 inline void __threadfence_system() {}
 inline void __threadfence_block() {}
+inline void __threadfence() {}
 inline void __trap() { std::abort(); }
 
 template <class T>

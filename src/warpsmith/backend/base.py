@@ -13,7 +13,7 @@ splitting a prompt at multiples of `PREFILL_CHUNK` does not change a bit.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -173,17 +173,15 @@ class Backend(ABC):
         """Follow the sampler through the tree that was last run on the state, with an output `wanted_for` it.
 
         Returns the nodes it chose at, a path from the root, and the token it chose at each; all but the last of these
-        are the tokens of the path's next nodes. `history` is what `decode` takes. Backends override this to walk where
-        the logits are.
+        are the tokens of the path's next nodes. `history` is what `decode` takes. To be called before the backend
+        computes anything else: its rows are read. Backends override this to walk where the logits are.
         """
-        output, text, path = drafted(state, tree).output, list(history), [0]
-        while True:
-            token = next_token(output, path[-1], sampling, text, state.length + len(path))
-            text.append(token)
-            child = tree.child.get((path[-1], token))
-            if child is None:
-                return path, text[len(history) :]
-            path.append(child)
+        output = drafted(state, tree).output
+
+        def choose_at(node: int, text: list[int], position: int) -> int:
+            return next_token(output, node, sampling, text, position)
+
+        return walk(tree, choose_at, history, state.length)
 
     @abstractmethod
     def commit(self, state: State, path: Sequence[int]) -> None:
@@ -275,6 +273,20 @@ def next_token(output: Output, row: int, sampling: Sampling | None, history: Seq
         return int(output.argmax[row])
     assert output.logits is not None
     return choose(output.logits.row(row), sampling, history, position)
+
+
+def walk(
+    tree: Tree, choose_at: Callable[[int, list[int], int], int], history: Sequence[int], length: int
+) -> tuple[list[int], list[int]]:
+    """A path from the root of a tree on top of `length` tokens, and what `choose_at(node, text so far, position)` takes
+    at its nodes."""
+    text, path = list(history), [0]
+    while True:
+        text.append(choose_at(path[-1], text, length + len(path)))
+        child = tree.child.get((path[-1], text[-1]))
+        if child is None:
+            return path, text[len(history) :]
+        path.append(child)
 
 
 def check_batch(backend: Backend, batch: Batch) -> None:

@@ -10,8 +10,9 @@ speculation, in any number of calls, and a device can compute the same number on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import isnan, log
 from numbers import Integral, Real
 
@@ -57,7 +58,9 @@ def choose(logits: np.ndarray, sampling: Sampling, history: Sequence[int], posit
         return int(logits.argmax())
     fraction = uniform(sampling.seed, position)
     for ids in _best_first(logits, sampling.top_k):
-        index = _draw(logits, ids, sampling, fraction)
+        best = logits[ids].astype(np.float64)
+        complete = bool(sampling.top_k) or len(ids) == len(logits)
+        index = draw(best, sampling, fraction, complete, partial(_sum_of_weights, logits, best[0]))
         if index is not None:
             return int(ids[index])
     raise AssertionError("the last candidates are all of them, and one of those is always drawn")
@@ -81,7 +84,7 @@ def mix(z: int) -> int:
 
 def penalise(logits: np.ndarray, sampling: Sampling, history: Sequence[int]) -> np.ndarray:
     """The logits after bias and penalties; the input itself when there is nothing to do."""
-    window = _window(sampling, history)
+    window = window_of(sampling, history)
     if not sampling.logit_bias and not len(window):
         return logits
     logits = logits.astype(np.float32)  # a copy
@@ -98,7 +101,7 @@ def penalise(logits: np.ndarray, sampling: Sampling, history: Sequence[int]) -> 
     return logits
 
 
-def _window(sampling: Sampling, history: Sequence[int]) -> Sequence[int]:
+def window_of(sampling: Sampling, history: Sequence[int]) -> Sequence[int]:
     """The tokens the penalties look at."""
     if not sampling.penalised:
         return ()
@@ -120,37 +123,43 @@ def _best_first(logits: np.ndarray, top_k: int) -> Iterator[np.ndarray]:
         yield ids[np.argsort(-logits[ids], kind="stable")][:width]
 
 
-def _draw(logits: np.ndarray, ids: np.ndarray, sampling: Sampling, fraction: float) -> int | None:
-    """Truncate and draw an index into `ids`; None if `ids`, the beginning of a longer order, is too short to tell.
+def _weights(logits: np.ndarray, peak: float, temperature: float) -> np.ndarray:
+    with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to exp(-inf)
+        return np.exp((logits.astype(np.float64) - peak) / temperature)
 
-    Sorted best first, every truncation is a cut to some length. All sums run in this order or over the whole
-    vocabulary, so that the answer does not depend on how long a beginning was looked at.
+
+def _sum_of_weights(logits: np.ndarray, peak: float, temperature: float) -> float:
+    return float(_weights(logits, peak, temperature).sum())
+
+
+def draw(
+    best: np.ndarray, sampling: Sampling, fraction: float, complete: bool, whole: Callable[[float], float]
+) -> int | None:
+    """Truncate and draw an index into `best`, float64 logits, best first; None if they are too few to tell.
+
+    They are `complete` if no others are candidates. `whole(temperature)` is the sum of e^((logit - best) / temperature)
+    over the vocabulary. Sorted best first, every truncation is a cut to some length. All sums run in this order or over
+    the whole vocabulary, so that the answer does not depend on how many were looked at.
     """
-    sorted_logits = logits[ids].astype(np.float64)
-    peak = sorted_logits[0]
-    complete = bool(sampling.top_k) or len(ids) == len(logits)
-
-    def weights(values: np.ndarray, temperature: float) -> np.ndarray:
-        with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to exp(-inf)
-            return np.exp((values - peak) / temperature)
+    peak = best[0]
 
     def total(temperature: float, running: np.ndarray) -> float:
-        return running[-1] if sampling.top_k else weights(logits.astype(np.float64), temperature).sum()
+        return running[-1] if sampling.top_k else whole(temperature)
 
-    count, cut = len(ids), False
+    count, cut = len(best), False
     if sampling.top_p < 1:
-        running = np.cumsum(weights(sorted_logits, 1.0))
+        running = np.cumsum(_weights(best, peak, 1.0))
         enough = int(np.searchsorted(running, sampling.top_p * total(1.0, running), side="left")) + 1
         if enough > count and not complete:
             return None
         count, cut = min(enough, count), True
     if sampling.min_p > 0:
-        likely = int((sorted_logits[:count] >= peak + log(sampling.min_p)).sum())
+        likely = int((best[:count] >= peak + log(sampling.min_p)).sum())
         if likely == count and not cut and not complete:
             return None
         count, cut = max(likely, 1), True
 
-    running = np.cumsum(weights(sorted_logits[:count], sampling.temperature))
+    running = np.cumsum(_weights(best[:count], peak, sampling.temperature))
     target = fraction * (running[-1] if cut else total(sampling.temperature, running))
     index = int(np.searchsorted(running, target, side="right"))
     if index >= count and not cut and not complete:

@@ -156,8 +156,8 @@ NB_MODULE(_cpu, m) {
                  state.length += n;
              })
         .def("trees",
-             [](Engine& self, const std::vector<State*>& states, const std::vector<int>& nodes, Array<const int32_t> tokens,
-                Array<const int32_t> parents, const Want& want) {
+             [](Engine& self, const std::vector<State*>& states, const std::vector<int>& nodes,
+                Array<const int32_t> tokens, Array<const int32_t> parents, const Want& want) {
                  // a tree a state, one after another in `tokens` and `parents`
                  const int32_t *ids = tokens.data(), *above = parents.data();
                  nb::gil_scoped_release release;

@@ -80,8 +80,8 @@ void Pass::forward(const int32_t* tokens, const Want& want) {
                 const size_t stride = want.features.size() * c.hidden;
                 // x is next written two barriers from here
                 for (int row = thread; row < n; row += pool.threads()) {
-                    std::memcpy(want.features_out + row * stride + f * c.hidden, w.x + static_cast<size_t>(row) * c.hidden,
-                                c.hidden * sizeof(float));
+                    std::memcpy(want.features_out + row * stride + f * c.hidden,
+                                w.x + static_cast<size_t>(row) * c.hidden, c.hidden * sizeof(float));
                 }
             }
         }
@@ -150,12 +150,13 @@ void Pass::mlp(int thread, const Layer& l) {
 void Pass::finish(int thread, const float* norm, const Want& want) {
     if (want.tokens == Tokens::None && !want.hidden_out) return;
     pool.share(n, 1, [&](int row) {
-        float* to = w.normed + static_cast<size_t>(row) * c.hidden;
-        kernels.rms_norm(w.x + static_cast<size_t>(row) * c.hidden, norm, c.hidden, c.eps, to);
-        if (want.hidden_out) std::memcpy(want.hidden_out + static_cast<size_t>(row) * c.hidden, to, c.hidden * sizeof(float));
+        const size_t at = static_cast<size_t>(row) * c.hidden;
+        kernels.rms_norm(w.x + at, norm, c.hidden, c.eps, w.normed + at);
+        if (want.hidden_out) std::memcpy(want.hidden_out + at, w.normed + at, c.hidden * sizeof(float));
     });
     if (want.tokens == Tokens::None || want.first_row >= n) return;
-    w.stages.tokens(thread, m.head, w.normed + static_cast<size_t>(want.first_row) * c.hidden, n - want.first_row, want);
+    const float* first = w.normed + static_cast<size_t>(want.first_row) * c.hidden;
+    w.stages.tokens(thread, m.head, first, n - want.first_row, want);
 }
 
 }  // namespace warpsmith

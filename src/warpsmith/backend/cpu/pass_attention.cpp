@@ -33,7 +33,8 @@ void to_q8(const float* x, int width, uint8_t* out) {
         const float d = Generic::half(scale), by = d > 0 ? 1.0f / d : 0.0f;
         std::memcpy(out, &scale, 2);
         for (int i = 0; i < 32; i++) {
-            out[2 + i] = static_cast<uint8_t>(static_cast<int8_t>(std::nearbyint(std::max(-127.0f, std::min(127.0f, x[i] * by)))));
+            const float level = std::nearbyint(std::max(-127.0f, std::min(127.0f, x[i] * by)));
+            out[2 + i] = static_cast<uint8_t>(static_cast<int8_t>(level));
         }
     }
 }
@@ -60,7 +61,8 @@ void Pass::attention_rows(int index, int row) {
     const Part& part = *part_of[row];
     const State& state = part.state;
     const int width = c.head_dim, half = c.rotary_dim / 2, node = row - part.first, at = part.position + node;
-    const float *cos = cosine.data() + static_cast<size_t>(row) * half, *sin = sine.data() + static_cast<size_t>(row) * half;
+    const float* cos = cosine.data() + static_cast<size_t>(row) * half;
+    const float* sin = sine.data() + static_cast<size_t>(row) * half;
     const float scale = 1.0f / std::sqrt(static_cast<float>(width));
     for (int head = 0; head < c.heads; head++) {
         float* q = w.q + (static_cast<size_t>(row) * c.heads + head) * 2 * width;
@@ -86,7 +88,9 @@ void Pass::attention_rows(int index, int row) {
 
 const uint8_t* Pass::kv_row(const Part& part, int index, bool value, int head, int node, int at) const {
     const State& state = part.state;
-    if (in_place || at < part.position) return value ? state.value_row(index, head, at) : state.key_row(index, head, at);
+    if (in_place || at < part.position) {
+        return value ? state.value_row(index, head, at) : state.key_row(index, head, at);
+    }
     const int ancestor = part.tree.path[node][at - part.position];
     return value ? state.pending_value(index, ancestor, head) : state.pending_key(index, ancestor, head);
 }
@@ -105,7 +109,8 @@ void Pass::attend_segment(int thread, int index, const Job& job, int segment, fl
     const int width = c.head_dim, group = c.heads / c.kv_heads, state_size = width + 2;
     const auto end_of = [&](int node) { return part.position + part.tree.depth[node] + 1; };
     float *keys = w.scratch(thread), *values = keys + kChunkKeys * width;
-    for (int i = 0; i < (job.last - job.first) * group; i++) clear(running + static_cast<size_t>(i) * state_size, width);
+    const size_t queries = static_cast<size_t>(job.last - job.first) * group;
+    for (size_t i = 0; i < queries; i++) clear(running + i * state_size, width);
     int end = 0;
     for (int i = job.first; i < job.last; i++) end = std::max(end, end_of(i));
     const uint8_t *key_rows[kChunkKeys], *value_rows[kChunkKeys];
@@ -123,9 +128,9 @@ void Pass::attend_segment(int thread, int index, const Job& job, int segment, fl
                 load_rows(part.state.kinds[1], value_rows, count, values);
             }
             for (int g = 0; g < group; g++) {
-                const float* q = w.q + (static_cast<size_t>(part.first + i) * c.heads + job.head * group + g) * 2 * width;
-                kernels.attend(q, keys, values, count, width,
-                               running + (static_cast<size_t>(i - job.first) * group + g) * state_size);
+                const size_t row = part.first + i, query = static_cast<size_t>(i - job.first) * group + g;
+                const float* q = w.q + (row * c.heads + job.head * group + g) * 2 * width;
+                kernels.attend(q, keys, values, count, width, running + query * state_size);
             }
         }
     }
@@ -156,7 +161,7 @@ void Pass::plan_attention() {
         }
     }
     if (!long_past || static_cast<int>(jobs.size()) >= 2 * pool.threads()) return;
-    for (size_t job = 0; job < jobs.size(); job++) job_of.insert(job_of.end(), jobs[job].segments, static_cast<int>(job));
+    for (size_t i = 0; i < jobs.size(); i++) job_of.insert(job_of.end(), jobs[i].segments, static_cast<int>(i));
     const size_t own = static_cast<size_t>(kTogether) * (c.heads / c.kv_heads) * (c.head_dim + 2);
     w.partial.resize(std::max(w.partial.size(), own * units));
 }

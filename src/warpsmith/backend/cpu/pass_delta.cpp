@@ -68,7 +68,8 @@ void Pass::delta_mix(int thread, int index) {
         const int old = std::max(0, keep - n);
         std::memmove(conv, conv + static_cast<size_t>(keep - old) * c.channels(), old * c.channels() * sizeof(float));
         std::memcpy(conv + static_cast<size_t>(old) * c.channels(),
-                    w.qkv + static_cast<size_t>(n - (keep - old)) * c.channels(), (keep - old) * c.channels() * sizeof(float));
+                    w.qkv + static_cast<size_t>(n - (keep - old)) * c.channels(),
+                    (keep - old) * c.channels() * sizeof(float));
     }
 }
 
@@ -111,7 +112,8 @@ void Pass::delta_head(int thread, int index, const Part& sequence, int head) {
         };
         const int column = part * width;
         const auto step = [&](int i) {
-            return DeltaStep{dk, width, k + i * dk, q + i * dk, v + i * dv + column, decay[i], beta[i], out + i * dv + column};
+            const int at = i * dv + column;
+            return DeltaStep{dk, width, k + i * dk, q + i * dk, v + at, decay[i], beta[i], out + at};
         };
         if (in_place) {
             for (int i = 0; i < tree.n; i++) kernels.delta_step(committed, committed, step(i));
@@ -153,7 +155,8 @@ void Pass::commit(Model& model, Workspace& work, State& state, const int32_t* no
                     const float decay = inputs.decay(gates, stride), beta = inputs.beta(gates);
                     for (int part = 0; part < dv / width; part++) {
                         float* s = state.delta(index) + (static_cast<size_t>(head) * dv + part * width) * dk;
-                        kernels.delta_step(s, s, DeltaStep{dk, width, k, nullptr, v + part * width, decay, beta, nullptr});
+                        const DeltaStep step{dk, width, k, nullptr, v + part * width, decay, beta, nullptr};
+                        kernels.delta_step(s, s, step);
                     }
                 }
             });
@@ -171,9 +174,12 @@ void Pass::commit(Model& model, Workspace& work, State& state, const int32_t* no
             }
         } else {
             for (int i = 0; i < count; i++) {
+                const int node = nodes[i], at = state.length + i;
                 for (int head = 0; head < c.kv_heads; head++) {
-                    std::memcpy(state.key_row(index, head, state.length + i), state.pending_key(index, nodes[i], head), state.row_bytes(false));
-                    std::memcpy(state.value_row(index, head, state.length + i), state.pending_value(index, nodes[i], head), state.row_bytes(true));
+                    std::memcpy(state.key_row(index, head, at), state.pending_key(index, node, head),
+                                state.row_bytes(false));
+                    std::memcpy(state.value_row(index, head, at), state.pending_value(index, node, head),
+                                state.row_bytes(true));
                 }
             }
         }

@@ -24,11 +24,14 @@ from warpsmith.backend.base import (
     check_room,
     check_snapshot,
     check_tokens,
+    drafted,
     join_outputs,
     keep_drafted,
     output_from_logits,
     take_drafted,
+    walk,
 )
+from warpsmith.backend.candidates import candidates_needed, choose_among
 from warpsmith.backend.cuda.compiler import build, target
 from warpsmith.backend.cuda.drawing import UNDECIDED, Drawing
 from warpsmith.backend.cuda.driver import Buffer, Chip, Device, Event, Kernel, Pinned
@@ -232,6 +235,30 @@ class CudaBackend(Backend):
         if want.hidden:
             output.hidden = rows(self.hidden, one_after_another * hidden, hidden)
         return output
+
+    def verify(
+        self, state: State, tree: Tree, sampling: Sampling | None = None, history: Sequence[int] = ()
+    ) -> tuple[list[int], list[int]]:
+        count = None if sampling is None or sampling.greedy else candidates_needed(sampling, history, len(tree))
+        if sampling is None or count is None or count > min(MAX_TOP, self.config.vocab):
+            return super().verify(state, tree, sampling, history)
+        logits = drafted(state, tree).output.logits
+        assert isinstance(logits, CudaRows)
+        assert logits.buffer is self.logits
+        best = self._top.of(len(tree), count, int(logits.offsets[0, 0]))
+        assert best.top_ids is not None
+        assert best.top_logits is not None
+        assert best.logsumexp is not None
+        rows = list(zip(best.top_ids, best.top_logits, best.logsumexp.tolist(), strict=True))
+
+        def choose_at(node: int, text: list[int], position: int) -> int:
+            token = choose_among(*rows[node], sampling, text, position)
+            if token is None:
+                self.undecided += 1
+                token = choose(logits.row(node), sampling, text, position)
+            return token
+
+        return walk(tree, choose_at, history, state.length)
 
     def commit(self, state: State, path: Sequence[int]) -> None:
         assert isinstance(state, CudaState)
