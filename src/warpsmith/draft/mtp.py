@@ -1,8 +1,8 @@
-"""The model's own multi-token-prediction head as a draft: one small block that guesses the token after the next.
+"""The model's own multi-token-prediction head as a draft: one more layer that guesses the token after the next.
 
-A row of the block takes a token and the trunk's hidden of the position before it, and its own keys and values stay in
+A row of the head takes a token and the trunk's hidden of the position before it, and its own keys and values stay in
 the state. Its output feeds the next row, so it can run ahead of the trunk for several steps. Rows of tokens that were
-then not accepted are overwritten by the true ones. RoPE only sees distances, so the block's rows are counted from
+then not accepted are overwritten by the true ones. RoPE only sees distances, so the head's rows are counted from
 wherever it began to listen, which need not be the beginning of the text.
 """
 
@@ -26,14 +26,14 @@ from warpsmith.errors import BadRequest
 STEPS = 8  # rows run ahead, at most
 FAINT = 0.1  # a chain less likely than this is not worth another step, where nobody knows what it costs
 WIDTH = 8  # tokens considered at each depth
-LISTENS = 2048  # rows that may wait for the block; of a longer past only the end is heard
+LISTENS = 2048  # rows that may wait for the head; of a longer past only the end is heard
 
 
 @dataclass
 class MTPMemory:
-    """Where the block stands in a sequence; its keys and values are in the state."""
+    """Where the head stands in a sequence; its keys and values are in the state."""
 
-    rows: int = 0  # in the block's keys and values, counted from where it began to listen
+    rows: int = 0  # in the head's keys and values, counted from where it began to listen
     waiting: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # (tokens, the hidden before each)
     hidden: np.ndarray | None = None  # of the last committed token [1, hidden]
     position: int = 0  # of the next token
@@ -45,7 +45,7 @@ class MTPMemory:
 
 
 class MTP(Draft[MTPMemory]):
-    """Runs the block along the likeliest chain and makes a tree of what it believes at each depth."""
+    """Runs the head along the likeliest chain and makes a tree of what it believes at each depth."""
 
     name = "mtp"
     wants = Want(tokens="none", hidden=True)
@@ -77,7 +77,7 @@ class MTP(Draft[MTPMemory]):
     ) -> None:
         if position != memory.position:
             self.restore(memory, MTPMemory())
-        if hidden is None:  # a gap, which is left out: to the block it is as if these tokens had never been
+        if hidden is None:  # a gap, which is left out: to the head it is as if these tokens had never been
             memory.hidden, memory.position = None, position + len(tokens)
             return
         ids, rows = np.asarray(tokens, dtype=np.int32), hidden.numpy()
@@ -116,7 +116,7 @@ class MTP(Draft[MTPMemory]):
             log_probs.append(beliefs)
             likely += float(beliefs[0, 0])
             row += len(tokens)
-            # the block's row `row` stands for a position; a state has one for each position there is room for
+            # the head's row `row` stands for a position; a state has one for each position there is room for
             if len(ids) == steps or exp(likely) < self._faint(context.prices, len(ids)) or row >= state.context:
                 ids_by_depth, beliefs_by_depth = np.concatenate(ids), np.concatenate(log_probs)
                 return best_tree(context.root, ids_by_depth, beliefs_by_depth, self.nodes, prices=context.prices)
