@@ -81,13 +81,32 @@ def test_a_stream_that_is_dropped_gives_its_turn_away(llm: LLM) -> None:
     assert found == [answer(llm, PROMPTS[1])]
 
 
-def test_a_thread_takes_over_its_own_unfinished_turn(llm: LLM) -> None:
+def test_who_has_left_a_stream_unfinished_is_told_and_it_is_not_hurt(llm: LLM) -> None:
+    expected = answer(llm, PROMPTS[0])
+    stream = llm.stream(PROMPTS[0], max_tokens=12, stop_ids=[], temperature=0)
+    taken = list(next(stream).token_ids)
+    for request in (lambda: answer(llm, PROMPTS[1]), lambda: llm.score([1])):
+        with pytest.raises(BadRequest, match="last stream is not finished") as caught:
+            request()
+        assert "close" in caught.value.fix
+    assert taken + [token for chunk in stream for token in chunk.token_ids] == expected
     stream = llm.stream(PROMPTS[0], max_tokens=12, stop_ids=[])
     next(stream)
-    assert len(answer(llm, PROMPTS[1])) == 12, "nobody else could end the wait"
-    with pytest.raises(BadRequest, match="Another request has begun"):
-        next(stream)
-    assert len(answer(llm, PROMPTS[1])) == 12
+    stream.close()  # type: ignore[attr-defined]
+    assert answer(llm, PROMPTS[0]) == expected
+
+
+def test_a_stream_that_threads_hand_on_is_nobody_s_in_particular(llm: LLM) -> None:
+    """As servers do that run each step on any thread of a pool: who began it may begin another, which waits."""
+    first, second = (answer(llm, prompt) for prompt in PROMPTS[:2])
+    stream = llm.stream(PROMPTS[0], max_tokens=12, stop_ids=[], temperature=0)
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        taken = list(one.submit(next, stream).result().token_ids)
+        taken += other.submit(next, stream).result().token_ids
+        waits = one.submit(answer, llm, PROMPTS[1])
+        until(lambda: llm._turns.waiting == 1)
+        taken += [token for chunk in stream for token in chunk.token_ids]
+        assert (taken, waits.result()) == (first, second)
 
 
 def test_closing_ends_the_request_that_runs_and_those_that_wait(llm: LLM) -> None:

@@ -138,8 +138,8 @@ def load(
 class LLM:
     """A model that is ready to run. One request at a time; what two requests begin with in common is computed once.
 
-    Requests may come from any thread: they wait for each other, in order. A thread that begins one while it has left
-    another unfinished ends that other one. Closing the model ends the request that runs, and those that wait.
+    Requests may come from any thread: they wait for each other, in order. Who has left a stream unfinished finishes or
+    closes it before the next request. Closing the model ends the request that runs, and those that wait.
 
     Made by `load`. Also a context manager that gives the memory back at the end.
     """
@@ -241,11 +241,11 @@ class LLM:
         logits = np.empty((len(tokens), self.config.vocab), dtype=np.float32)
         turn = self._turns.take()
         try:
-            with self._turns.computing():
+            with self._turns.computing(turn):
                 state = backend.new_state(len(tokens))
             for start in range(0, len(tokens), SCORE_PIECE):
                 piece = tokens[start : start + SCORE_PIECE]
-                with self._turns.computing():
+                with self._turns.computing(turn):
                     output = backend.prefill(state, piece, Want(tokens="logits", every_row=True))
                     assert output.logits is not None
                     logits[start : start + len(piece)] = output.logits.numpy()
@@ -315,7 +315,7 @@ def _chunks(generation: Generation, text: Text, turns: Turns) -> Iterator[Chunk]
     try:
         with closing(iter(generation)) as runs:
             while generation.finish_reason is None:
-                with turns.computing():
+                with turns.computing(turn):
                     tokens = next(runs)
                 if generation.finish_reason is None:
                     yield Chunk(text.take(), tokens)

@@ -6,19 +6,26 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 from warpsmith.errors import BadRequest
 
 
 @dataclass(eq=False)
 class Turn:
-    thread: int  # whose request it is
+    """A request's place in the queue."""
+
+    thread: int = field(default_factory=threading.get_ident)  # that began it
+    moved: bool = False  # others have gone on with it since
+
+
+_begun: ContextVar[Turn | None] = ContextVar("warpsmith_turn", default=None)  # the last one that was begun here
 
 
 class Turns:
-    """One request at a time, in the order in which they came. A thread that begins another request while it has left
-    one unfinished takes its own turn over: nobody else could end its wait."""
+    """One request at a time, in the order in which they came. Who begins another request while its own last one is
+    unfinished would wait for ever, and is refused."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -29,17 +36,17 @@ class Turns:
 
     def take(self) -> Turn:
         """Wait for a turn; `give` it back whatever happens."""
-        turn = Turn(threading.get_ident())
+        turn = Turn()
         with self._changed:
-            if self._current is not None and self._current.thread == turn.thread:
-                self._current = None
-                self._waiting.appendleft(turn)
-            else:
-                self._waiting.append(turn)
+            before = self._current
+            if before is not None and before is _begun.get() and not before.moved:
+                raise BadRequest("The last stream is not finished.", "Finish or close it before the next request.")
+            self._waiting.append(turn)
             try:
                 self._changed.wait_for(lambda: self.closed or self._is_next(turn))
                 self.check()
                 self._current = turn
+                _begun.set(turn)
                 return turn
             finally:  # also when the wait is interrupted
                 self._waiting.remove(turn)
@@ -52,8 +59,9 @@ class Turns:
                 self._changed.notify_all()
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self, turn: Turn) -> Iterator[None]:
         """Around everything that uses the model, so that it is not taken away meanwhile."""
+        turn.moved = turn.moved or turn.thread != threading.get_ident()
         with self._computing:
             self.check()
             yield
