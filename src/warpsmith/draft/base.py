@@ -88,8 +88,9 @@ class Proposer(ABC):
         return None
 
     def observe(self, tokens: Sequence[int], position: int, features: Rows | None, hidden: Rows | None) -> None:
-        """`tokens` were committed at `position` onwards; a row of features and of hidden belongs to each token. Rows can
-        be read until the backend computes again: those that are to last are to be kept (`Rows.keep`)."""
+        """`tokens` were committed at `position` onwards; a row of features and of hidden belongs to each token.
+
+        Rows can be read until the backend computes again: of those that are to last, take `Rows.keep`."""
         return None
 
     def catch_up(self, state: State) -> None:
