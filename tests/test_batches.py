@@ -168,6 +168,9 @@ def test_what_a_forward_cannot_run_is_refused(name: str) -> None:
             on.forward(batch)
         assert a.drafted is None
     on.forward([(a, tree)])
+    with pytest.raises(BadRequest, match="do not fit"):
+        on.forward([(a, Tree.chain([3])), (on.new_state(1), tree)])
+    assert a.drafted is not None, "a refusal changes nothing"
     with pytest.raises(BadRequest, match="not the last"):
         on.verify(a, Tree.chain([1, 2]))
     with pytest.raises(BadRequest, match="not a path"):

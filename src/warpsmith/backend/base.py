@@ -290,7 +290,7 @@ def walk(
 
 
 def check_batch(backend: Backend, batch: Batch) -> None:
-    """Refuse what `forward` cannot run."""
+    """Refuse what `forward` cannot run. What was drafted on its states before is gone, even if it is broken off."""
     nodes = sum(len(tree) for _, tree in batch)
     if not 1 <= nodes <= backend.largest_tree:
         raise BadRequest(f"A forward pass takes 1 to {backend.largest_tree} nodes on this device, not {nodes}.")
@@ -299,6 +299,8 @@ def check_batch(backend: Backend, batch: Batch) -> None:
     for state, tree in batch:
         check_tokens(backend.config, tree.tokens)
         check_room(state, int(tree.depths().max()) + 1)
+    for state, _ in batch:
+        state.drafted = None
 
 
 def keep_drafted(batch: Batch, output: Output) -> Output:

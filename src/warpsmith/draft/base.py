@@ -103,7 +103,9 @@ class Proposer(ABC, Generic[Memory]):
         features: Rows | None,
         hidden: Rows | None,
     ) -> None:
-        """`tokens` were committed at `position` onwards; a row of features and of hidden belongs to each token."""
+        """`tokens` were committed at `position` onwards; a row of features and of hidden belongs to each token.
+
+        Rows can be read until the backend computes again: of those that are to last, take `Rows.keep`."""
         return None
 
     def catch_up(self, memory: Memory, state: State) -> None:

@@ -162,8 +162,11 @@ class CpuBackend(Backend):
     def forward(self, batch: Batch, want: Want = ARGMAX) -> Output:
         check_batch(self, batch)
         self._check_want(want)
-        states = [state.native for state, _ in batch if isinstance(state, CpuState)]
-        sizes = [len(tree) for _, tree in batch]
+        states, sizes = [], []
+        for state, tree in batch:
+            assert isinstance(state, CpuState)
+            states.append(state.native)
+            sizes.append(len(tree))
         tokens, parents = (np.concatenate([getattr(t, name) for _, t in batch]) for name in ("tokens", "parents"))
         output, every = self._output(want, len(tokens), len(tokens)), slice(0, len(tokens))
         self._engine.trees(states, sizes, tokens, parents, self._native_want(want, output, 0, every, every))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from statistics import median
@@ -12,7 +12,6 @@ import numpy as np
 
 from warpsmith.backend.base import (
     ARGMAX,
-    LOGITS,
     Backend,
     Batch,
     MemoryPart,
@@ -33,7 +32,7 @@ from warpsmith.backend.base import (
 )
 from warpsmith.backend.candidates import candidates_needed, choose_among
 from warpsmith.backend.cuda.compiler import build, target
-from warpsmith.backend.cuda.drawing import UNDECIDED, Drawing
+from warpsmith.backend.cuda.decoding import BURST, Decoder
 from warpsmith.backend.cuda.driver import Buffer, Chip, Device, Event, Kernel, Pinned
 from warpsmith.backend.cuda.exchange import NOT_YET
 from warpsmith.backend.cuda.layout import Layout, busy_sms
@@ -47,8 +46,6 @@ from warpsmith.backend.cuda.shape import (
     HEAD_DIM,
     LARGEST_HIDDEN,
     MAX_FEATURES,
-    MAX_STEPS,
-    MAX_STOPS,
     READ_AHEAD,
     SLOT_BYTES,
     STATE_DIM,
@@ -63,9 +60,7 @@ from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.errors import BadRequest, NoDevice
 from warpsmith.model.config import Config
 
-BURST = MAX_STEPS  # tokens a decoding launch makes before it comes back
 EVERY_STAGE = 1 << 30
-NOT_READY = 600  # what the driver answers while a kernel runs
 VARIANTS = (1, 8, 16, 24, 32, 64)  # nodes a build of the kernel takes
 
 
@@ -84,15 +79,6 @@ class CudaState(State):
         self.kept_delta = device.allocate(layout.delta_bytes)
         self.kept_history = device.allocate(layout.history_bytes)
         self.params = backend.params_for(self)  # the same for every launch
-
-
-class _Burst:
-    """A launch that decodes. `ring` holds how many ids there are so far, then the ids: the backend's own ring, until
-    another launch needs that and leaves a copy."""
-
-    def __init__(self, ring: np.ndarray) -> None:
-        self.ring = ring
-        self.logits: np.ndarray | None = None  # at the last token, if the ring was taken and the device did not decide
 
 
 class CudaBackend(Backend):
@@ -149,9 +135,8 @@ class CudaBackend(Backend):
         marks = int(str(self.options.get("PROFILE", 0)))  # a profiling build keeps that many clocks an SM
         self.profile = self.device.zeros(layout.sms * marks * 8)
         self._top = Top(self.device, top_image.result(), self.logits)
-        self._drawing = Drawing(self.device, layout, self.context)
+        self._decoder = Decoder(self)
         self.undecided = 0  # sampled tokens that the device left to the host
-        self._burst: _Burst | None = None  # the one that the ring belongs to
         self._launches = 0  # so far: rows of an output are overwritten by the next
         self._weight_types = " ".join(sorted(set(stored.values())))
 
@@ -206,7 +191,7 @@ class CudaBackend(Backend):
         row = 0
         for state, tree in batch:
             assert isinstance(state, CudaState)
-            self._launch(state, tree, want, row=row)
+            self.launch(state, tree, want, row=row)
             row += len(tree)
         return keep_drafted(batch, self._output([len(tree) for _, tree in batch], want))
 
@@ -280,86 +265,10 @@ class CudaBackend(Backend):
     ) -> Generator[int]:
         assert isinstance(state, CudaState)
         check_tokens(self.config, np.array([token]))
-        sampling, text = None if sampling is None or sampling.greedy else sampling, list(history)
-        if len(stop) > MAX_STOPS or (sampling is not None and not self._drawing.takes(sampling, text)):
-            yield from super().decode(state, token, count, stop, sampling, text)
-            return
-        state.drafted = None
-        while count > 0:
-            steps = min(count, BURST)
-            check_room(state, steps)
-            for running, kept in _recurrent(state):
-                kept.copy_from(running)
-            tokens: list[int] = []
-            burst = self._start(state, token, steps, stop, sampling, text)
-            try:
-                for following in self._follow(burst, state, sampling, text):
-                    tokens.append(following)
-                    yield following
-            finally:
-                self.device.synchronize()
-                if len(tokens) < burst.ring[0]:  # it ran ahead of who listens: go back, and run only that far
-                    for running, kept in _recurrent(state):
-                        running.copy_from(kept)
-                    if tokens:
-                        self._start(state, token, len(tokens), frozenset(), sampling, text)
-                        self.device.synchronize()
-                state.length += len(tokens)
-            if tokens[-1] in stop:
-                return
-            token = tokens[-1]
-            text += tokens
-            count -= len(tokens)
-
-    def _follow(self, burst: _Burst, state: CudaState, sampling: Sampling | None, text: list[int]) -> Iterator[int]:
-        """Ids as the device writes them. It ends early where one is left to the host."""
-        seen, running = 0, True
-        while running:
-            running = self._burst is burst and int(self.device.cu.cuStreamQuery(0)[0]) == NOT_READY
-            if not running:
-                self.device.synchronize()
-            while seen < burst.ring[0]:
-                seen += 1
-                following = int(burst.ring[seen])
-                if following == UNDECIDED:
-                    assert sampling is not None
-                    self.undecided += 1
-                    logits = self._first_logits() if burst.logits is None else burst.logits
-                    past = [*text, *burst.ring[1:seen].tolist()]
-                    following = choose(logits, sampling, past, state.length + seen)
-                yield following
-
-    def _start(
-        self,
-        state: CudaState,
-        token: int,
-        steps: int,
-        stop: frozenset[int],
-        sampling: Sampling | None,
-        text: list[int],
-    ) -> _Burst:
-        """Queue a launch that decodes."""
-        draw, want = None, ARGMAX
-        self._free_ring()
-        if sampling is not None:
-            draw = self._drawing.request(sampling, text, steps)
-            want = LOGITS if sampling.temperature > 0 else ARGMAX  # kept for tokens that it leaves to us
-        self.ring.array[0] = 0
-        self._launch(state, Tree.chain([token]), want, steps=steps, stop=sorted(stop), draw=draw)
-        self._burst = _Burst(self.ring.array)
-        return self._burst
-
-    def _free_ring(self) -> None:
-        """Before another launch: let one that decodes come to its end, and leave it what it wrote."""
-        burst, self._burst = self._burst, None
-        if burst is not None:
-            self.device.synchronize()
-            burst.ring = self.ring.array.copy()
-            if burst.ring[burst.ring[0]] == UNDECIDED:
-                burst.logits = self._first_logits()
-
-    def _first_logits(self) -> np.ndarray:
-        return self.logits.read(np.float32, (self.config.vocab,))
+        if self._decoder.takes(stop, sampling, history):
+            yield from self._decoder.run(state, token, count, stop, sampling, history)
+        else:
+            yield from super().decode(state, token, count, stop, sampling, history)
 
     def snapshot(self, state: State) -> Snapshot:
         assert isinstance(state, CudaState)
@@ -388,7 +297,7 @@ class CudaBackend(Backend):
     def trace(self, state: State, tree: Tree, stop_after: str) -> dict[str, np.ndarray]:
         """The exchanged buffers after a stage of the plan (`delta_mix.3`), to compare with the reference's."""
         assert isinstance(state, CudaState)
-        self._launch(state, tree, ARGMAX, stop_after=stage_number(self.config, stop_after))
+        self.launch(state, tree, ARGMAX, stop_after=stage_number(self.config, stop_after))
         state.drafted = None
         self.device.synchronize()
         self._reset_parts()  # a pass that stops inside a layer may leave some behind
@@ -449,7 +358,7 @@ class CudaBackend(Backend):
         pointers |= {name: at(buffer) for name, buffer in state.pending.items()}
         return Params(context=state.context, **pointers)
 
-    def _launch(
+    def launch(
         self,
         state: CudaState,
         tree: Tree,
@@ -461,7 +370,7 @@ class CudaBackend(Backend):
         row: int = 0,
     ) -> None:
         """Queue a pass whose first node's outputs are row number `row` of all that is computed together."""
-        self._free_ring()
+        self._decoder.let_go_of_ring()
         self._launches += 1
         params, c = state.params, self.config
         if row:
@@ -506,8 +415,3 @@ def check_shape(config: Config) -> None:
     fits = fits and c.hidden <= LARGEST_HIDDEN and 128 % c.kv_heads == 0 and 128 // c.kv_heads >= 32
     if not fits:
         raise NoDevice("The CUDA kernels do not take this model's shape.", "Use --device cpu.")
-
-
-def _recurrent(state: CudaState) -> list[tuple[Buffer, Buffer]]:
-    """What decoding overwrites, and where its last known good copy is kept. Keys and values only grow."""
-    return [(state.delta, state.kept_delta), (state.history, state.kept_history)]
