@@ -16,6 +16,7 @@ from warpsmith.backend.sampling import Sampling, choose, penalise, uniform
 from warpsmith.cli.options import sampler_arguments, sampler_keywords
 from warpsmith.engine.request import SAMPLING, Options, check_sampling, sampling_for
 from warpsmith.errors import BadRequest
+from warpsmith.model.chat import declared_sampling
 
 
 def slow_distribution(logits: np.ndarray, sampling: Sampling, history: list[int]) -> dict[int, float]:
@@ -245,7 +246,8 @@ def test_the_uniform_numbers_are_fixed_for_ever() -> None:
         ({"top_k": 2.5}, "top_k"),
         ({"top_p": 1.5}, "top_p"),
         ({"min_p": -0.1}, "min_p"),
-        ({"repeat_penalty": 0}, "repeat_penalty"),
+        ({"repeat_penalty": 0}, "repeat_penalty is 0, and must be positive"),
+        ({"repeat_penalty": -1e-300}, "repeat_penalty"),
         ({"repeat_last_n": -2}, "repeat_last_n"),
         ({"presence_penalty": float("inf")}, "presence_penalty"),
         ({"seed": -1}, "seed"),
@@ -277,6 +279,8 @@ def test_there_is_one_list_of_parameters() -> None:
     parser = argparse.ArgumentParser()
     sampler_arguments(parser.add_argument_group())
     assert names | {"logit_bias"} == set(vars(parser.parse_args([])))
+    declared = {name for name in Options.__annotations__ if declared_sampling({f"general.sampling.{name}": 1.0})}
+    assert {p.name for p in SAMPLING if p.declared} == declared | {"temperature"}
     for parameter in SAMPLING:
         given = parser.parse_args([parameter.flag, "7"])
         assert sampler_keywords(given) == {parameter.name: parameter.kind(7)}

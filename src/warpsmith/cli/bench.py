@@ -41,7 +41,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", choices=("md", "json", "jsonl", "csv"), default="md", help="how to print (default: md)"
     )
-    sampler_arguments(parser.add_argument_group("sampling", "Naming one of these also times sampled generation."))
+    sampling = parser.add_argument_group("sampling", "Naming one of these also times sampled generation.")
+    sampler_arguments(sampling, defaults=False)
     model_arguments(parser)
     kinds = parser.add_subparsers(dest="kind", metavar="KIND")
     help = "speculation against plain decoding on given prompts"

@@ -72,10 +72,11 @@ def sampling_arguments(parser: argparse.ArgumentParser, predict: int) -> None:
     )
 
 
-def sampler_arguments(group: argparse._ArgumentGroup) -> None:
-    """How the next token is chosen."""
+def sampler_arguments(group: argparse._ArgumentGroup, defaults: bool = True) -> None:
+    """How the next token is chosen. `defaults`: what is left out is as the list says; otherwise it is off."""
     for p in SAMPLING:
-        group.add_argument(p.flag, dest=p.name, type=p.kind, metavar="N" if p.kind is int else "X", help=p.help)
+        metavar, help = "N" if p.kind is int else "X", f"{p.help} (default: {p.usual})" if defaults else p.help
+        group.add_argument(p.flag, dest=p.name, type=p.kind, metavar=metavar, help=help)
     group.add_argument("--logit-bias", action="append", type=_bias, metavar="ID(+|-)X", help="add X to a token's logit")
 
 

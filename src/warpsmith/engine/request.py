@@ -27,41 +27,52 @@ class Parameter:
     help: str
     low: float = -inf
     high: float = inf
+    positive: bool = False
     neutral: str = ""  # which value does nothing, in a sentence
+    declared: bool = False  # a model's file may have another default
     short: str | None = None  # llama.cpp's name of the flag, where it is another
 
     @property
     def flag(self) -> str:
         return "--" + (self.short or self.name).replace("_", "-")
 
+    @property
+    def usual(self) -> str:
+        """Its default, in words."""
+        value = "drawn" if self.default is None else f"{self.default:g}"
+        return f"the model's, else {value}" if self.declared else value
+
     def check(self, value: object) -> None:
         kind = "a whole number" if self.kind is int else "a finite number"
         number = isinstance(value, Integral if self.kind is int else Real) and not isinstance(value, bool)
         if not number or not isfinite(value):  # type: ignore[arg-type]
             raise BadRequest(f"{self.name} must be {kind}, not {value!r}.", "Leave it out for its default.")
+        fix = self.neutral or "Leave it out for its default."
+        if self.positive and value <= 0:  # type: ignore[operator]
+            raise BadRequest(f"{self.name} is {value}, and must be positive.", fix)
         if not self.low <= value <= self.high:  # type: ignore[operator]
             low, high = (f"{bound:g}" if abs(bound) < 1 << 32 else "2**64 - 1" for bound in (self.low, self.high))
             bounds = f"below {low}" if self.high == inf else f"outside [{low}, {high}]"
-            raise BadRequest(f"{self.name} is {value}, {bounds}.", self.neutral or "Leave it out for its default.")
+            raise BadRequest(f"{self.name} is {value}, {bounds}.", fix)
 
 
 SAMPLING = (
-    Parameter("temperature", float, 0.0, "how far to stray from the likeliest token; 0 is greedy", short="temp"),
-    Parameter("top_k", int, 20, "keep the K likeliest tokens; 0 is all", low=0, neutral="0 turns it off."),
-    Parameter("top_p", float, 0.95, "keep the likeliest that sum to P", 0, 1, "1 turns it off."),
-    Parameter(
-        "min_p", float, 0.0, "keep those at least P times as likely as the likeliest", 0, 1, "0 turns it off."
-    ),
-    Parameter("seed", int, None, "makes sampling repeatable", 0, 2**64 - 1, "Choose a seed in that range."),
-    Parameter(
-        "repeat_penalty", float, 1.0, "divide logits of recent tokens; 1 is off", 2.0**-64, neutral="1 turns it off."
-    ),
+    Parameter("temperature", float, 0.0, "how far to stray from the likeliest token; 0 is greedy",
+              short="temp", declared=True),
+    Parameter("top_k", int, 20, "keep the N likeliest tokens; 0 is all",
+              low=0, neutral="0 turns it off.", declared=True),
+    Parameter("top_p", float, 0.95, "keep the likeliest that sum to X",
+              low=0, high=1, neutral="1 turns it off.", declared=True),
+    Parameter("min_p", float, 0.0, "keep those at least X times as likely as the likeliest",
+              low=0, high=1, neutral="0 turns it off.", declared=True),
+    Parameter("seed", int, None, "makes sampling repeatable",
+              low=0, high=2**64 - 1, neutral="Choose a seed in that range."),
+    Parameter("repeat_penalty", float, 1.0, "divide logits of recent tokens; 1 is off",
+              positive=True, neutral="1 turns it off."),
     Parameter("presence_penalty", float, 0.0, "subtract from logits of recent tokens"),
     Parameter("frequency_penalty", float, 0.0, "subtract for each recent use"),
-    Parameter(
-        "repeat_last_n", int, 64, "tokens that count as recent; -1 is all", low=-1,
-        neutral="-1 looks at all tokens, 0 turns penalties off.",
-    ),
+    Parameter("repeat_last_n", int, 64, "tokens that count as recent; -1 is all",
+              low=-1, neutral="-1 looks at all tokens, 0 turns penalties off."),
 )  # fmt: skip
 
 
