@@ -21,13 +21,13 @@ from warpsmith.backend.cuda.layout import Layout, stream_type
 from warpsmith.backend.cuda.memory import check_fit, memory_parts
 from warpsmith.backend.cuda.profiles import choose, load_profiles, parse
 from warpsmith.backend.cuda.shape import STREAM_TYPES, chunks_of
+from warpsmith.backend.devices import Driver
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.checkpoint.canonical import open_checkpoint
 from warpsmith.cli import doctor
 from warpsmith.draft.budget import Budgeted
 from warpsmith.draft.select import make_proposer
 from warpsmith.errors import BadFile, BadRequest, DoesNotFit, NoDevice
-from warpsmith.measure import machine
 from warpsmith.model.config import SIZES
 from warpsmith.model.synthetic import tiny_model
 from warpsmith.model.weights import expected_shapes, read_config
@@ -122,7 +122,8 @@ def test_doctor_tells_the_profile_and_whether_it_was_measured(
 ) -> None:
     facts = {"compute_capability": "9.0", "multiprocessors": 132, "memory": 150 << 30}
     names = ("NVIDIA H200", "NVIDIA H100 PCIe")
-    monkeypatch.setattr(machine, "gpus", lambda: ([facts | {"name": name} for name in names], "driver for CUDA 13.0"))
+    found = [facts | {"name": name} for name in names]
+    monkeypatch.setattr(doctor, "gpus", lambda: (found, Driver("driver for CUDA 13.0")))
     assert doctor.main(SimpleNamespace(json=False)) == 0  # type: ignore[arg-type]
     page = capsys.readouterr().out
     assert "NVIDIA H200: compute capability 9.0, 132 SMs, 150.00 GiB; profile h200, measured on this chip" in page
