@@ -197,3 +197,15 @@ def test_sequences_interleave(pair) -> None:
 def test_a_sampled_tree_is_verified_without_its_logits(pair, monkeypatch: pytest.MonkeyPatch) -> None:
     check_verified(pair[0], Sampling(temperature=0.9, top_k=20, presence_penalty=0.5, seed=7), 0, monkeypatch)
     check_verified(pair[0], Sampling(temperature=0.5, seed=9), 3, monkeypatch)
+
+
+def test_memory_is_given_back_with_the_backend_and_its_states() -> None:
+    small = dataclasses.replace(load_profiles()["h200"], largest_tree=1)
+    with emulated_gpu(3, (1,)) as driver:
+        backend = CudaBackend(SHAPE, tensors_of(SHAPE), profile=small)
+        state = backend.new_state(16)
+        list(backend.decode(state, 3, 2))
+        output = backend.forward([(state, Tree.chain([5]))], LOGITS)
+        assert driver.memory
+        del backend, state, output
+        assert not driver.memory

@@ -196,7 +196,7 @@ class Driver:
 
 
 @contextmanager
-def emulated_gpu(sms: int, variants: tuple[int, ...]) -> Iterator[None]:
+def emulated_gpu(sms: int, variants: tuple[int, ...]) -> Iterator[Driver]:
     """A machine with a GPU of so many SMs; the kernel is built for trees of these sizes."""
     driver = Driver(sms)
     with (
@@ -205,4 +205,4 @@ def emulated_gpu(sms: int, variants: tuple[int, ...]) -> Iterator[None]:
         mock.patch("warpsmith.backend.cuda.backend.VARIANTS", variants),
         mock.patch("warpsmith.backend.cuda.backend.target", return_value="sm_90a"),
     ):
-        yield
+        yield driver

@@ -33,6 +33,7 @@ from warpsmith.backend.base import (
 from warpsmith.backend.candidates import candidates_needed, choose_among
 from warpsmith.backend.cuda.compiler import build, target
 from warpsmith.backend.cuda.decoding import BURST, Decoder
+from warpsmith.backend.cuda.drawing import Drawing
 from warpsmith.backend.cuda.driver import Buffer, Chip, Device, Event, Kernel, Pinned
 from warpsmith.backend.cuda.exchange import NOT_YET
 from warpsmith.backend.cuda.layout import Layout, busy_sms
@@ -135,7 +136,8 @@ class CudaBackend(Backend):
         marks = int(str(self.options.get("PROFILE", 0)))  # a profiling build keeps that many clocks an SM
         self.profile = self.device.zeros(layout.sms * marks * 8)
         self._top = Top(self.device, top_image.result(), self.logits)
-        self._decoder = Decoder(self)
+        drawing = Drawing(self.device, layout, self.context)
+        self._decoder = Decoder(self.device, drawing, self.ring, self.logits, config.vocab)
         self.undecided = 0  # sampled tokens that the device left to the host
         self._launches = 0  # so far: rows of an output are overwritten by the next
         self._weight_types = " ".join(sorted(set(stored.values())))
@@ -266,7 +268,7 @@ class CudaBackend(Backend):
         assert isinstance(state, CudaState)
         check_tokens(self.config, np.array([token]))
         if self._decoder.takes(stop, sampling, history):
-            yield from self._decoder.run(state, token, count, stop, sampling, history)
+            yield from self._decoder.run(self, state, token, count, stop, sampling, history)
         else:
             yield from super().decode(state, token, count, stop, sampling, history)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from warpsmith.backend.base import ARGMAX, LOGITS, check_room
 from warpsmith.backend.cuda.drawing import UNDECIDED, Drawing
-from warpsmith.backend.cuda.driver import Buffer
+from warpsmith.backend.cuda.driver import Buffer, Device, Pinned
 from warpsmith.backend.cuda.shape import MAX_STEPS, MAX_STOPS
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import Tree
@@ -31,11 +31,13 @@ class _Burst:
 
 
 class Decoder:
-    """Decodes a backend's sequences. Several may be decoding at a time: their launches come one after another."""
+    """Decodes a backend's sequences. Several may be decoding at a time: their launches come one after another.
 
-    def __init__(self, backend: CudaBackend) -> None:
-        self.backend = backend
-        self._drawing = Drawing(backend.device, backend.layout, backend.context)
+    It is part of the backend, so it is lent it call by call and keeps no reference: memory is given back at once."""
+
+    def __init__(self, device: Device, drawing: Drawing, ring: Pinned, logits: Buffer, vocab: int) -> None:
+        self._device, self._drawing, self._ring = device, drawing, ring
+        self._logits, self._vocab = logits, vocab
         self._burst: _Burst | None = None  # the one that the ring belongs to
 
     def takes(self, stop: frozenset[int], sampling: Sampling | None, history: Sequence[int]) -> bool:
@@ -46,6 +48,7 @@ class Decoder:
 
     def run(
         self,
+        backend: CudaBackend,
         state: CudaState,
         token: int,
         count: int,
@@ -62,19 +65,19 @@ class Decoder:
             for running, kept in _recurrent(state):
                 kept.copy_from(running)
             tokens: list[int] = []
-            burst = self._start(state, token, steps, stop, sampling, text)
+            burst = self._start(backend, state, token, steps, stop, sampling, text)
             try:
-                for following in self._follow(burst, state, sampling, text):
+                for following in self._follow(backend, burst, state, sampling, text):
                     tokens.append(following)
                     yield following
             finally:
-                self.backend.device.synchronize()
+                self._device.synchronize()
                 if len(tokens) < burst.ring[0]:  # it ran ahead of who listens: go back, and run only that far
                     for running, kept in _recurrent(state):
                         running.copy_from(kept)
                     if tokens:
-                        self._start(state, token, len(tokens), frozenset(), sampling, text)
-                        self.backend.device.synchronize()
+                        self._start(backend, state, token, len(tokens), frozenset(), sampling, text)
+                        self._device.synchronize()
                 state.length += len(tokens)
             if tokens[-1] in stop:
                 return
@@ -86,13 +89,14 @@ class Decoder:
         """Before another launch: let one that decodes come to its end, and leave it what it wrote."""
         burst, self._burst = self._burst, None
         if burst is not None:
-            self.backend.device.synchronize()
-            burst.ring = self.backend.ring.array.copy()
+            self._device.synchronize()
+            burst.ring = self._ring.array.copy()
             if burst.ring[burst.ring[0]] == UNDECIDED:
                 burst.logits = self._first_logits()
 
     def _start(
         self,
+        backend: CudaBackend,
         state: CudaState,
         token: int,
         steps: int,
@@ -106,15 +110,16 @@ class Decoder:
         if sampling is not None:
             draw = self._drawing.request(sampling, text, steps)
             want = LOGITS if sampling.temperature > 0 else ARGMAX  # kept for tokens that it leaves to us
-        ring = self.backend.ring.array
-        ring[0] = 0
-        self.backend.launch(state, Tree.chain([token]), want, steps=steps, stop=sorted(stop), draw=draw)
-        self._burst = _Burst(ring)
+        self._ring.array[0] = 0
+        backend.launch(state, Tree.chain([token]), want, steps=steps, stop=sorted(stop), draw=draw)
+        self._burst = _Burst(self._ring.array)
         return self._burst
 
-    def _follow(self, burst: _Burst, state: CudaState, sampling: Sampling | None, text: list[int]) -> Iterator[int]:
+    def _follow(
+        self, backend: CudaBackend, burst: _Burst, state: CudaState, sampling: Sampling | None, text: list[int]
+    ) -> Iterator[int]:
         """Ids as the device writes them. It ends early where one is left to the host."""
-        device, seen, running = self.backend.device, 0, True
+        device, seen, running = self._device, 0, True
         while running:
             running = self._burst is burst and int(device.cu.cuStreamQuery(0)[0]) == NOT_READY
             if not running:
@@ -124,14 +129,14 @@ class Decoder:
                 following = int(burst.ring[seen])
                 if following == UNDECIDED:
                     assert sampling is not None
-                    self.backend.undecided += 1
+                    backend.undecided += 1
                     logits = self._first_logits() if burst.logits is None else burst.logits
                     past = [*text, *burst.ring[1:seen].tolist()]
                     following = choose(logits, sampling, past, state.length + seen)
                 yield following
 
     def _first_logits(self) -> np.ndarray:
-        return self.backend.logits.read(np.float32, (self.backend.config.vocab,))
+        return self._logits.read(np.float32, (self._vocab,))
 
 
 def _recurrent(state: CudaState) -> list[tuple[Buffer, Buffer]]:
