@@ -154,6 +154,16 @@ def test_older_chips_get_neither_bulk_copies_nor_clusters() -> None:
     assert b"cluster" not in ptx
 
 
+def test_nothing_is_contracted_that_is_not_written_so() -> None:
+    """Builds for trees of different sizes must agree to the bit. What a compiler may contract has no rounding mode."""
+    for source, nodes in (("forward.cu", 1), ("forward.cu", 8), ("commit.cu", 1)):
+        constants = constants_for(load_profiles()["h200"], nodes)
+        ptx = compile_source(sources()[source], source, "compute_90a", constants)[0].decode()
+        operations = set(re.findall(r"\b(?:add|sub|mul|fma)(?:\.\w+)*\.f(?:32|64)\b", ptx))
+        assert "fma.rn.f32" in operations
+        assert all(".rn." in operation for operation in operations), operations
+
+
 def test_compiling_changes_nothing_else() -> None:
     """NVRTC writes its log into memory we give it; an empty log is one byte, and Python has one object for each."""
     compile_source(sources()["stream.cu"], "stream.cu", "sm_90", {})

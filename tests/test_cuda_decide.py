@@ -30,9 +30,6 @@ PROGRAM = """
 #define __device__
 #define __forceinline__ inline
 struct int2 { int x, y; };
-static float __fdiv_rn(float a, float b) { return a / b; }
-static float __fmul_rn(float a, float b) { return a * b; }
-static float __fsub_rn(float a, float b) { return a - b; }
 #include "decide.cuh"
 extern "C" int draw_size() { return sizeof(Draw); }
 extern "C" double uniform_of(const Draw* d, int position) { return uniform_at(*d, position); }

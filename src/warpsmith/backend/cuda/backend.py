@@ -416,7 +416,7 @@ def check_shape(config: Config) -> None:
     """The kernels are written for the family's own head shapes."""
     c = config
     fits = c.head_dim == HEAD_DIM and c.rotary_dim == 64 and c.key_head_dim == c.value_head_dim == STATE_DIM
-    fits = fits and c.conv_kernel == 4 and c.hidden % 8 == 0 and c.ffn % 4 == 0 and c.layers <= 64
+    fits = fits and c.conv_kernel == 4 and c.hidden % 8 == 0 and c.ffn % 4 == 0 and c.layers <= 128
     fits = fits and c.hidden <= LARGEST_HIDDEN and 128 % c.kv_heads == 0 and 128 // c.kv_heads >= 32
     if not fits:
         raise NoDevice("The CUDA kernels do not take this model's shape.", "Use --device cpu.")

@@ -84,7 +84,8 @@ def _readable(ptx: bytes) -> bytes:
 
 def _flags(architecture: str, constants: Mapping[str, Any], options: tuple[str, ...]) -> list[str]:
     defined = [f"-D{name}={value}" for name, value in sorted(constants.items())]
-    return [f"-arch={architecture}", "-std=c++17", "-lineinfo", *options, *defined]
+    # No contraction: builds for different trees must agree to the bit, so fmaf is written where it is meant.
+    return [f"-arch={architecture}", "-std=c++17", "-lineinfo", "-fmad=false", *options, *defined]
 
 
 def _nvrtc() -> Any:

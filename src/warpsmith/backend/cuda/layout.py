@@ -308,7 +308,8 @@ class Layout:
         mask = sum(1 << i for i, recurrent in enumerate(c.recurrent) if recurrent)
         *layers, head = [str(STREAM_TYPES.index(part.type)) for _, part in self.parts]
         return {
-            "HIDDEN": c.hidden, "FFN": c.ffn, "VOCAB": c.vocab, "LAYERS": c.layers, "RECURRENT_MASK": f"{mask:#x}ull",
+            "HIDDEN": c.hidden, "FFN": c.ffn, "VOCAB": c.vocab, "LAYERS": c.layers, 
+            "RECURRENT_LOW": f"{mask % 2**64:#x}ull", "RECURRENT_HIGH": f"{mask >> 64:#x}ull",
             "HEADS": c.heads, "KV_HEADS": c.kv_heads, "KEY_HEADS": c.key_heads, "VALUE_HEADS": c.value_heads,
             "EPS": f"{c.eps!r}f", "SMS": self.sms, "LAYER_TYPES": f'"{"".join(layers)}"', "HEAD_TYPE": head,
             "TIED": int(c.tied), "EMBEDDING_TYPE": STREAM_TYPES.index(self.embedding_type),

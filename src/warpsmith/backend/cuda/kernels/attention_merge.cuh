@@ -55,7 +55,7 @@ __device__ __forceinline__ void attention_merge(Block& b) {
         peak = warp_max(peak);
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            const float mine = __fmul_rn(power_of_2(__uint_as_float(stats[i].x) - peak), __uint_as_float(stats[i].y));  // never fused
+            const float mine = power_of_2(__uint_as_float(stats[i].x) - peak) * __uint_as_float(stats[i].y);
             share[i] = i * 32 + b.lane < splits ? mine : 0.0f;
             weight += share[i];
         }

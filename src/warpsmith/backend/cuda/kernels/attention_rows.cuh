@@ -41,19 +41,19 @@ __device__ __forceinline__ uint4 make_row(const Block& b, int node, int row, con
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const float4 l = rope_low[i], h = rope_high[i];
-            cosine[2 * i] = l.x * h.x - l.y * h.y, sine[2 * i] = l.y * h.x + l.x * h.y;
-            cosine[2 * i + 1] = l.z * h.z - l.w * h.w, sine[2 * i + 1] = l.w * h.z + l.z * h.w;
+            cosine[2 * i] = fmaf(l.x, h.x, -(l.y * h.y)), sine[2 * i] = fmaf(l.y, h.x, l.x * h.y);
+            cosine[2 * i + 1] = fmaf(l.z, h.z, -(l.w * h.w)), sine[2 * i + 1] = fmaf(l.w, h.z, l.z * h.w);
         }
         float square = 0.0f;
 #pragma unroll
         for (int j = 0; j < 8; j++) square = fmaf(v[j], v[j], square);
-        const float scale = inverse_root(warp_sum(square) / HEAD_DIM + EPS);
+        const float scale = inverse_root(fmaf(warp_sum(square), 1.0f / HEAD_DIM, EPS));
         v[0] *= scale * w0.x, v[1] *= scale * w0.y, v[2] *= scale * w0.z, v[3] *= scale * w0.w;
         v[4] *= scale * w1.x, v[5] *= scale * w1.y, v[6] *= scale * w1.z, v[7] *= scale * w1.w;
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             const float other = __shfl_xor_sync(~0u, v[j], 4);
-            if (b.lane < 8) v[j] = b.lane < 4 ? v[j] * cosine[j] - other * sine[j] : v[j] * cosine[j] + other * sine[j];
+            if (b.lane < 8) v[j] = fmaf(v[j], cosine[j], b.lane < 4 ? -(other * sine[j]) : other * sine[j]);
             if (is_query) v[j] *= ATTENTION_SCALE;
         }
     }

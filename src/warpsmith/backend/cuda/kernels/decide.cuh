@@ -44,9 +44,9 @@ __device__ __forceinline__ double uniform_at(const Draw& d, int position) {
 
 // A logit whose token is in the window `count` times. Each operation rounds by itself, as numpy's do.
 __device__ __forceinline__ float penalised(const Draw& d, float logit, int count) {
-    logit = logit > 0 ? __fdiv_rn(logit, d.repeat) : __fmul_rn(logit, d.repeat);
-    logit = __fsub_rn(logit, __fmul_rn((float)count, d.frequency));
-    return __fsub_rn(logit, d.presence);
+    logit = logit > 0 ? logit / d.repeat : logit * d.repeat;
+    logit = logit - (float)count * d.frequency;
+    return logit - d.presence;
 }
 
 __device__ __forceinline__ bool uses_min_p(const Draw& d) { return d.log_min_p <= 0; }

@@ -87,7 +87,7 @@ __device__ __forceinline__ void delta_one(Block& b, int index, int block, const 
     const Outcome made(sum[0], sum[2], __uint_as_float(v), f, __uint_as_float(beta), rk, rq, sum[4] * rq * rk);
     const float write = made.write * rk;
     float* outs = b.scratch + MIX_AT;
-    if (part == 0) outs[column] = made.out * weight * __uint_as_float(z), outs[COLUMNS + column] = __fmul_rn(made.out, made.out);
+    if (part == 0) outs[column] = made.out * weight * __uint_as_float(z), outs[COLUMNS + column] = made.out * made.out;
     b.mark();
     b.sync();
     b.mark();
@@ -226,7 +226,7 @@ __device__ __forceinline__ void publish_nodes(const Block& b, int index, int blo
     const float2 out = *(const float2*)(made + OUT_ROW), z = *(const float2*)(made + Z_ROW);
     const float2 write = *(const float2*)(made + WRITE_ROW);
     const u32 pair = pack_bf16(out.x * weight.x * z.x, out.y * weight.y * z.y), after = __shfl_down_sync(~0u, pair, 1);
-    float square = __fmul_rn(out.x, out.x) + __fmul_rn(out.y, out.y);  // not fused: one node's are not
+    float square = out.x * out.x + out.y * out.y;  // not fused: one node's are not
 #pragma unroll
     for (int step = 1; step < 8; step *= 2) square += __shfl_xor_sync(~0u, square, step);
     if (live && mine % 2 == 0)

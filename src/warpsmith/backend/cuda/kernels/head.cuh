@@ -19,7 +19,7 @@ __device__ __forceinline__ void penalise_own(Block& b) {
     for (int i = threadIdx.x; i < d.biased; i += CONSUMERS) {
         const int2 bias = __ldg(d.biases + i);
         const int at = bias.x - first;
-        if (at >= 0 && at < count) c.own[at] = __fadd_rn(c.own[at], __int_as_float(bias.y));
+        if (at >= 0 && at < count) c.own[at] = c.own[at] + __int_as_float(bias.y);
     }
     if (d.last_n != 0) {
 #pragma unroll 1

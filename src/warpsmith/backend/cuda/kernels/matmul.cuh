@@ -119,7 +119,7 @@ __device__ __forceinline__ float inverse_rms(const Block& b, int token) {
     const float4* at = (const float4*)b.s.squares[b.turn(NORM_TURN)][token];
     const float4 low = at[0], high = at[1];
     const float sum = ((low.x + low.y) + (low.z + low.w)) + ((high.x + high.y) + (high.z + high.w));
-    return inverse_root(sum / HIDDEN + EPS);
+    return inverse_root(fmaf(sum, 1.0f / HIDDEN, EPS));
 }
 
 // The sum over the warps' shares: PARTS of them, `stride` floats apart.

@@ -34,7 +34,7 @@ struct HeadScales {
             const float4 v = floats(got[i]);
             float sum = (v.x + v.y) + (v.z + v.w);
             sum += __shfl_xor_sync(~0u, sum, 1);
-            inverse[i] = scaled ? inverse_root(sum / STATE_DIM + EPS) : 1.0f;
+            inverse[i] = scaled ? inverse_root(fmaf(sum, 1.0f / STATE_DIM, EPS)) : 1.0f;
         }
     }
     // for the two tokens whose sums this lane holds

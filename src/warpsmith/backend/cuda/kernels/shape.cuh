@@ -1,6 +1,6 @@
 // What the host fixes at compile time, and what follows from it.
 //
-// Given with -D: HIDDEN FFN VOCAB LAYERS RECURRENT_MASK HEADS KV_HEADS KEY_HEADS VALUE_HEADS EPS (the model);
+// Given with -D: HIDDEN FFN VOCAB LAYERS RECURRENT_LOW RECURRENT_HIGH HEADS KV_HEADS KEY_HEADS VALUE_HEADS EPS (the model);
 // LAYER_TYPES HEAD_TYPE TIED EMBEDDING_TYPE (how its weights are stored, see weights.cuh);
 // SMS SHARED_MEMORY IN_FLIGHT (the chip); NODES (tree nodes this build takes).
 #pragma once
@@ -23,14 +23,21 @@ constexpr int CONV_CHANNELS = 2 * KEY_DIM + VALUE_DIM;
 constexpr int GROUP = HEADS / KV_HEADS;      // query heads that share a key head
 constexpr int ATTENTION_DIM = HEADS * HEAD_DIM;
 
-__host__ __device__ constexpr bool is_recurrent(int layer) { return (RECURRENT_MASK >> layer) & 1; }
+// Recurrent layers, a bit each: of the first 64, then of the others.
+__host__ __device__ constexpr bool is_recurrent(int layer) {
+    return (LAYERS <= 64 || layer < 64 ? RECURRENT_LOW >> layer : RECURRENT_HIGH >> (layer - 64)) & 1;
+}
 __host__ __device__ constexpr int count_recurrent(int below) {
     int n = 0;
     for (int i = 0; i < below; i++) n += is_recurrent(i);
     return n;
 }
 // The same where the layer is known when it runs.
-__device__ __forceinline__ int recurrent_before(int layer) { return __popcll(RECURRENT_MASK & (1ull << layer) - 1); }
+__device__ __forceinline__ int recurrent_before(int layer) {
+    if (LAYERS < 64 || layer < 64) return __popcll(RECURRENT_LOW & (1ull << layer) - 1);
+    const u64 high = layer < 128 ? RECURRENT_HIGH & (1ull << (layer - 64)) - 1 : RECURRENT_HIGH;
+    return __popcll(RECURRENT_LOW) + __popcll(high);
+}
 constexpr int DELTA_LAYERS = count_recurrent(LAYERS), ATTENTION_LAYERS = LAYERS - DELTA_LAYERS;
 
 // --- the weight stream ----------------------------------------------------------------------------------------------

@@ -271,8 +271,8 @@ struct NarrowSums {
         }
     }
     __device__ __forceinline__ float2 total(int type) {
-        if (type == Q8_0) early = {early.x * LOWER, early.y * LOWER}, late = {late.x * LOWER, late.y * LOWER};
         if (NODES == 1) late.x = __shfl_xor_sync(~0u, early.x, 2);
-        return {early.x + late.x, early.y + late.y};
+        const float by = type == Q8_0 ? LOWER : 1.0f;
+        return {(early.x + late.x) * by, (early.y + late.y) * by};
     }
 };
