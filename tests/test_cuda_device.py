@@ -13,10 +13,10 @@ from random_models import random_tree
 from test_cuda import SHAPE, bf16_tensors, ids
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.cuda.backend import CudaBackend
-from warpsmith.backend.cuda.driver import Device
-from warpsmith.backend.cuda.memory import DRIVER_BYTES, memory_parts
-from warpsmith.backend.cuda.packing import STAGING_BYTES
-from warpsmith.backend.cuda.profiles import load_profiles
+from warpsmith.backend.cuda.build.profiles import load_profiles
+from warpsmith.backend.cuda.memory.driver import Device
+from warpsmith.backend.cuda.memory.plan import DRIVER_BYTES, memory_parts
+from warpsmith.backend.cuda.weights.stream import STAGING_BYTES
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.tree import Tree
 from warpsmith.errors import DoesNotFit, NoDevice, WarpsmithError

@@ -15,7 +15,7 @@ from emulator.gpu import emulated_gpu
 from random_models import random_tensors, random_tree
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.cuda.backend import CudaBackend
-from warpsmith.backend.cuda.profiles import load_profiles
+from warpsmith.backend.cuda.build.profiles import load_profiles
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import Tree

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from test_cuda import SHAPE
-from warpsmith.backend.cuda import exchange as host
 from warpsmith.backend.cuda.backend import build_constants
-from warpsmith.backend.cuda.compiler import compile_source, target
-from warpsmith.backend.cuda.driver import Chip
-from warpsmith.backend.cuda.exchange import NOT_YET, Area, Exchange
-from warpsmith.backend.cuda.layout import Layout, busy_sms
-from warpsmith.backend.cuda.profiles import load_profiles
+from warpsmith.backend.cuda.build.compiler import compile_source, target
+from warpsmith.backend.cuda.build.profiles import load_profiles
+from warpsmith.backend.cuda.memory import exchange as host
+from warpsmith.backend.cuda.memory.driver import Chip
+from warpsmith.backend.cuda.memory.exchange import NOT_YET, Area, Exchange
+from warpsmith.backend.cuda.memory.layout import Layout, busy_sms
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.checkpoint.canonical import open_checkpoint
 from warpsmith.errors import NoDevice, WarpsmithError
@@ -117,7 +117,7 @@ def refused(places: Mapping[str, int], constants: Mapping[str, object]) -> set[s
     """The expressions of which the kernel's headers make another number."""
     claims = (f'static_assert({kernel} == {number}u, "{kernel}");' for kernel, number in places.items())
     try:
-        compile_source("\n".join(['#include "params.cuh"', *claims]), "places.cu", target((9, 0)), constants)
+        compile_source("\n".join(['#include "forward/params.cuh"', *claims]), "places.cu", target((9, 0)), constants)
     except NoDevice as error:
         pytest.skip(str(error))
     except WarpsmithError as error:

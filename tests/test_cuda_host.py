@@ -15,11 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warpsmith.backend.cuda import driver, profiles
 from warpsmith.backend.cuda.backend import build_constants, check_shape
-from warpsmith.backend.cuda.layout import Layout, stream_type
-from warpsmith.backend.cuda.memory import check_fit, memory_parts
-from warpsmith.backend.cuda.profiles import choose, load_profiles, parse
+from warpsmith.backend.cuda.build import profiles
+from warpsmith.backend.cuda.build.profiles import choose, load_profiles, parse
+from warpsmith.backend.cuda.memory import driver
+from warpsmith.backend.cuda.memory.layout import Layout, stream_type
+from warpsmith.backend.cuda.memory.plan import check_fit, memory_parts
 from warpsmith.backend.cuda.shape import STREAM_TYPES, chunks_of
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.checkpoint.canonical import open_checkpoint

@@ -15,9 +15,9 @@ from random_models import random_tensors, random_tree
 from test_cuda import SHAPE, STAGES, ids
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.cuda.backend import CudaBackend
-from warpsmith.backend.cuda.layout import Layout, Part, WeightStage
+from warpsmith.backend.cuda.debug.trace import read_exchange
+from warpsmith.backend.cuda.memory.layout import Layout, Part, WeightStage
 from warpsmith.backend.cuda.shape import chunks_of
-from warpsmith.backend.cuda.trace import read_exchange
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.blocks import LAYOUTS, TYPES, dequantize

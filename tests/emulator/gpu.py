@@ -21,7 +21,7 @@ from unittest import mock
 
 import numpy as np
 
-from warpsmith.backend.cuda.compiler import sources
+from warpsmith.backend.cuda.build.compiler import sources
 
 HERE = Path(__file__).parent
 ARGUMENTS = {"forward": ["Params", "Request"], "commit": ["Params", "Path"], "pack": ["Pack"]}
@@ -30,7 +30,7 @@ FLAGS = ["-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", 
 
 def build(name: str, architecture: str, constants: Mapping[str, Any]) -> bytes:
     """The path of a library with the kernel."""
-    kernel = name.removesuffix(".cu")
+    kernel = Path(name).stem
     if kernel not in ARGUMENTS:
         return b""  # not emulated
     return _compiled(name, kernel, architecture, tuple(sorted((k, str(v)) for k, v in constants.items()))).encode()
@@ -44,9 +44,10 @@ def _folder() -> Path:
         text = re.sub(
             r"extern __shared__ __align__\(128\) u8 memory\[\];", "u8* memory = machine::shared_memory();", text
         )
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
-    for name in ("machine.h", "ptx.cuh"):
-        (folder / name).write_text((HERE / name).read_text())
+    (folder / "machine.h").write_text((HERE / "machine.h").read_text())
+    (folder / "common" / "ptx.cuh").write_text((HERE / "ptx.cuh").read_text())
     return folder
 
 
@@ -72,7 +73,7 @@ def _compiled(name: str, kernel: str, architecture: str, constants: tuple[tuple[
     stem = f"{kernel}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     source, library = _folder() / f"{stem}.cpp", _folder() / f"{stem}.so"
     source.write_text(text)
-    subprocess.run(["g++", *FLAGS, source, "-o", library], check=True)
+    subprocess.run(["g++", *FLAGS, f"-I{_folder()}", source, "-o", library], check=True)
     return str(library)
 
 
@@ -190,7 +191,7 @@ def emulated_gpu(sms: int, variants: tuple[int, ...]) -> Iterator[None]:
     """A machine with a GPU of so many SMs; the kernel is built for trees of these sizes."""
     driver = Driver(sms)
     with (
-        mock.patch("warpsmith.backend.cuda.driver._bindings", return_value=driver),
+        mock.patch("warpsmith.backend.cuda.memory.driver._bindings", return_value=driver),
         mock.patch("warpsmith.backend.cuda.backend.build", build),
         mock.patch("warpsmith.backend.cuda.backend.VARIANTS", variants),
         mock.patch("warpsmith.backend.cuda.backend.target", return_value="sm_90a"),

@@ -22,15 +22,15 @@ from warpsmith.backend.base import (
     check_tokens,
     output_from_logits,
 )
-from warpsmith.backend.cuda.compiler import build, target
-from warpsmith.backend.cuda.drawing import UNDECIDED, Drawing
-from warpsmith.backend.cuda.driver import Buffer, Chip, Device, Event, Kernel, Pinned
-from warpsmith.backend.cuda.exchange import NOT_YET
-from warpsmith.backend.cuda.layout import Layout, busy_sms
-from warpsmith.backend.cuda.memory import check_fit, memory_parts
-from warpsmith.backend.cuda.packing import Progress, load_weights
-from warpsmith.backend.cuda.profiles import Profile
-from warpsmith.backend.cuda.profiles import choose as choose_profile
+from warpsmith.backend.cuda.build.compiler import build, target
+from warpsmith.backend.cuda.build.profiles import Profile
+from warpsmith.backend.cuda.build.profiles import choose as choose_profile
+from warpsmith.backend.cuda.debug.trace import read_stage, stage_number
+from warpsmith.backend.cuda.memory.driver import Buffer, Chip, Device, Event, Kernel, Pinned
+from warpsmith.backend.cuda.memory.exchange import NOT_YET
+from warpsmith.backend.cuda.memory.layout import Layout, busy_sms
+from warpsmith.backend.cuda.memory.plan import check_fit, memory_parts
+from warpsmith.backend.cuda.sampler import UNDECIDED, Drawing
 from warpsmith.backend.cuda.shape import (
     COLUMNS,
     HEAD_DIM,
@@ -45,7 +45,7 @@ from warpsmith.backend.cuda.shape import (
 )
 from warpsmith.backend.cuda.structures import Draw, Params, Path, Request, Stream
 from warpsmith.backend.cuda.top import MAX_TOP, Top
-from warpsmith.backend.cuda.trace import read_stage, stage_number
+from warpsmith.backend.cuda.weights.stream import Progress, load_weights
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.checkpoint.canonical import Tensor
@@ -101,11 +101,11 @@ class CudaBackend(Backend):
         self._kernels: dict[int, Kernel] = {}
         compilers = ThreadPoolExecutor(1 + len(VARIANTS))  # side by side, and while the weights are copied
         sizes = [n for n in VARIANTS if n <= self.largest_tree]
-        self._images = {n: compilers.submit(self._image, "forward.cu", n) for n in sizes}
-        top_image = compilers.submit(self._image, "top.cu")
+        self._images = {n: compilers.submit(self._image, "forward/forward.cu", n) for n in sizes}
+        top_image = compilers.submit(self._image, "sample/top.cu")
         compilers.shutdown(wait=False)
-        pack = self.device.load(self._image("pack.cu")).kernel("pack")
-        self._commit = self.device.load(self._image("commit.cu")).kernel("commit")
+        pack = self.device.load(self._image("weights/pack.cu")).kernel("pack")
+        self._commit = self.device.load(self._image("forward/commit.cu")).kernel("commit")
 
         self.stream, self.embedding = load_weights(self.device, pack, layout, tensors, progress)
         self.vectors = self.device.upload(
@@ -326,7 +326,7 @@ class CudaBackend(Backend):
 
     def read_bandwidth(self) -> float:
         """Every SM reads its stream and does nothing with it; the median of nine times."""
-        image = build("stream.cu", self.architecture, {})
+        image = build("weights/stream.cu", self.architecture, {})
         kernel = self.device.load(image).kernel("read_stream", READ_AHEAD)
         ends = self.device.upload(np.append(self.layout.stream_start, self.layout.stream_bytes).astype(np.uint64))
         request = Stream(bytes=self.stream.pointer, start=ends.pointer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from warpsmith.backend.base import Output
-from warpsmith.backend.cuda.driver import Buffer, Device
+from warpsmith.backend.cuda.memory.driver import Buffer, Device
 from warpsmith.backend.cuda.structures import TopRequest
 from warpsmith.backend.tree import MAX_NODES
 

@@ -1,0 +1,91 @@
+// A warp that looks out for a tree's activations, so that the consumers need not: they ask for an octet when it is there, and often while
+// they still multiply the one before.
+//
+// It knows the order of all stages. For every octet of nodes it polls some words of the last node: when these have come, probably all has,
+// and it gives a sign. That is a hint and no more: consumers check every word they take.
+// Bytes: 512 of squares, or a word of every chunk, a look.
+#pragma once
+#include "forward/block.cuh"
+
+struct Lookout {
+    const Params& p;
+    const Signs& signs;
+    const int* stopped;
+    int nodes, lane = threadIdx.x & 31, seen = 0;
+
+    __device__ Lookout(const Params& params, const Signs& s, const int* stop, int count) : p(params), signs(s), stopped(stop), nodes(count) {}
+
+    // What a look sees of an octet's last node: its squares, which are a word from every SM, or one of every chunk. More looks, or looks at
+    // more words, would only be in the way of what is published.
+    template <class Activation>
+    struct Look {
+        static constexpr int SQUARES = Activation::SQUARES, COUNT = SQUARES ? SQUARES : Activation::K / 32;
+        static constexpr int WIDTH = SQUARES ? 4 : 1, EACH = (COUNT + 32 * WIDTH - 1) / (32 * WIDTH);
+        uint4 got[EACH];
+        __device__ __forceinline__ void take(const Lookout& l, int values_at, int octet) {
+            const int node = min(7, l.nodes - 1 - octet * 8);
+            const u32* at = l.p.exchange + (values_at + octet * OCTET_WORDS +
+                                            (SQUARES ? node * square_stride(SQUARES) - square_words(SQUARES) : node * 16 + 12));
+#pragma unroll
+            for (int i = 0; i < EACH; i++) {
+                const int first = (i * 32 + l.lane) * WIDTH;
+                got[i] = uint4{};
+                if (COUNT % (32 * WIDTH) != 0 && first >= COUNT) continue;
+                if (SQUARES)
+                    got[i] = load16(at + first);
+                else
+                    got[i].x = load4(at + first * CHUNK_WORDS);
+            }
+        }
+        __device__ __forceinline__ bool came(int lane) const {
+            bool all = true;
+#pragma unroll
+            for (int i = 0; i < EACH; i++) {
+                const int first = (i * 32 + lane) * WIDTH;
+                const u32 words[4] = {got[i].x, got[i].y, got[i].z, got[i].w};
+#pragma unroll
+                for (int j = 0; j < WIDTH; j++) all &= words[j] != NOT_YET || first + j >= COUNT;
+            }
+            return everywhere(all);
+        }
+    };
+    // For an activation's octets, from its values on. False: the consumers have stopped.
+    template <class Activation>
+    __device__ bool look_for(int values_at) {
+        asm volatile("" : "+r"(lane), "+r"(nodes), "+r"(values_at));  // addresses of all stages at once are more than there are registers for
+        Watchdog dog;
+        while (seen > 0 && !everywhere(barrier_done(signs.taken, seen - 1 & 1))) {  // a sign has one turn at a time
+            if (has_stopped(stopped)) return false;
+            dog.check();
+        }
+        seen++;
+#pragma unroll 1
+        for (int octet = 0; octet * 8 < nodes; octet++) {
+            Look<Activation> look;
+            while (true) {
+                look.take(*this, values_at, octet);
+                if (look.came(lane)) break;
+                if (has_stopped(stopped)) return false;
+                dog.check();
+            }
+            arrive_for_warp(signs.there + 8 * octet);
+        }
+        return true;
+    }
+    __device__ void run() {
+        const bool projects = OwnUnits(blockIdx.x).count > 0;
+        int deltas = 0;  // DeltaNet layers before
+#pragma unroll 1
+        for (int half = 0; half <= 2 * LAYERS; half++) {  // a layer's mixer, then its MLP; at last the head
+            const int layer = half >> 1, mlp = half & 1;
+            const int copy = (layer & 1) * COPY_WORDS;
+            if (!look_for<Residual>(copy + (mlp ? MID_AT : X_AT))) return;
+            if (layer == LAYERS || !projects) continue;
+            const bool recurrent = is_recurrent(layer);
+            const int before = recurrent ? deltas : layer - deltas;
+            const int mixed = (before & 1) * COPY_WORDS;
+            if (mlp ? !look_for<Inner>(copy + H_AT) : recurrent ? !look_for<DeltaOutput>(mixed + DELTA_Y_AT) : !look_for<AttentionOutput>(mixed + ATTENTION_Y_AT)) return;
+            if (!mlp && recurrent) deltas++;
+        }
+    }
+};

@@ -1,0 +1,229 @@
+// Matrix products: y = W x for 1..NODES tokens, one path for any number of them.
+//
+// Every warp owns a fixed slice of K (see shape.cuh), 32 k a chunk. A lane's part of the activations is 8 bf16 values of a
+// token at k = 8 (l mod 4) .. + 7 of a chunk, as they come from the exchange. What is multiplied how, and summed in which
+// order, depends on the weights' type only (weights.cuh): a token's bits depend neither on the other tokens nor on how many
+// there are.
+//
+// Weights wait for nothing: they are in registers before the activations have come, and serve all tokens in turn.
+// After the mma each warp's partial sums go to shared memory; after one barrier a thread adds up four rows of a token.
+// Partial sums alternate between two buffers, so that one barrier is enough.
+// Bytes: each weight is read from the ring once, 128 bytes a clock of shared-memory bandwidth at most.
+#pragma once
+#include "forward/tiles.cuh"
+
+// What a warp needs of an octet of tokens: their values at its k, and the sums of squares of its slice of x, which a
+// token's four lanes share. Columns past the last token are that one again.
+template <int CHUNKS>
+struct Octet {
+    static constexpr int EACH = (CHUNKS + 3) / 4;  // groups of four units
+    uint4 a[CHUNKS], squares[EACH];
+
+    // As before anything has come: a first value, or the registers would be taken all through the kernel.
+    __device__ __forceinline__ void forget() {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) a[c] = {NOT_YET, NOT_YET, NOT_YET, NOT_YET};
+#pragma unroll
+        for (int i = 0; i < EACH; i++) squares[i] = {NOT_YET, NOT_YET, NOT_YET, NOT_YET};
+    }
+    // Asks for a chunk, and for the squares.
+    __device__ __forceinline__ void ask(const Block& b, const u32* x, int first, int c) {
+        const int token = min(b.lane >> 2, b.nodes - 1 - first), q = b.lane & 3;
+        const bool live = HIDDEN % CHUNK_K == 0 || (b.warp * CHUNKS + c) * 32 + q * 8 < HIDDEN;
+        a[c] = live ? load16(x + first / 8 * OCTET_WORDS + chunk_place(CHUNKS, b.warp, c) * CHUNK_WORDS + token * 16 + q * 4) : uint4{};
+    }
+    __device__ __forceinline__ void ask_squares(const Block& b, const u32* x_squares, int first) {
+        const int token = min(b.lane >> 2, b.nodes - 1 - first), q = b.lane & 3;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const int group = i * 4 + q, unit = (b.warp * CHUNKS + group) * 4;
+            const bool live = (CHUNKS % 4 == 0 || group < CHUNKS) && (HIDDEN % CHUNK_K == 0 || unit < HIDDEN_UNITS);
+            squares[i] = live ? load16(x_squares + first / 8 * OCTET_WORDS + token * square_stride(HIDDEN_UNITS) + unit) : uint4{};
+        }
+    }
+    __device__ __forceinline__ void ask(const Block& b, const u32* x, const u32* x_squares, int first) {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) ask(b, x, first, c);
+        ask_squares(b, x_squares, first);
+    }
+    __device__ __forceinline__ bool came() const {
+        bool all = true;
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) all &= came8(a[c]);
+#pragma unroll
+        for (int i = 0; i < EACH; i++) all &= came4(squares[i]);
+        return everywhere(all);
+    }
+    __device__ __forceinline__ void poll(const Block& b, const u32* x, const u32* x_squares, int first) {
+        Watchdog dog;
+        do {
+            ask(b, x, x_squares, first);
+            dog.check();
+        } while (!came());
+    }
+    // Whether the squares of an octet's last node had come when this was asked for: then probably all has.
+    struct Look {
+        static constexpr int WORDS = (CHUNKS * 4 + 31) / 32;
+        u32 word[WORDS];
+        __device__ __forceinline__ Look(const Block& b, const u32* x_squares, int first) {
+            const int node = min(7, b.nodes - 1 - first), start = b.warp * CHUNKS * 4;
+#pragma unroll
+            for (int i = 0; i < WORDS; i++) {
+                const int unit = i * 32 + b.lane;
+                const bool live = unit < CHUNKS * 4 && (HIDDEN % CHUNK_K == 0 || start + unit < HIDDEN_UNITS);
+                word[i] = live ? load4(x_squares + first / 8 * OCTET_WORDS + node * square_stride(HIDDEN_UNITS) + start + unit) : 0;
+            }
+        }
+        __device__ __forceinline__ bool came() const {
+            bool all = true;
+#pragma unroll
+            for (int i = 0; i < WORDS; i++) all &= word[i] != NOT_YET;
+            return everywhere(all);
+        }
+    };
+    // Of the squares of a lane's token, over this warp's slice.
+    __device__ __forceinline__ float square_sum() const {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const float4 v = floats(squares[i]);
+            sum += (v.x + v.y) + (v.z + v.w);
+        }
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        return sum + __shfl_xor_sync(~0u, sum, 2);
+    }
+};
+
+// Has an octet of the activation at hand come, as far as can be seen? look(first) where nobody looks out.
+template <class LookFor>
+__device__ __forceinline__ bool is_there(const Block& b, int first, LookFor look) {
+    return HELPED ? everywhere(barrier_seen(b.signs.there + first, b.turn(THERE_TURN))) : look(first);  // eight bytes an octet
+}
+template <class LookFor>
+__device__ __forceinline__ void wait_until_there(const Block& b, int first, LookFor look) {
+    Watchdog dog;
+    if constexpr (HELPED)
+        barrier_wait(b.signs.there + first, b.turn(THERE_TURN));
+    else
+        while (!look(first)) dog.check();
+}
+// This warp needs no more of it.
+__device__ __forceinline__ void all_taken(Block& b) {
+    if (!HELPED) return;
+    arrive_for_warp(b.signs.taken);
+    b.turns ^= THERE_TURN;
+}
+
+// 1 / rms of a token.
+__device__ __forceinline__ float inverse_rms(const Block& b, int token) {
+    const float4* at = (const float4*)b.s.squares[b.turn(NORM_TURN)][token];
+    const float4 low = at[0], high = at[1];
+    const float sum = ((low.x + low.y) + (low.z + low.w)) + ((high.x + high.y) + (high.z + high.w));
+    return inverse_root(fmaf(sum, 1.0f / HIDDEN, EPS));
+}
+
+// The sum over the warps' shares: PARTS of them, `stride` floats apart.
+template <int PARTS>
+__device__ __forceinline__ float4 sum_parts(const float* at, int stride) {
+    float4 part[PARTS];
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) part[i] = *(const float4*)(at + i * stride);
+#pragma unroll
+    for (int step = 1; step < PARTS; step *= 2)
+#pragma unroll
+        for (int i = 0; i + step < PARTS; i += 2 * step) part[i] = add(part[i], part[i + step]);
+    return part[0];
+}
+
+// Stage: units of `types` from `first_unit` on. `finish(live, unit, token, quarter, place, v, kept)` for four rows of a token at a time,
+// all lanes of a warp, `live` or not; `unit` counts from 0; quarters 0 and 2 of a unit are in neighbouring lanes, and 1 and 3;
+// `place` is what `where(unit, quarter)` said while there was time.
+// A `gather` in a tree first writes them to `kept`, where a token's ancestors are then found ROW_STRIDE floats a token apart.
+//
+// A tree goes octet by octet. Asking for all of one again and again would be in the way of what is published, so it is asked for when it
+// seems to be there; if the next one is already, that is asked for as the mma are done with this one's registers.
+template <class Where, class Finish>
+__device__ __forceinline__ void multiply_normed(Block& b, StageTypes types, int first_unit, int units, const u32* x,
+                                                const u32* squares, bool gather, Where where, Finish finish) {
+    constexpr int CHUNKS = chunks_of(HIDDEN), AT_ONCE = UNITS_AT_ONCE;
+    static_assert(CHUNKS <= MAX_CHUNKS, "a unit must fit in the registers");
+    const auto look = [&](int octet) { return typename Octet<CHUNKS>::Look(b, squares, octet).came(); };
+    b.turns ^= NORM_TURN;
+    Octet<CHUNKS> octet;
+    octet.forget();
+    int step = 0;
+    bool asked = false;
+#pragma unroll 1
+    for (int base = 0, count; base < units; base += count) {
+        const Run run = types.run<WIDE_TYPES>(first_unit + base, first_unit + units);
+        count = min(units_at_once(run.type), run.units);
+        const bool last = base + count == units;
+        u32 w[wide_registers(CHUNKS)];
+        take_wide<CHUNKS>(b, run, w);
+        // What a lane finishes. One node: every warp has half a unit, two lanes. A tree: a few lanes have a token.
+        const int quarter = NODES == 1 ? (b.warp & 1) + 2 * (b.lane & 1) : (b.lane >> 1 & 1) + 2 * (b.lane & 1);
+        const int unit = NODES == 1 ? b.warp >> 1 : b.lane / 4 % AT_ONCE;
+        int place = where(base + unit, quarter);
+        asm volatile("" : "+r"(place));  // now
+        if (base == 0) {
+            b.mark();
+            if (!LOOKS) b.sync();  // polling would hold up the loads of a warp that comes late
+        }
+#pragma unroll 1
+        for (int first = 0; first < b.nodes; first += TOKENS_AT_ONCE, step++) {
+            const int next = first + 8 < b.nodes ? first + 8 : 0;  // the first again, for other units
+            if constexpr (LOOKS) {
+                if (!asked) {
+                    wait_until_there(b, first, look);
+                    octet.ask(b, x, squares, first);
+                }
+                if (!octet.came()) octet.poll(b, x, squares, first);
+                asked = (next > 0 || !last) && is_there(b, next, look);
+            } else if (base == 0) {
+                octet.poll(b, x, squares, first);
+            }
+            if (step == 0) b.mark();
+            float* partial = b.scratch + b.turn(HALF_TURN) * WIDE_FLOATS;
+            float* mine = partial + (b.warp * TOKENS_AT_ONCE + (b.lane & 3) * 2) * ROW_STRIDE + (b.lane >> 2);
+            const int tokens = b.nodes - first - (b.lane & 3) * 2;  // of this lane's two
+            const auto store = [&](int u, float4 sum) {
+                if (tokens > 0) mine[u * WIDE] = sum.x, mine[u * WIDE + 8] = sum.z;
+                if (NODES > 1 && tokens > 1) mine[ROW_STRIDE + u * WIDE] = sum.y, mine[ROW_STRIDE + u * WIDE + 8] = sum.w;
+            };
+            multiply_wide<CHUNKS>(run.type, w, octet.a, store, [&](int c) {
+                if (LOOKS && asked) octet.ask(b, x, next, c);
+            });
+            const float squares_here = octet.square_sum();
+            const int token = first + (b.lane >> 2);
+            if (base == 0 && (b.lane & 3) == 0 && token < b.nodes) b.s.squares[b.turn(NORM_TURN)][token][b.warp] = squares_here;
+            if (LOOKS && asked) octet.ask_squares(b, squares, next);
+            if (step == 0) copies_done();  // taps and history, which `finish` needs
+            if (step == 0) b.mark();
+            b.sync();
+            if (step == 0) b.mark();
+            constexpr int WARP_STRIDE = TOKENS_AT_ONCE * ROW_STRIDE;
+            if constexpr (NODES == 1) {
+                if (b.warp < 2 * count) {
+                    const float4 sum = sum_parts<WARPS>(partial + unit * WIDE + quarter * 4, WARP_STRIDE);
+                    finish(b.lane < 2, base + unit, 0, quarter, place, scaled(sum, inverse_rms(b, 0)), nullptr);
+                }
+            } else {  // if there are more warps than it takes, they take turns
+                constexpr int LANES = 4 * AT_ONCE, TOKENS = 32 / LANES, WORKERS_HERE = TOKENS_AT_ONCE / TOKENS;
+                const int worker = (b.warp + step * WORKERS_HERE) % WARPS, mine = first + worker * TOKENS + b.lane / LANES;
+                const bool works = worker < WORKERS_HERE && first + worker * TOKENS < b.nodes, live = unit < count && mine < b.nodes;
+                const int token = min(mine, b.nodes - 1);
+                float* kept = b.scratch + KEPT_ROWS_AT + unit * WIDE + quarter * 4;
+                float4 v = {};
+                if (works) {
+                    const float4 sum = sum_parts<WARPS>(partial + (token - first) * ROW_STRIDE + unit * WIDE + quarter * 4, WARP_STRIDE);
+                    v = scaled(sum, inverse_rms(b, token));
+                    if (gather) *(float4*)(kept + token * ROW_STRIDE) = v;
+                }
+                if (gather) b.sync();
+                if (works) finish(live, base + unit, token, quarter, place, v, kept);
+            }
+            b.turns ^= HALF_TURN;
+        }
+    }
+    all_taken(b);
+}

@@ -1,0 +1,133 @@
+// The weight stream's way into shared memory.
+//
+// Weights depend on nothing, so the producer never waits for an exchange: it keeps the ring full, straight through
+// every stage and token. It holds back only so that few bytes are on their way at a time: activations queue behind them.
+#pragma once
+#include "forward/shared.cuh"
+
+// One lane gives a slot back for its warp. The race checker does not follow that: for it every lane does.
+#ifdef EVERY_LANE_ARRIVES
+constexpr int LANES_ARRIVE = 32;
+#else
+constexpr int LANES_ARRIVE = 1;
+#endif
+
+struct Ring {
+    u32 slots, full, empty;  // shared addresses: all slots' bytes, and two barriers a slot
+    int slot = 0;
+    u32 parity = 0;
+
+    __device__ Ring(u32 base, u32 barriers) : slots(base), full(barriers), empty(barriers + 8 * RING_SLOTS) {}
+
+    __device__ void init() const {
+#pragma unroll 1
+        for (int i = 0; i < RING_SLOTS; i++) {
+            barrier_init(full + 8 * i, COPY_LANES);
+            barrier_init(empty + 8 * i, WARPS * LANES_ARRIVE);
+        }
+    }
+    __device__ void advance() {
+        if (++slot == RING_SLOTS) slot = 0, parity ^= 1;
+    }
+    // consumers, a warp at a time: slots `ahead` of the current one
+    __device__ int index(int ahead) const { return slot + ahead < RING_SLOTS ? slot + ahead : slot + ahead - RING_SLOTS; }
+    __device__ void wait(int ahead) const {
+        barrier_wait(full + 8 * index(ahead), slot + ahead < RING_SLOTS ? parity : parity ^ 1);
+    }
+    __device__ u32 data(int ahead) const { return slots + index(ahead) * SLOT_BYTES; }
+    // `after` is 0 and must come from what was read last: an arrival may overtake loads that are still queued behind the
+    // polling of other warps, and then the slot would be filled again before it is read.
+    __device__ void release(int count, u32 after) {
+        __syncwarp();
+#ifdef EVERY_LANE_ARRIVES
+        for (int i = 0; i < count; i++) barrier_arrive(empty + 8 * index(i) + after);
+#else
+        const int lane = threadIdx.x & 31;
+        if (lane < count) barrier_arrive(empty + 8 * index(lane) + after);
+#endif
+        slot = index(count);
+        if (slot < count) parity ^= 1;
+    }
+};
+
+// Copies on their way at a time: what is waited for must be the ring's last turn. A tree's activations are held up by more than one; beside
+// the LM head, none come.
+constexpr int HEAD_IN_FLIGHT = smaller(IN_FLIGHT, RING_SLOTS), MOST_IN_FLIGHT = NODES > 8 ? 1 : HEAD_IN_FLIGHT;
+
+struct Producer {
+    Ring ring;
+    const u8* source;
+    int on_way = 0;  // copies
+    int oldest = 0;  // slot of the oldest copy not yet known to have landed
+    u32 oldest_parity = 0;
+    int* stopped;
+    const u64 policy = evict_first();
+
+    __device__ Producer(const Ring& r, int* stop) : ring(r), source(nullptr), stopped(stop) {}
+
+    __device__ void land_one() {
+        barrier_wait(ring.full + 8 * oldest, oldest_parity);
+        if (++oldest == RING_SLOTS) oldest = 0, oldest_parity ^= 1;
+        on_way--;
+    }
+    // Copy this SM's units of a stage, each in slots of its own. False when the consumers have stopped.
+    template <u32 TYPES, int ROWS, int IN_FLIGHT_HERE = MOST_IN_FLIGHT>
+    __device__ bool stage(int all, int k, StageTypes types) {
+        const int who = sm();
+        for (int unit = first_unit(all, who), end = first_unit(all, who + 1); unit < end;) {
+            const Run run = types.run<TYPES>(unit, end);
+            if (!copy(run.units, chunks_of(k) * chunk_bytes(run.type, ROWS), slot_bytes(run.type), IN_FLIGHT_HERE)) return false;
+            unit += run.units;
+        }
+        return true;
+    }
+    __device__ bool copy(int units, int unit_bytes, int most, int in_flight) {
+#pragma unroll 1
+        for (int unit = 0; unit < units; unit++) {
+#pragma unroll 1
+            for (int left = unit_bytes; left > 0; left -= most) {
+                if (on_way >= in_flight) land_one();
+                Watchdog dog;
+                while (!barrier_done(ring.empty + 8 * ring.slot, ring.parity ^ 1)) {  // passes in the first round
+                    if (atomicAdd(stopped, 0)) return false;
+                    dog.check();
+                }
+                const u32 bytes = min(left, most);
+                copy_slot(ring.data(0), source, bytes, ring.full + 8 * ring.slot, policy);
+                source += bytes;
+                ring.advance();
+                on_way++;
+            }
+        }
+        return true;
+    }
+    // Which block this is. The compiler may not know that it is always the same: it would compute all stages' units before the loop and
+    // has no registers to keep them in.
+    __device__ static int sm() {
+        int index = blockIdx.x;
+        asm volatile("" : "+r"(index));
+        return index;
+    }
+    template <int IN_FLIGHT_HERE = MOST_IN_FLIGHT>
+    __device__ bool wide(int all, StageTypes types) {
+        return stage<WIDE_TYPES, WIDE, IN_FLIGHT_HERE>(all, HIDDEN, types);
+    }
+    __device__ bool narrow(int k, StageTypes types) { return stage<NARROW_TYPES, NARROW>(HIDDEN_UNITS, k, types); }
+    __device__ bool token(const u8* stream) {
+        source = stream;
+#pragma unroll 1
+        for (int layer = 0; layer < LAYERS; layer++) {
+            const bool recurrent = is_recurrent(layer);
+            const int in_units = recurrent ? DELTA_IN_UNITS : ATTENTION_IN_UNITS;
+            if (!wide(in_units, in_types(layer))) return false;
+            if (!narrow(recurrent ? VALUE_DIM : ATTENTION_DIM, mix_out_types(layer))) return false;
+            if (!wide(MLP_IN_UNITS, mlp_in_types(layer))) return false;
+            if (!narrow(FFN, mlp_out_types(layer))) return false;
+        }
+        return wide<HEAD_IN_FLIGHT>(HEAD_UNITS, head_types());
+    }
+    // No copy may be on its way when the block exits.
+    __device__ void drain() {
+        while (on_way > 0) land_one();
+    }
+};
