@@ -19,7 +19,8 @@ from warpsmith.backend.cuda.backend import VARIANTS, build_constants
 from warpsmith.backend.cuda.build.compiler import DIGEST_BYTES, build, cache_directory, compile_source, sources, target
 from warpsmith.backend.cuda.build.profiles import Profile, load_profiles
 from warpsmith.backend.cuda.memory.driver import Chip
-from warpsmith.backend.cuda.memory.layout import Layout, busy_sms
+from warpsmith.backend.cuda.memory.layout import Layout
+from warpsmith.backend.cuda.schedule import busy_sms
 from warpsmith.backend.cuda.shape import threads_of
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.errors import NoDevice, WarpsmithError
@@ -189,8 +190,6 @@ NUMBERS = {
     "forward/params.cuh": {
         **{name: getattr(shape, name) for name in ("WARPS", "CHUNK_K", "WIDE", "NARROW", "MAX_STOPS", "MAX_FEATURES")},
         **{name: getattr(shape, name) for name in ("COLUMNS", "HISTORY", "STATE_DIM", "HEAD_DIM")},
-        **{name: number for number, name in enumerate(shape.STREAM_TYPES)},
-        "slot_bytes(BF16)": shape.SLOT_BYTES,
         "MAX_NODES": MAX_NODES,
     },
     "forward/shared.cuh": {"MAX_CHUNKS * CHUNK_K": shape.LARGEST_HIDDEN},

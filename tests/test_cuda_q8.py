@@ -16,8 +16,8 @@ from test_cuda import SHAPE, STAGES, ids
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.debug.trace import read_exchange
-from warpsmith.backend.cuda.memory.layout import Layout, Part, WeightStage
 from warpsmith.backend.cuda.shape import chunks_of
+from warpsmith.backend.cuda.weights.stream import HeldPart, WeightStream
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.blocks import LAYOUTS, TYPES, dequantize
@@ -59,10 +59,10 @@ def backend_of(config: Config, tensors: dict[str, Tensor]) -> CudaBackend:
 
 def as_held(cuda: CudaBackend, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The file's weights, rounded where the device holds another type."""
-    layout = cuda.layout
-    held = {piece.tensor: part.type for _, part in layout.parts for piece in part.pieces}
-    if not layout.config.tied:
-        held["token_embd.weight"] = layout.embedding_type
+    stream = cuda.layout.stream
+    held = {piece.tensor: each.format.type.name for each in stream.parts for piece in each.part.pieces}
+    if not cuda.config.tied:
+        held["token_embd.weight"] = stream.embedding_format.type.name
     rounded = dict(tensors)
     for name, kind in held.items():
         if tensors[name].type.name != kind:
@@ -94,29 +94,30 @@ def mixed() -> tuple[CudaBackend, ReferenceBackend]:
 # -- the stream --------------------------------------------------------------------------------------------------------
 
 
-def streamed(layout: Layout, stream: np.ndarray) -> dict[str, np.ndarray]:
-    """Every tensor's values, read the way lanes and warps take them (see weights.cuh)."""
+def streamed(planned: WeightStream, stream: np.ndarray) -> dict[str, np.ndarray]:
+    """Every tensor's values, read the way lanes and warps take them (see kernels/formats)."""
     values: dict[str, np.ndarray] = {}
-    for number, (stage, part) in enumerate(layout.parts):
+    for number, held in enumerate(planned.parts):
         mine = [
             stream[start : start + size]
-            for start, size in zip(layout.part_start[number], layout.part_bytes[number], strict=True)
+            for start, size in zip(planned.part_start[number], planned.part_bytes[number], strict=True)
         ]
-        matrix = unpacked(stage, part, np.concatenate(mine))
-        for piece in part.pieces:
-            first = piece.first_row - part.first_unit * stage.unit_rows
-            if piece.pattern:
-                values[piece.tensor] = matrix.reshape(-1, 2, 8, stage.k)[:, piece.pattern - 1].reshape(-1, stage.k)
+        stage, matrix = held.stage, unpacked(held, np.concatenate(mine))
+        for piece in held.part.pieces:
+            first = piece.first_row - held.part.first_tile * stage.tile_rows
+            if piece.weave:
+                values[piece.tensor] = matrix.reshape(-1, 2, 8, stage.k)[:, piece.weave - 1].reshape(-1, stage.k)
             else:
                 values[piece.tensor] = matrix[first:]
     return values
 
 
-def unpacked(stage: WeightStage, part: Part, stream: np.ndarray) -> np.ndarray:
+def unpacked(held: HeldPart, stream: np.ndarray) -> np.ndarray:
     """The rows of a part, from all SMs' shares of it."""
-    chunks, halves = chunks_of(stage.k), stage.unit_rows // 8
-    tiles = stream.reshape(part.units * chunks, -1)
-    if part.type == "Q8_0":
+    stage, part = held.stage, held.part
+    chunks, halves = chunks_of(stage.k), stage.tile_rows // 8
+    tiles = stream.reshape(part.tiles * chunks, -1)
+    if held.format.type.name == "Q8_0":
         # chunk, warp, row of eight, eight k, half of the rows, k; then the scales
         low = tiles[:, : 2048 * halves].reshape(-1, chunks, 8, 8, 4, halves, 8).astype(np.float32) - 128
         scales = np.ascontiguousarray(tiles[:, 2048 * halves :]).view(np.float16).astype(np.float32)
@@ -128,7 +129,7 @@ def unpacked(stage: WeightStage, part: Part, stream: np.ndarray) -> np.ndarray:
             rows = words.reshape(-1, chunks, 8, 2, 8, 4, 2, 2, 2).transpose(0, 7, 4, 2, 1, 5, 3, 6, 8)
         else:  # chunk, warp, row, eight k, later pair, later four k, k
             rows = words.reshape(-1, chunks, 8, 8, 4, 2, 2, 2).transpose(0, 3, 2, 1, 4, 6, 5, 7)
-    matrix = rows.reshape(part.units * stage.unit_rows, chunks * 256)
+    matrix = rows.reshape(part.tiles * stage.tile_rows, chunks * 256)
     assert not matrix[:, stage.k :].any()
     return matrix[:, : stage.k]
 
@@ -136,14 +137,14 @@ def unpacked(stage: WeightStage, part: Part, stream: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("file", ["q8", "mixed"])
 def test_the_stream_holds_what_the_file_holds(file: str, request: pytest.FixtureRequest) -> None:
     backend, reference = request.getfixturevalue(file)
-    stream = backend.stream.read(np.uint8, (backend.layout.stream_bytes,))
-    values = streamed(backend.layout, stream)
-    kinds = {part.type for _, part in backend.layout.parts}
+    planned = backend.layout.stream
+    values = streamed(planned, backend.stream.read(np.uint8, (planned.bytes,)))
+    kinds = {held.format.type.name for held in planned.parts}
     assert kinds == ({"Q8_0"} if file == "q8" else {"Q8_0", "BF16"})
-    for _, part in backend.layout.parts:
-        for piece in part.pieces:
+    for held in planned.parts:
+        for piece in held.part.pieces:
             expected = reference.tensors[piece.tensor].float32()
-            if part.type == "BF16":
+            if held.format.type.name == "BF16":
                 expected = dequantize(TYPES["BF16"], quantize(TYPES["BF16"], expected))
             np.testing.assert_array_equal(values[piece.tensor][: len(expected)], expected, err_msg=piece.tensor)
 

@@ -53,7 +53,8 @@ def _folder() -> Path:
 
 @cache
 def _compiled(name: str, kernel: str, architecture: str, constants: tuple[tuple[str, str], ...]) -> str:
-    defined = [f"#define {key} {value}" for key, value in constants]
+    generated = {key: value for key, value in constants if key.endswith(".cuh")}
+    defined = [f"#define {key} {value}" for key, value in constants if key not in generated]
     if architecture == "sm_90a":
         defined.append("#define __CUDA_ARCH_FEAT_SM90_ALL 1")
     nodes = dict(constants).get("NODES")
@@ -70,10 +71,14 @@ def _compiled(name: str, kernel: str, architecture: str, constants: tuple[tuple[
             "}",
         ]
     )
-    stem = f"{kernel}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    source, library = _folder() / f"{stem}.cpp", _folder() / f"{stem}.so"
+    key = hashlib.sha256(repr((text, generated)).encode()).hexdigest()[:12]
+    folder = _folder() / f"{kernel}-{key}"
+    folder.mkdir()
+    for header, generated_text in generated.items():
+        (folder / header).write_text(generated_text)
+    source, library = folder / "kernel.cpp", folder / "kernel.so"
     source.write_text(text)
-    subprocess.run(["g++", *FLAGS, f"-I{_folder()}", source, "-o", library], check=True)
+    subprocess.run(["g++", *FLAGS, f"-I{folder}", f"-I{_folder()}", source, "-o", library], check=True)
     return str(library)
 
 

@@ -25,6 +25,12 @@ struct Workspace {
 // out [n][rows rounded up to 16] = matrix `name` times the columns x [n][cols]
 void multiply(Model& model, Workspace& work, const std::string& name, const float* x, int n, float* out);
 
+// The stages of the plan (model/plan.py) that a pass runs: before the layers | a DeltaNet layer | an attention layer | after
+// them | what an MTP block begins with. They are compared with the plan when weights are loaded.
+inline constexpr char kStages[] =
+    "embed | delta_in delta_mix mix_out mlp_in mlp_out | attention_in attention_mix mix_out mlp_in mlp_out"
+    " | final_norm head | mtp_in";
+
 class Pass {
 public:
     Pass(Model& model, Workspace& work, State& state, const Tree& tree, int position, bool in_place);

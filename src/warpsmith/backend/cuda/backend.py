@@ -28,9 +28,10 @@ from warpsmith.backend.cuda.build.profiles import choose as choose_profile
 from warpsmith.backend.cuda.debug.trace import read_stage, stage_number
 from warpsmith.backend.cuda.memory.driver import Buffer, Chip, Device, Event, Kernel, Pinned
 from warpsmith.backend.cuda.memory.exchange import NOT_YET
-from warpsmith.backend.cuda.memory.layout import Layout, busy_sms
+from warpsmith.backend.cuda.memory.layout import Layout
 from warpsmith.backend.cuda.memory.plan import check_fit, memory_parts
-from warpsmith.backend.cuda.sampler import UNDECIDED, Drawing
+from warpsmith.backend.cuda.sampler import UNDECIDED, DeviceSampler
+from warpsmith.backend.cuda.schedule import busy_sms
 from warpsmith.backend.cuda.shape import (
     COLUMNS,
     HEAD_DIM,
@@ -39,13 +40,12 @@ from warpsmith.backend.cuda.shape import (
     MAX_STEPS,
     MAX_STOPS,
     READ_AHEAD,
-    SLOT_BYTES,
     STATE_DIM,
     threads_of,
 )
 from warpsmith.backend.cuda.structures import Draw, Params, Path, Request, Stream
 from warpsmith.backend.cuda.top import MAX_TOP, Top
-from warpsmith.backend.cuda.weights.stream import Progress, load_weights
+from warpsmith.backend.cuda.weights.loading import Progress, load_weights
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.checkpoint.canonical import Tensor
@@ -107,13 +107,13 @@ class CudaBackend(Backend):
         pack = self.device.load(self._image("weights/pack.cu")).kernel("pack")
         self._commit = self.device.load(self._image("forward/commit.cu")).kernel("commit")
 
-        self.stream, self.embedding = load_weights(self.device, pack, layout, tensors, progress)
+        self.stream, self.embedding = load_weights(self.device, pack, layout.stream, tensors, progress)
         self.vectors = self.device.upload(
-            np.concatenate([tensors[n].float32().reshape(-1) for n in layout.vector_names()])
+            np.concatenate([tensors[n].float32().reshape(-1) for n in layout.schedule.vectors()])
         )
         self.rope = self.device.upload(layout.rope_table(self.context))
-        self.stream_start = self.device.upload(layout.stream_start.astype(np.uint64))
-        self.head_start = self.device.upload(layout.part_start[-1].astype(np.uint64))
+        self.stream_start = self.device.upload(layout.stream.start.astype(np.uint64))
+        self.head_start = self.device.upload(layout.stream.part_start[-1].astype(np.uint64))
         self.exchange = self.device.allocate(layout.exchange.bytes)
         self.parts = self.device.allocate(layout.parts_bytes)
         self._reset_parts()
@@ -127,7 +127,7 @@ class CudaBackend(Backend):
         marks = int(str(self.options.get("PROFILE", 0)))  # a profiling build keeps that many clocks an SM
         self.profile = self.device.zeros(layout.sms * marks * 8)
         self._top = Top(self.device, top_image.result(), self.logits)
-        self._drawing = Drawing(self.device, layout, self.context)
+        self._sampler = DeviceSampler(self.device, layout, self.context)
         self.undecided = 0  # sampled tokens that the device left to the host
         self._last: tuple[CudaState, Tree] | None = None
 
@@ -205,7 +205,7 @@ class CudaBackend(Backend):
         assert isinstance(state, CudaState)
         check_tokens(self.config, np.array([token]))
         sampling, text = None if sampling is None or sampling.greedy else sampling, list(history)
-        if len(stop) > MAX_STOPS or (sampling is not None and not self._drawing.takes(sampling, text)):
+        if len(stop) > MAX_STOPS or (sampling is not None and not self._sampler.takes(sampling, text)):
             yield from super().decode(state, token, count, stop, sampling, text)
             return
         self._last = None
@@ -279,7 +279,7 @@ class CudaBackend(Backend):
         """Queue a launch that decodes."""
         draw, want = None, ARGMAX
         if sampling is not None:
-            draw = self._drawing.request(sampling, text, steps)
+            draw = self._sampler.request(sampling, text, steps)
             want = LOGITS if sampling.temperature > 0 else ARGMAX  # kept for tokens that it leaves to us
         self._launch(state, Tree.chain([token]), want, steps=steps, stop=sorted(stop), draw=draw)
 
@@ -314,21 +314,21 @@ class CudaBackend(Backend):
     def trace(self, state: State, tree: Tree, stop_after: str) -> dict[str, np.ndarray]:
         """The exchanged buffers after a stage of the plan (`delta_mix.3`), to compare with the reference's."""
         assert isinstance(state, CudaState)
-        self._launch(state, tree, ARGMAX, stop_after=stage_number(self.config, stop_after))
+        self._launch(state, tree, ARGMAX, stop_after=stage_number(self.layout.schedule, stop_after))
         self.device.synchronize()
         self._reset_parts()  # a pass that stops inside a layer may leave some behind
         return read_stage(self, stop_after, len(tree))
 
     def bytes_a_token(self, length: int) -> int:
         layout = self.layout
-        weights = layout.stream_bytes + layout.vector_bytes
+        weights = layout.stream.bytes + layout.vector_bytes
         return weights + 2 * layout.cache_bytes(length) + 2 * layout.delta_bytes
 
     def read_bandwidth(self) -> float:
         """Every SM reads its stream and does nothing with it; the median of nine times."""
         image = build("weights/stream.cu", self.architecture, {})
         kernel = self.device.load(image).kernel("read_stream", READ_AHEAD)
-        ends = self.device.upload(np.append(self.layout.stream_start, self.layout.stream_bytes).astype(np.uint64))
+        ends = self.device.upload(np.append(self.layout.stream.start, self.layout.stream.bytes).astype(np.uint64))
         request = Stream(bytes=self.stream.pointer, start=ends.pointer)
         begin, end = Event(self.device), Event(self.device)
         times = []
@@ -338,7 +338,7 @@ class CudaBackend(Backend):
             end.record()
             end.wait()
             times.append(end.seconds_since(begin))
-        return self.layout.stream_bytes / median(times[1:])
+        return self.layout.stream.bytes / median(times[1:])
 
     def _reset_parts(self) -> None:
         self.parts.fill_starts(NOT_YET, 1, self.parts.nbytes // 4)
@@ -398,17 +398,17 @@ class CudaBackend(Backend):
         request.parents[: len(tree)] = tree.parents.tolist()
         request.stop_ids[: len(stop)] = list(stop)
         request.feature_layers[: len(want.features)] = list(want.features)
-        self.exchange.fill_starts(NOT_YET, 2, -(-len(tree) // 8) * self.layout.exchange.octet_words)
+        self.exchange.fill_starts(NOT_YET, 2, -(-len(tree) // 8) * self.layout.exchange.tile_words)
         arguments = (state.params, request, draw or Draw())  # kernels for trees know of no draw
         self._kernel(len(tree)).launch(self.layout.sms, threads_of(self.architecture), *arguments, cooperative=True)
 
 
 def build_constants(layout: Layout, chip: Chip, profile: Profile, nodes: int) -> dict[str, object]:
     """What a build for trees of up to `nodes` nodes is told."""
-    return layout.constants() | {
+    return layout.headers() | {
         "NODES": nodes,
         "SHARED_MEMORY": chip.shared_memory,
-        "IN_FLIGHT": max(1, profile.in_flight // SLOT_BYTES),
+        "IN_FLIGHT": max(1, round(profile.in_flight / layout.stream.slot_bytes)),
     }
 
 

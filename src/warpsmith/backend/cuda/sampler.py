@@ -16,7 +16,7 @@ from warpsmith.backend.sampling import Sampling, mix
 UNDECIDED = -1  # instead of a token: the host decides
 
 
-class Drawing:
+class DeviceSampler:
     """The buffers that sampled launches use, and the requests for them."""
 
     def __init__(self, device: Device, layout: Layout, context: int) -> None:

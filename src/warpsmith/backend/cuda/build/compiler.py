@@ -46,9 +46,11 @@ def target(capability: tuple[int, int]) -> str:
 
 def build(name: str, architecture: str, constants: Mapping[str, Any], options: tuple[str, ...] = ()) -> bytes:
     """The cubin of kernel file `name` for an architecture (`sm_90`), with `constants` defined; from the cache if built
-    before. A `compute_80` architecture gives PTX, which the driver builds for the chip at hand."""
+    before. A constant whose name ends with `.cuh` is the text of a generated header. A `compute_80` architecture gives
+    PTX, which the driver builds for the chip at hand."""
     version = _check(_nvrtc().nvrtcVersion())
     texts = sources()
+    texts |= {n: str(value) for n, value in constants.items() if n.endswith(".cuh")}
     key = repr((name, _flags(architecture, constants, options), version, sorted(texts.items())))
     path = cache_directory() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
     if (kept := _read(path)) is not None:
@@ -63,7 +65,8 @@ def compile_source(
 ) -> tuple[bytes, str]:
     """(machine code, compiler's log) of a source, which may include our headers."""
     nvrtc = _nvrtc()
-    headers = {n: header.encode() for n, header in sources().items() if n.endswith(".cuh")}
+    texts = sources() | {n: str(value) for n, value in constants.items() if n.endswith(".cuh")}
+    headers = {n: header.encode() for n, header in texts.items() if n.endswith(".cuh")}
     names = [n.encode() for n in headers]
     program = _check(nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), len(names), list(headers.values()), names))
     try:
@@ -90,9 +93,11 @@ def _readable(ptx: bytes) -> bytes:
 
 
 def _flags(architecture: str, constants: Mapping[str, Any], options: tuple[str, ...]) -> list[str]:
-    defined = [f"-D{name}={value}" for name, value in sorted(constants.items())]
+    defined = [f"-D{name}={value}" for name, value in sorted(constants.items()) if not name.endswith(".cuh")]
     # No contraction: builds for different trees must agree to the bit, so fmaf is written where it is meant.
-    return [f"-arch={architecture}", "-std=c++17", "-lineinfo", "-fmad=false", *options, *defined]
+    # Lambdas over any format cannot be marked as the device's.
+    always = ["-std=c++17", "-lineinfo", "-fmad=false", "-default-device"]
+    return [f"-arch={architecture}", *always, *options, *defined]
 
 
 def _nvrtc() -> Any:

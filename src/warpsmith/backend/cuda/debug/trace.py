@@ -6,25 +6,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from warpsmith.backend.cuda.schedule import Schedule
 from warpsmith.backend.cuda.shape import STATE_DIM
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.errors import BadRequest
-from warpsmith.model.config import Config
-from warpsmith.model.plan import forward_plan
 
 if TYPE_CHECKING:
     from warpsmith.backend.cuda.backend import CudaBackend
 
-LAYER_STAGES = ("in", "mix", "mix_out", "mlp_in", "mlp_out")  # in the kernel's order
 
-
-def stage_number(config: Config, stage: str) -> int:
+def stage_number(schedule: Schedule, stage: str) -> int:
     """The kernel's number of a stage of the plan (`delta_mix.3`)."""
-    names = [s.name for s in forward_plan(config) if s.op not in ("final_norm", "head")]  # the kernel has one for both
-    if stage not in names:
-        raise BadRequest(f"There is no stage {stage!r}.", f"Stages run from {names[0]} to {names[-1]}.")
-    op, kind, layer = _parse(stage)
-    return 0 if op == "embed" else 1 + len(LAYER_STAGES) * layer + LAYER_STAGES.index(kind)
+    number = schedule.number(stage)
+    if number is None:
+        first, *_, last, _ = schedule.stages
+        raise BadRequest(f"There is no stage {stage!r}.", f"Stages run from {first.names[0]} to {last.names[-1]}.")
+    return number
 
 
 def read_stage(backend: CudaBackend, stage: str, nodes: int) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Where activations lie while SMs exchange them: the host's view of `exchange.cuh` and its places in `shape.cuh`."""
+"""Where activations lie while SMs exchange them: the host's view of `exchange.cuh` and `shape.cuh`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ class Area:
     squares: int
 
     @property
+    def square_words(self) -> int:
+        return 8 * _square_stride(self.squares)
+
+    @property
     def words(self) -> int:
-        return 8 * _square_stride(self.squares) + chunks_of(self.k) * WARPS * CHUNK_WORDS
+        return self.square_words + chunks_of(self.k) * WARPS * CHUNK_WORDS
 
 
 class Exchange:
@@ -34,16 +38,16 @@ class Exchange:
         self.rows, self.areas = rows, areas
         self.row_starts, self.node_words = _places({name: _on_lines(words) for name, words in rows.items()})
         self.area_starts, area_words = _places({name: area.words for name, area in areas.items()})
-        self.octet_words = 8 * self.node_words + area_words
+        self.tile_words = 8 * self.node_words + area_words
 
     @property
     def bytes(self) -> int:
-        return 2 * MAX_NODES // 8 * self.octet_words * 4
+        return 2 * MAX_NODES // 8 * self.tile_words * 4
 
     def row(self, copy: np.ndarray, name: str, nodes: int) -> np.ndarray:
         """What one copy, as words, has of a kind of row: [nodes, words]."""
         node = np.arange(nodes)[:, None]
-        at = self._octet(node) + node % 8 * self.node_words + self.row_starts[name]
+        at = self._node_tile(node) + node % 8 * self.node_words + self.row_starts[name]
         return copy[at + np.arange(self.rows[name])]
 
     def squares(self, copy: np.ndarray, name: str, nodes: int) -> np.ndarray:
@@ -61,11 +65,11 @@ class Exchange:
         words = np.ascontiguousarray(copy[at + place * CHUNK_WORDS + pair % 32 // 2])
         return (words.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
-    def _octet(self, node: np.ndarray) -> np.ndarray:
-        return node // 8 * self.octet_words
+    def _node_tile(self, node: np.ndarray) -> np.ndarray:
+        return node // 8 * self.tile_words
 
     def _area(self, name: str, node: np.ndarray) -> np.ndarray:
-        return self._octet(node) + 8 * self.node_words + self.area_starts[name]
+        return self._node_tile(node) + 8 * self.node_words + self.area_starts[name]
 
 
 def _on_lines(words: int) -> int:

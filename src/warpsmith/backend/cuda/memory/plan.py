@@ -8,7 +8,7 @@ from warpsmith.backend.base import MemoryPart
 from warpsmith.backend.cuda.memory.layout import Layout
 from warpsmith.backend.cuda.shape import MAX_FEATURES
 from warpsmith.backend.cuda.top import top_bytes
-from warpsmith.backend.cuda.weights.stream import STAGING_BYTES
+from warpsmith.backend.cuda.weights.loading import STAGING_BYTES
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.errors import DoesNotFit
 
@@ -21,10 +21,10 @@ def memory_parts(layout: Layout, context: int) -> list[MemoryPart]:
     states = layout.delta_bytes + layout.history_bytes
     exchanges = layout.exchange.bytes + layout.parts_bytes
     outputs = MAX_NODES * 4 * (c.vocab + c.hidden * (1 + MAX_FEATURES))
-    outputs += layout.drawing_bytes(context) + sum(top_bytes().values())
+    outputs += layout.sampler_bytes(context) + sum(top_bytes().values())
     tables = layout.rope_bytes(context) + STAGING_BYTES
     return [
-        MemoryPart("weights", layout.stream_bytes + layout.embedding_bytes + layout.vector_bytes),
+        MemoryPart("weights", layout.stream.bytes + layout.stream.embedding_bytes + layout.vector_bytes),
         MemoryPart("keys and values", 2 * layout.cache_bytes(context)),
         MemoryPart("DeltaNet states", states),
         MemoryPart("scratch", exchanges + outputs + tables + sum(layout.pending_bytes().values()) + states),

@@ -1,107 +1,105 @@
-"""Weights from the file to the device: once through a staging buffer into the SMs' streams."""
+"""The weight stream: every SM's row tiles of all stages, one behind the other, in the formats they are held in."""
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import cycle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from warpsmith.backend.cuda.memory.driver import Buffer, Device, Event, Kernel, Pinned
-from warpsmith.backend.cuda.memory.layout import Layout
-from warpsmith.backend.cuda.shape import STREAM_TYPES
-from warpsmith.backend.cuda.structures import Pack
-from warpsmith.checkpoint.blocks import TYPES, dequantize
-from warpsmith.checkpoint.canonical import Tensor
-from warpsmith.checkpoint.quantize import quantize
+from warpsmith.backend.cuda.schedule import Part, Schedule, Stage
+from warpsmith.backend.cuda.shape import NARROW, WIDE
+from warpsmith.backend.cuda.weights.formats import Format, format_for
 
-STAGING_BYTES = 16 << 20
 EMBEDDING = "token_embd.weight"
 
-Progress = Callable[[int, int], object]  # hears of bytes done and bytes in all
 
-log = logging.getLogger(__name__)
+@dataclass(frozen=True)
+class HeldPart:
+    """A part of a stage and the format its row tiles are held in."""
 
+    stage: Stage
+    part: Part
+    format: Format
 
-def load_weights(
-    device: Device, pack: Kernel, layout: Layout, tensors: Mapping[str, Tensor], progress: Progress | None = None
-) -> tuple[Buffer, Buffer]:
-    """Every matrix, rearranged so that each SM reads its share of a token in one contiguous stream; and the embedding's
-    rows as they are, where the LM head has weights of its own.
-
-    What the device does with rows runs in the order it was queued, so one staging buffer is enough there.
-    """
-    copied = [(tensors[piece.tensor], part.type) for _, part in layout.parts for piece in part.pieces]
-    if not layout.config.tied:
-        copied.append((tensors[EMBEDDING], layout.embedding_type))
-    warn_of_widened(copied)
-    stream, embedding = device.zeros(layout.stream_bytes), device.allocate(layout.embedding_bytes)
-    staging = device.allocate(STAGING_BYTES)
-    starts = device.upload(layout.part_start.astype(np.uint64))
-    rows = _Rows(device, sum(held_bytes(*each) for each in copied), progress)
-    for number, (stage, part) in enumerate(layout.parts):
-        for piece in part.pieces:
-            for first, count, buffer, nbytes in rows.of(tensors[piece.tensor], part.type):
-                staging.fill(buffer, nbytes)
-                pack.launch(
-                    4 * layout.sms,
-                    256,
-                    Pack(
-                        rows=staging.pointer,
-                        stream=stream.pointer,
-                        part_start=starts.pointer + number * layout.sms * 8,
-                        type=STREAM_TYPES.index(part.type),
-                        part_unit=part.first_unit,
-                        first_row=piece.first_row,
-                        offset=first,
-                        count=count,
-                        k=stage.k,
-                        units=stage.units,
-                        unit_rows=stage.unit_rows,
-                        pattern=piece.pattern,
-                    ),
-                )
-    if not layout.config.tied:
-        for first, count, buffer, nbytes in rows.of(tensors[EMBEDDING], layout.embedding_type):
-            embedding.fill(buffer, nbytes, first * (nbytes // count))
-    device.synchronize()  # before the buffers are given back
-    return stream, embedding
+    @property
+    def tile_bytes(self) -> int:
+        return self.format.tile_bytes(self.stage.tile_rows, self.stage.k)
 
 
-class _Rows:
-    """The host copies rows out of the file into one pinned buffer while the device fetches them from the other."""
+class WeightStream:
+    """`stored` has the types of tensors in the file."""
 
-    def __init__(self, device: Device, total: int, progress: Progress | None) -> None:
-        self.buffers = cycle([(Pinned(device, np.uint8, STAGING_BYTES), Event(device)) for _ in range(2)])
-        self.total, self.done, self.progress = total, 0, progress
+    def __init__(self, schedule: Schedule, stored: Mapping[str, str]) -> None:
+        self.schedule = schedule
 
-    def of(self, tensor: Tensor, held: str) -> Iterator[tuple[int, int, Pinned, int]]:
-        """(first row, rows, buffer they are in, bytes): some rows of a tensor at a time, as the type they are held in.
-        Whoever takes them has queued their copy when he asks for more."""
-        raw, target = tensor.raw(), TYPES[held]
-        step = STAGING_BYTES // target.row_bytes(tensor.shape[-1])
-        for first in range(0, len(raw), step):
-            rows = raw[first : first + step]
-            if tensor.type != target:
-                rows = quantize(target, dequantize(tensor.type, rows))
-            buffer, fetched = next(self.buffers)
-            fetched.wait()
-            buffer.array[: rows.nbytes].reshape(rows.shape)[:] = rows
-            yield first, len(rows), buffer, rows.nbytes
-            fetched.record()
-            self.done += rows.nbytes
-            if self.progress:
-                self.progress(self.done, self.total)
+        def held(tensors: Iterable[str]) -> Format:
+            return format_for(stored.get(tensor) for tensor in tensors)
 
+        self.parts = [
+            HeldPart(stage, part, held(piece.tensor for piece in part.pieces))
+            for stage in schedule.weight_stages
+            for part in stage.parts
+        ]
+        self.embedding_format = held([EMBEDDING])
 
-def held_bytes(tensor: Tensor, held: str) -> int:
-    return tensor.elements // TYPES[held].elems * TYPES[held].bytes
+    @cached_property
+    def part_bytes(self) -> np.ndarray:
+        """[parts, sms]: what each SM reads of each part."""
+        rows = []
+        for held in self.parts:
+            first, end = held.part.first_tile, held.part.first_tile + held.part.tiles
+            bounds = self.schedule.first_tiles(held.stage).clip(first, end)
+            rows.append(np.diff(bounds) * held.tile_bytes)
+        return np.stack(rows)
 
+    @cached_property
+    def start(self) -> np.ndarray:
+        """[sms]: where each SM's stream begins."""
+        return np.concatenate([[0], np.cumsum(self.part_bytes.sum(axis=0))[:-1]])
 
-def warn_of_widened(copied: Iterable[tuple[Tensor, str]]) -> None:
-    """Say which tensors grow: those whose type the kernel does not multiply, or that share units with another type."""
-    kinds = Counter((t.type.name, held) for t, held in copied if held_bytes(t, held) > t.nbytes)
-    for (kind, held), count in kinds.items():
-        log.warning("%d tensors of type %s are held as %s, which takes more memory than their file.", count, kind, held)
+    @cached_property
+    def part_start(self) -> np.ndarray:
+        """[parts, sms]: where each SM's share of each part begins."""
+        inside = np.cumsum(self.part_bytes, axis=0) - self.part_bytes
+        return self.start + inside
+
+    @property
+    def bytes(self) -> int:
+        return int(self.part_bytes.sum())
+
+    @property
+    def embedding_bytes(self) -> int:
+        """The embedding's own table; none where the LM head's weights are it."""
+        c = self.schedule.config
+        return 0 if c.tied else self.embedding_format.table_bytes(c.vocab, c.hidden)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Room for a slot of any format."""
+        return max(held.format.slot_bytes for held in self.parts)
+
+    def header(self) -> str:
+        """`stream.cuh`: the formats a build has code for, and which part of which layer is held in which."""
+        *layers, head = self.parts
+
+        def formats(tile_rows: int) -> list[str]:
+            return sorted({held.format.struct for held in self.parts if held.stage.tile_rows == tile_rows})
+
+        used = {held.format for held in self.parts} | {self.embedding_format}
+        numbers = ", ".join(str(held.format.type.ggml_id) for held in layers)
+        return "\n".join(
+            [
+                "// Generated by stream.py for one file.",
+                "#pragma once",
+                *(f'#include "{header}"' for header in sorted(held.header for held in used)),
+                f"typedef Formats<{', '.join(formats(WIDE))}> WideFormats;",
+                f"typedef Formats<{', '.join(formats(NARROW))}> NarrowFormats;",
+                f"typedef Formats<{', '.join(sorted(held.struct for held in used))}> AllFormats;",
+                f"typedef {head.format.struct} HeadFormat;",
+                f"typedef {self.embedding_format.struct} EmbeddingFormat;",
+                f"#define LAYER_FORMATS {numbers}",
+                "",
+            ]
+        )

@@ -83,7 +83,7 @@ __device__ __forceinline__ void attention_merge(Block& b) {
         const u32 pair = pack_bf16(two[0] * inverse * gate0, two[1] * inverse * gate1);
         const u32 next = __shfl_down_sync(~0u, pair, 1);
         if (b.lane % 2 == 0)
-            publish8(b.value<AttentionOutput>(ATTENTION_TURN, node, ATTENTION_Y_AT, head * HEAD_DIM + dim), b.other(ATTENTION_TURN), pair, next);
+            publish8(b.value<AttentionOutput>(ATTENTION_TURN, node, ATTENTION_VALUES_AT, head * HEAD_DIM + dim), b.other(ATTENTION_TURN), pair, next);
 #pragma unroll
         for (int i = 0; i < ROUNDS; i++)
             if (i * 4 + quarter < splits) store16(part + i * 4 * (HEAD_DIM / 2), NOT_YET, NOT_YET, NOT_YET, NOT_YET);

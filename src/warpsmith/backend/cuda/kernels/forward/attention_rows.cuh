@@ -21,7 +21,7 @@ __device__ __forceinline__ uint4 make_row(const Block& b, int node, int row, con
     float4 rope_low[4], rope_high[4];  // asked for now, used once the row is here
 #pragma unroll
     for (int i = 0; i < 4; i++) rope_low[i] = __ldg(low + i), rope_high[i] = __ldg(high + i);
-    const float4* norm = (const float4*)(vectors + (is_query ? Q_NORM_AT : K_NORM_AT)) + b.lane * 2;
+    const float4* norm = (const float4*)(vectors + (is_query ? ATTENTION_MIX_Q_NORM : ATTENTION_MIX_K_NORM)) + b.lane * 2;
     const float4 w0 = __ldg(norm), w1 = __ldg(norm + 1);
     const u32* from = b.words(ATTENTION_TURN, node, ATTENTION_IN_AT) + b.lane * 8 +
                       (is_query ? row * 2 * HEAD_DIM : 2 * ATTENTION_DIM + (row - HEADS) * HEAD_DIM);

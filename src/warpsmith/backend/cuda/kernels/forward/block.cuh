@@ -29,7 +29,7 @@ struct Block {
     // Where things are in the copy of this use: what an octet exchanges, from `at` on; a node's row; four of its values, from k
     // on; one of its sums of squares. And how far the other copy is.
     __device__ u32* octet(Turn turn, int node, int at) const {
-        return p.exchange + ((turns & turn ? COPY_WORDS : 0) + node / 8 * OCTET_WORDS + at);
+        return p.exchange + ((turns & turn ? COPY_WORDS : 0) + node / 8 * NODE_TILE_WORDS + at);
     }
     __device__ u32* words(Turn turn, int node, int at) const { return octet(turn, node, at) + node % 8 * NODE_WORDS; }
     template <class Activation>

@@ -25,14 +25,14 @@ __device__ __forceinline__ void ask_for_taps(Block& b, int index, const float* v
     const int channels = min(first_unit(DELTA_IN_UNITS, b.sm + 1) * WIDE, CONV_CHANNELS) - first, pieces = channels / 4;
     const float* history = b.p.history + (size_t)index * HISTORY * CONV_CHANNELS + first;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < channels; i += CONSUMERS) copy16(&b.s.taps[i], vectors + CONV_AT + (first + i) * 4);
+    for (int i = threadIdx.x; i < channels; i += CONSUMERS) copy16(&b.s.taps[i], vectors + DELTA_MIX_CONV + (first + i) * 4);
 #pragma unroll 1
     for (int i = threadIdx.x; i < (HISTORY - 1) * pieces; i += CONSUMERS) {
         const int age = i / pieces, piece = i % pieces;
         copy16(&b.s.past[age][piece * 4], history + (b.length - 1 - age + HISTORY) % HISTORY * CONV_CHANNELS + piece * 4);
     }
     static_assert(VALUE_HEADS % 2 == 0, "dt and a of the heads are copied four at a time");
-    for (int i = threadIdx.x; i < VALUE_HEADS / 2; i += CONSUMERS) copy16(&b.s.gate_weights[i * 4], vectors + DT_AT + i * 4);
+    for (int i = threadIdx.x; i < VALUE_HEADS / 2; i += CONSUMERS) copy16(&b.s.gate_weights[i * 4], vectors + DELTA_MIX_DT + i * 4);
 }
 
 // Four rows of the projection as the mixer wants them; `own` is what was summed for this node, `before(age)` for its ancestors.

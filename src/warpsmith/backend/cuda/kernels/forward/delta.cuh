@@ -58,7 +58,7 @@ __device__ __forceinline__ void delta_one(Block& b, int index, int block, const 
     const int column = b.warp * 2 + (b.lane >> 4), part = b.lane & 15;
     float4* state = (float4*)(b.p.delta + (at * COLUMNS + column) * STATE_DIM) + part;
     float4 s0 = state[0], s1 = state[16];
-    const float weight = __ldg(vectors + GATED_NORM_AT + (block * COLUMNS + column) % STATE_DIM);
+    const float weight = __ldg(vectors + DELTA_MIX_NORM + (block * COLUMNS + column) % STATE_DIM);
     const u32* in = b.words(DELTA_TURN, 0, DELTA_IN_AT);
     const DeltaPlaces places(block);
     uint4 got[4];  // q and k of this part
@@ -99,7 +99,7 @@ __device__ __forceinline__ void delta_one(Block& b, int index, int block, const 
         for (int step = 1; step < COLUMNS; step *= 2) square += __shfl_xor_sync(~0u, square, step);
         const u32 pair = pack_bf16(gated, __shfl_down_sync(~0u, gated, 1)), next = __shfl_down_sync(~0u, pair, 2);
         if (b.lane < COLUMNS && mine % 4 == 0)
-            publish8(b.value<DeltaOutput>(DELTA_TURN, 0, DELTA_Y_AT, block * COLUMNS + mine), b.other(DELTA_TURN), pair, next);
+            publish8(b.value<DeltaOutput>(DELTA_TURN, 0, DELTA_VALUES_AT, block * COLUMNS + mine), b.other(DELTA_TURN), pair, next);
         if (b.lane == 1) publish4(b.square<DeltaOutput>(DELTA_TURN, 0, DELTA_SQUARES_AT, block), b.other(DELTA_TURN), __float_as_uint(square));
     }
     // What nobody waits for comes last.
@@ -216,7 +216,7 @@ __device__ __forceinline__ void with_kept_state(const Block& b, int place, int b
 
 // Of a lane's two columns.
 __device__ __forceinline__ float2 gated_norm(int block, const float* vectors) {
-    return __ldg((const float2*)(vectors + GATED_NORM_AT + block * COLUMNS % STATE_DIM) + threadIdx.x % 8);
+    return __ldg((const float2*)(vectors + DELTA_MIX_NORM + block * COLUMNS % STATE_DIM) + threadIdx.x % 8);
 }
 // Gate and publish four nodes: eight lanes a node, two columns each.
 __device__ __forceinline__ void publish_nodes(const Block& b, int index, int block, const float* rows, int first, float2 weight) {
@@ -230,7 +230,7 @@ __device__ __forceinline__ void publish_nodes(const Block& b, int index, int blo
 #pragma unroll
     for (int step = 1; step < 8; step *= 2) square += __shfl_xor_sync(~0u, square, step);
     if (live && mine % 2 == 0)
-        publish8(b.value<DeltaOutput>(DELTA_TURN, node, DELTA_Y_AT, block * COLUMNS + mine * 2), b.other(DELTA_TURN), pair, after);
+        publish8(b.value<DeltaOutput>(DELTA_TURN, node, DELTA_VALUES_AT, block * COLUMNS + mine * 2), b.other(DELTA_TURN), pair, after);
     if (live && mine == 1)
         publish4(b.square<DeltaOutput>(DELTA_TURN, node, DELTA_SQUARES_AT, block), b.other(DELTA_TURN), __float_as_uint(square));
     const size_t at = (size_t)index * BLOCKS + block;

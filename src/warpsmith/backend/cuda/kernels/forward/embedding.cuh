@@ -5,45 +5,16 @@
 #pragma once
 #include "forward/matmul.cuh"
 
-struct Eight {
-    float4 low, high;
-};
-__device__ __forceinline__ Eight from_bf16(uint4 v) {
-    return {{bf16_low(v.x), bf16_high(v.x), bf16_low(v.y), bf16_high(v.y)}, {bf16_low(v.z), bf16_high(v.z), bf16_low(v.w), bf16_high(v.w)}};
-}
-// Bytes, `bias` more than the values they stand for, and an fp16 scale.
-__device__ __forceinline__ Eight from_bytes(u32 early, u32 late, u32 scale, int bias) {
-    const auto four = [&](u32 w) -> float4 {
-        return {(float)((int)(w & 255) - bias), (float)((int)(w >> 8 & 255) - bias), (float)((int)(w >> 16 & 255) - bias),
-                (float)((int)(w >> 24) - bias)};
-    };
-    const float d = unpack_half(scale).x;
-    return {scaled(four(early), d), scaled(four(late), d)};
-}
-
-// Eight values of a row from k on, a multiple of 8 (see pack.cu).
+// Eight values of a row from k on, a multiple of 8.
 __device__ __forceinline__ Eight embedding_piece(const Block& b, int id, int k) {
     if constexpr (TIED) {
-        constexpr int CHUNKS = chunks_of(HIDDEN), CHUNK_BYTES = chunk_bytes(HEAD_TYPE, WIDE);
+        constexpr int CHUNKS = chunks_of(HIDDEN), CHUNK_BYTES = HeadFormat::chunk_bytes(WIDE);
         const int unit = id / WIDE, sm = owner_of(HEAD_UNITS, unit), lane = id % 8 * 4 + k % 32 / 8, upper = id % WIDE / 8;
         const int warp = k / (CHUNKS * 32), chunk = k % (CHUNKS * 32) / 32;
-        const u8* at = b.p.stream + b.p.head_start[sm] + (size_t)((unit - first_unit(HEAD_UNITS, sm)) * CHUNKS + chunk) * CHUNK_BYTES;
-        if constexpr (HEAD_TYPE == Q8_0) {
-            const uint2 v = __ldg((const uint2*)(at + (warp * 32 + lane) * WIDE) + upper);
-            const u32 scales = __ldg((const u32*)(at + WARPS * 32 * WIDE) + warp * 8 + id % 8);
-            return from_bytes(v.x, v.y, upper ? scales >> 16 : scales, 128);
-        }
-        const uint4* tile = (const uint4*)(at + warp * 64 * WIDE) + lane;
-        const uint4 early = __ldg(tile), late = __ldg(tile + 32);
-        return from_bf16(upper ? uint4{early.y, early.w, late.y, late.w} : uint4{early.x, early.z, late.x, late.z});
+        const size_t before = (size_t)((unit - first_unit(HEAD_UNITS, sm)) * CHUNKS + chunk) * CHUNK_BYTES;
+        return HeadFormat::embed(b.p.stream + b.p.head_start[sm] + before, warp, lane, upper);
     }
-    if constexpr (EMBEDDING_TYPE == Q8_0) {  // blocks of a scale and 32 values: 34 bytes
-        const u16* block = (const u16*)(b.p.embedding + ((size_t)id * HIDDEN + k) / 32 * 34);
-        const u16* v = block + 1 + k % 32 / 2;
-        
-        return from_bytes((__ldg(v) | __ldg(v + 1) << 16) ^ 0x80808080, (__ldg(v + 2) | __ldg(v + 3) << 16) ^ 0x80808080, __ldg(block), 128);
-    }
-    return from_bf16(__ldg((const uint4*)(b.p.embedding + ((size_t)id * HIDDEN + k) * 2)));
+    return EmbeddingFormat::look_up(b.p.embedding, (size_t)id * HIDDEN + k);
 }
 
 __device__ __forceinline__ void embed(Block& b, const float* norm) {
@@ -56,7 +27,7 @@ __device__ __forceinline__ void embed(Block& b, const float* norm) {
         const float4 x0 = row.low, x1 = row.high;
         ((float4*)b.s.residual[unit][token])[0] = x0;
         ((float4*)b.s.residual[unit][token])[1] = x1;
-        u32* to = b.value<Residual>(X_TURN, token, X_AT, k);
+        u32* to = b.value<Residual>(X_TURN, token, X_VALUES_AT, k);
         publish8(to, b.other(X_TURN), pack_bf16(x0.x * n0.x, x0.y * n0.y), pack_bf16(x0.z * n0.z, x0.w * n0.w));
         publish8(to + 2, b.other(X_TURN), pack_bf16(x1.x * n1.x, x1.y * n1.y), pack_bf16(x1.z * n1.z, x1.w * n1.w));
         const float low = fmaf(x0.x, x0.x, fmaf(x0.y, x0.y, fmaf(x0.z, x0.z, x0.w * x0.w)));

@@ -81,33 +81,41 @@ __device__ __forceinline__ void prepare_tree(Block& b) {
     }
 }
 
+static_assert(MIX_IN == 0 && MIX == 1 && MIX_OUT == 2 && MLP_IN == 3 && MLP_OUT == 4 && LAYER_SLOTS == 5,
+              "these are the stages of a layer that forward_pass runs, in this order");
+
 // Every layer and the head. Returns false where a debugging request stops it.
 // The three kinds of stages over normed x share one copy of the code: what is executed again and again must stay in the
 // instruction cache.
 __device__ __forceinline__ bool forward_pass(Block& b) {
-    // The number of a stage, as `stop_after` counts: the embedding, then five a layer.
+    // The number of a stage, as `stop_after` counts: the embedding, then the slots of each layer.
 #define STAGE_DONE(number)                        \
     b.mark();                                     \
     if (b.r.stop_after == (number)) return false; \
     b.begin_stage()
-#define IN_LAYER(stage) (1 + b.layer() * 5 + (stage))
+#define IN_LAYER(slot) (1 + b.layer() * LAYER_SLOTS + (slot))
     b.mark();
     embed(b, b.p.vectors + MIX_NORM);
     STAGE_DONE(0);
 #pragma unroll 1
     for (b.half = 0; b.half <= 2 * LAYERS; b.half++) {
         const bool head = b.is_head(), mlp = b.is_mlp(), recurrent = b.is_recurrent(), gather = recurrent && !mlp;
-        const int all = head ? HEAD_UNITS : mlp ? MLP_IN_UNITS : recurrent ? DELTA_IN_UNITS : ATTENTION_IN_UNITS;
+        typedef StageOf<MIX_IN> MixIn;
+        typedef StageOf<MLP_IN> MlpIn;
+        typedef StageOf<HEAD> Head;
+        const int all = head ? Head::tiles(false) : mlp ? MlpIn::tiles(recurrent) : MixIn::tiles(recurrent);
         const int first = first_unit(all, b.sm), units = first_unit(all, b.sm + 1) - first;
-        const StageTypes types = head ? head_types() : mlp ? mlp_in_types(b.layer()) : in_types(b.layer());
-        const u32* x = mlp ? b.octet(LAYER_TURN, 0, MID_AT) : b.octet(X_TURN, 0, X_AT);
+        const StageParts parts = head  ? parts_of<Head>(b.layer())
+                                 : mlp ? parts_of<MlpIn>(b.layer())
+                                       : parts_of<MixIn>(b.layer());
+        const u32* x = mlp ? b.octet(LAYER_TURN, 0, MID_VALUES_AT) : b.octet(X_TURN, 0, X_VALUES_AT);
         if (head) begin_head(b);
         if (gather) ask_for_taps(b, b.delta_index(), b.vectors(0));
         const auto where = [&](int unit, int quarter) {
             const int row = (first + unit) * WIDE + quarter * 4;
-            return mlp ? H_AT + Inner::value(0, (first + unit) * 8 + quarter * 4) : (recurrent ? DELTA_IN_AT : ATTENTION_IN_AT) + row;
+            return mlp ? H_VALUES_AT + Inner::value(0, (first + unit) * 8 + quarter * 4) : (recurrent ? DELTA_IN_AT : ATTENTION_IN_AT) + row;
         };
-        multiply_normed(b, types, first, units, x, x + (X_SQUARES_AT - X_AT), gather, where, [&](bool live, int unit, int token, int quarter, int place, float4 v, const float* kept) {
+        multiply_normed(b, parts, first, units, x, x + (X_SQUARES_AT - X_VALUES_AT), gather, where, [&](bool live, int unit, int token, int quarter, int place, float4 v, const float* kept) {
             if (b.is_head()) {
                 rank_logits(b, live, (first + unit) * WIDE + quarter * 4, token, v);
             } else if (b.is_mlp()) {  // gate rows, then up rows
@@ -118,7 +126,7 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
                     publish8(b.octet(LAYER_TURN, token, place + Inner::value(token, 0)), b.other(LAYER_TURN),
                              pack_bf16(silu(v.x) * up.x, silu(v.y) * up.y), pack_bf16(silu(v.z) * up.z, silu(v.w) * up.w));
                 if (HELPED && unit == units - 1 && quarter == 0 && live && (token % 8 == 7 || token == b.nodes - 1))
-                    publish4(b.square<Inner>(LAYER_TURN, token, H_SIGNS_AT, b.sm), b.other(LAYER_TURN), 0);
+                    publish4(b.square<Inner>(LAYER_TURN, token, H_SQUARES_AT, b.sm), b.other(LAYER_TURN), 0);
             } else if (live) {
                 const int row = (first + unit) * WIDE + quarter * 4;
                 if (b.is_recurrent()) {
@@ -134,15 +142,15 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
             }
         });
         if (b.is_head()) break;
-        STAGE_DONE(IN_LAYER(b.is_mlp() ? 3 : 0));
+        STAGE_DONE(IN_LAYER(b.is_mlp() ? MLP_IN : MIX_IN));
         if (b.is_mlp()) {
             float* feature = nullptr;
 #pragma unroll 1
             for (int i = 0; i < b.r.features; i++)
                 if (b.r.feature_layers[i] == b.layer()) feature = b.p.out_features + (size_t)i * b.nodes * HIDDEN;
             b.turns ^= X_TURN;
-            project_to_residual<FFN, false>(b, mlp_out_types(b.layer()), b.octet(LAYER_TURN, 0, H_AT), nullptr,
-                                            {X_TURN, X_AT, X_SQUARES_AT, b.p.vectors + vectors_at(b.layer() + 1) + MIX_NORM, feature});
+            project_to_residual<FFN, false>(b, parts_of<StageOf<MLP_OUT>>(b.layer()), b.octet(LAYER_TURN, 0, H_VALUES_AT), nullptr,
+                                            {X_TURN, X_VALUES_AT, X_SQUARES_AT, b.p.vectors + vectors_at(b.layer() + 1) + MIX_NORM, feature});
             b.turns ^= LAYER_TURN;
         } else {
             if (b.is_recurrent()) {
@@ -158,18 +166,18 @@ __device__ __forceinline__ bool forward_pass(Block& b) {
                 b.begin_stage();
                 attention_merge(b);
             }
-            STAGE_DONE(IN_LAYER(1));
+            STAGE_DONE(IN_LAYER(MIX));
             const bool scaled = b.is_recurrent();
             const u32* squares = scaled ? b.octet(DELTA_TURN, 0, DELTA_SQUARES_AT) : nullptr;
-            const u32* y = scaled ? squares + DeltaOutput::VALUES_AT : b.octet(ATTENTION_TURN, 0, ATTENTION_Y_AT);
-            const ToResidual mid = {LAYER_TURN, MID_AT, MID_SQUARES_AT, b.vectors(MLP_NORM), nullptr};
+            const u32* y = scaled ? squares + DeltaOutput::VALUES_AT : b.octet(ATTENTION_TURN, 0, ATTENTION_VALUES_AT);
+            const ToResidual mid = {LAYER_TURN, MID_VALUES_AT, MID_SQUARES_AT, b.vectors(MLP_NORM), nullptr};
             if (VALUE_DIM == ATTENTION_DIM || scaled)
-                project_to_residual<VALUE_DIM, true>(b, mix_out_types(b.layer()), y, squares, mid);
+                project_to_residual<VALUE_DIM, true>(b, parts_of<StageOf<MIX_OUT>>(b.layer()), y, squares, mid);
             else
-                project_to_residual<ATTENTION_DIM, false>(b, mix_out_types(b.layer()), y, nullptr, mid);
+                project_to_residual<ATTENTION_DIM, false>(b, parts_of<StageOf<MIX_OUT>>(b.layer()), y, nullptr, mid);
             b.turns ^= b.is_recurrent() ? DELTA_TURN : ATTENTION_TURN;
         }
-        STAGE_DONE(IN_LAYER(b.is_mlp() ? 4 : 2));
+        STAGE_DONE(IN_LAYER(b.is_mlp() ? MLP_OUT : MIX_OUT));
     }
 #undef IN_LAYER
 #undef STAGE_DONE

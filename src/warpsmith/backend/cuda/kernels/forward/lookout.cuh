@@ -24,7 +24,7 @@ struct Lookout {
         uint4 got[EACH];
         __device__ __forceinline__ void take(const Lookout& l, int values_at, int octet) {
             const int node = min(7, l.nodes - 1 - octet * 8);
-            const u32* at = l.p.exchange + (values_at + octet * OCTET_WORDS +
+            const u32* at = l.p.exchange + (values_at + octet * NODE_TILE_WORDS +
                                             (SQUARES ? node * square_stride(SQUARES) - square_words(SQUARES) : node * 16 + 12));
 #pragma unroll
             for (int i = 0; i < EACH; i++) {
@@ -72,20 +72,20 @@ struct Lookout {
         }
         return true;
     }
+    template <class Taken>
+    __device__ bool look_for_taken(int layer) {
+        const int deltas = Taken::USED == IN_EVERY_LAYER ? 0 : recurrent_before(layer);
+        const int use = Taken::USED == IN_DELTA_LAYERS ? deltas : layer - deltas;
+        return look_for<Activation<Taken::K, Taken::SQUARES>>((use & 1) * COPY_WORDS + Taken::PLACE);
+    }
     __device__ void run() {
         const bool projects = OwnUnits(blockIdx.x).count > 0;
-        int deltas = 0;  // DeltaNet layers before
-#pragma unroll 1
-        for (int half = 0; half <= 2 * LAYERS; half++) {  // a layer's mixer, then its MLP; at last the head
-            const int layer = half >> 1, mlp = half & 1;
-            const int copy = (layer & 1) * COPY_WORDS;
-            if (!look_for<Residual>(copy + (mlp ? MID_AT : X_AT))) return;
-            if (layer == LAYERS || !projects) continue;
-            const bool recurrent = is_recurrent(layer);
-            const int before = recurrent ? deltas : layer - deltas;
-            const int mixed = (before & 1) * COPY_WORDS;
-            if (mlp ? !look_for<Inner>(copy + H_AT) : recurrent ? !look_for<DeltaOutput>(mixed + DELTA_Y_AT) : !look_for<AttentionOutput>(mixed + ATTENTION_Y_AT)) return;
-            if (!mlp && recurrent) deltas++;
-        }
+        every_weight_stage([&](auto stage, int layer) {
+            typedef decltype(stage) Stage;
+            if (Stage::TILE_ROWS == NARROW && !projects) return true;
+            const bool recurrent = Stage::SLOT != HEAD && is_recurrent(layer);
+            if (Stage::InDelta::PLACE == Stage::InAttention::PLACE || recurrent) return look_for_taken<typename Stage::InDelta>(layer);
+            return look_for_taken<typename Stage::InAttention>(layer);
+        });
     }
 };

@@ -2,7 +2,7 @@
 //
 // Every warp owns a fixed slice of K (see shape.cuh), 32 k a chunk. A lane's part of the activations is 8 bf16 values of a
 // token at k = 8 (l mod 4) .. + 7 of a chunk, as they come from the exchange. What is multiplied how, and summed in which
-// order, depends on the weights' type only (weights.cuh): a token's bits depend neither on the other tokens nor on how many
+// order, depends on the weights' format only (formats/): a token's bits depend neither on the other tokens nor on how many
 // there are.
 //
 // Weights wait for nothing: they are in registers before the activations have come, and serve all tokens in turn.
@@ -10,7 +10,7 @@
 // Partial sums alternate between two buffers, so that one barrier is enough.
 // Bytes: each weight is read from the ring once, 128 bytes a clock of shared-memory bandwidth at most.
 #pragma once
-#include "forward/tiles.cuh"
+#include "forward/weights.cuh"
 
 // What a warp needs of an octet of tokens: their values at its k, and the sums of squares of its slice of x, which a
 // token's four lanes share. Columns past the last token are that one again.
@@ -30,7 +30,7 @@ struct Octet {
     __device__ __forceinline__ void ask(const Block& b, const u32* x, int first, int c) {
         const int token = min(b.lane >> 2, b.nodes - 1 - first), q = b.lane & 3;
         const bool live = HIDDEN % CHUNK_K == 0 || (b.warp * CHUNKS + c) * 32 + q * 8 < HIDDEN;
-        a[c] = live ? load16(x + first / 8 * OCTET_WORDS + chunk_place(CHUNKS, b.warp, c) * CHUNK_WORDS + token * 16 + q * 4) : uint4{};
+        a[c] = live ? load16(x + first / 8 * NODE_TILE_WORDS + chunk_place(CHUNKS, b.warp, c) * CHUNK_WORDS + token * 16 + q * 4) : uint4{};
     }
     __device__ __forceinline__ void ask_squares(const Block& b, const u32* x_squares, int first) {
         const int token = min(b.lane >> 2, b.nodes - 1 - first), q = b.lane & 3;
@@ -38,7 +38,7 @@ struct Octet {
         for (int i = 0; i < EACH; i++) {
             const int group = i * 4 + q, unit = (b.warp * CHUNKS + group) * 4;
             const bool live = (CHUNKS % 4 == 0 || group < CHUNKS) && (HIDDEN % CHUNK_K == 0 || unit < HIDDEN_UNITS);
-            squares[i] = live ? load16(x_squares + first / 8 * OCTET_WORDS + token * square_stride(HIDDEN_UNITS) + unit) : uint4{};
+            squares[i] = live ? load16(x_squares + first / 8 * NODE_TILE_WORDS + token * square_stride(HIDDEN_UNITS) + unit) : uint4{};
         }
     }
     __device__ __forceinline__ void ask(const Block& b, const u32* x, const u32* x_squares, int first) {
@@ -71,7 +71,7 @@ struct Octet {
             for (int i = 0; i < WORDS; i++) {
                 const int unit = i * 32 + b.lane;
                 const bool live = unit < CHUNKS * 4 && (HIDDEN % CHUNK_K == 0 || start + unit < HIDDEN_UNITS);
-                word[i] = live ? load4(x_squares + first / 8 * OCTET_WORDS + node * square_stride(HIDDEN_UNITS) + start + unit) : 0;
+                word[i] = live ? load4(x_squares + first / 8 * NODE_TILE_WORDS + node * square_stride(HIDDEN_UNITS) + start + unit) : 0;
             }
         }
         __device__ __forceinline__ bool came() const {
@@ -135,7 +135,7 @@ __device__ __forceinline__ float4 sum_parts(const float* at, int stride) {
     return part[0];
 }
 
-// Stage: units of `types` from `first_unit` on. `finish(live, unit, token, quarter, place, v, kept)` for four rows of a token at a time,
+// Stage: units of `parts` from `first_unit` on. `finish(live, unit, token, quarter, place, v, kept)` for four rows of a token at a time,
 // all lanes of a warp, `live` or not; `unit` counts from 0; quarters 0 and 2 of a unit are in neighbouring lanes, and 1 and 3;
 // `place` is what `where(unit, quarter)` said while there was time.
 // A `gather` in a tree first writes them to `kept`, where a token's ancestors are then found ROW_STRIDE floats a token apart.
@@ -143,7 +143,7 @@ __device__ __forceinline__ float4 sum_parts(const float* at, int stride) {
 // A tree goes octet by octet. Asking for all of one again and again would be in the way of what is published, so it is asked for when it
 // seems to be there; if the next one is already, that is asked for as the mma are done with this one's registers.
 template <class Where, class Finish>
-__device__ __forceinline__ void multiply_normed(Block& b, StageTypes types, int first_unit, int units, const u32* x,
+__device__ __forceinline__ void multiply_normed(Block& b, StageParts parts, int first_unit, int units, const u32* x,
                                                 const u32* squares, bool gather, Where where, Finish finish) {
     constexpr int CHUNKS = chunks_of(HIDDEN), AT_ONCE = UNITS_AT_ONCE;
     static_assert(CHUNKS <= MAX_CHUNKS, "a unit must fit in the registers");
@@ -155,8 +155,8 @@ __device__ __forceinline__ void multiply_normed(Block& b, StageTypes types, int 
     bool asked = false;
 #pragma unroll 1
     for (int base = 0, count; base < units; base += count) {
-        const Run run = types.run<WIDE_TYPES>(first_unit + base, first_unit + units);
-        count = min(units_at_once(run.type), run.units);
+        const Run run = parts.run<WideFormats>(first_unit + base, first_unit + units);
+        WideFormats::with(run.format, [&](auto format) { count = min(units_at_once<decltype(format)>(), run.units); });
         const bool last = base + count == units;
         u32 w[wide_registers(CHUNKS)];
         take_wide<CHUNKS>(b, run, w);
@@ -190,7 +190,7 @@ __device__ __forceinline__ void multiply_normed(Block& b, StageTypes types, int 
                 if (tokens > 0) mine[u * WIDE] = sum.x, mine[u * WIDE + 8] = sum.z;
                 if (NODES > 1 && tokens > 1) mine[ROW_STRIDE + u * WIDE] = sum.y, mine[ROW_STRIDE + u * WIDE + 8] = sum.w;
             };
-            multiply_wide<CHUNKS>(run.type, w, octet.a, store, [&](int c) {
+            multiply_wide<CHUNKS>(run.format, w, octet.a, store, [&](int c) {
                 if (LOOKS && asked) octet.ask(b, x, next, c);
             });
             const float squares_here = octet.square_sum();

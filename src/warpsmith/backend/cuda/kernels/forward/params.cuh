@@ -37,7 +37,7 @@ struct Params {
     u32* values;
     int context;
     // activations on their way between SMs (see exchange.cuh)
-    u32* exchange;              // [2 copies][MAX_NODES / 8][OCTET_WORDS]
+    u32* exchange;              // [2 copies][MAX_NODES / 8][NODE_TILE_WORDS]
     u32* parts;                 // attention: fp16 pairs of means [MAX_NODES][HEADS][SPLITS][HEAD_DIM / 2], reset by their one reader
     // what a commit needs of each node
     float* pending_raw;         // [DELTA_LAYERS][MAX_NODES][CONV_CHANNELS]

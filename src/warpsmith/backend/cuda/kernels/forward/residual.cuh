@@ -60,7 +60,7 @@ struct ScalesOf<false, HEADS_HERE> {
 
 // What a warp needs of one token for COUNT chunks: a lane has the first four k of its eight, or the last.
 template <int COUNT, int K, bool SCALED>
-__device__ __forceinline__ float2 multiply_one(Block& b, int type, const u32* w, const u32* from, const u32* squares, int block) {
+__device__ __forceinline__ float2 multiply_one(Block& b, int format, const u32* w, const u32* from, const u32* squares, int block) {
     typename ScalesOf<SCALED, (COUNT + CHAIN - 1) / CHAIN>::type scales;
     constexpr int CHUNKS = chunks_of(K);
     const int q = b.lane & 3, k = (b.warp * CHUNKS + block) * 32 + q * 8;
@@ -86,8 +86,8 @@ __device__ __forceinline__ float2 multiply_one(Block& b, int type, const u32* w,
     NarrowSums sums;
 #pragma unroll
     for (int chain = 0; chain * CHAIN < COUNT; chain++)
-        sums.add(type, w, chain, x + chain * CHAIN, smaller(CHAIN, COUNT - chain * CHAIN), q, scales.at(q & 1, chain));
-    return sums.total(type);
+        sums.add(format, w, chain, x + chain * CHAIN, smaller(CHAIN, COUNT - chain * CHAIN), q, scales.at(q & 1, chain));
+    return sums.total(format);
 }
 
 // The same for octets of a tree. All chunks of an octet are on their way at a time; as soon as a chain of them is multiplied, the next
@@ -106,7 +106,7 @@ struct OctetProduct {
 
     // Whether an octet has come, by its last node's sums of squares, or by a word of every chunk.
     __device__ __forceinline__ bool look(const Block& b, int first) const {
-        const int node = min(7, b.nodes - 1 - first), start = b.warp * CHUNKS + block, at = first / 8 * OCTET_WORDS;
+        const int node = min(7, b.nodes - 1 - first), start = b.warp * CHUNKS + block, at = first / 8 * NODE_TILE_WORDS;
         if (SCALED && squares) {
             constexpr int BLOCKS_HERE = COUNT * 32 / COLUMNS;
             const bool live = b.lane < BLOCKS_HERE && start * (32 / COLUMNS) + b.lane < BLOCKS;
@@ -120,7 +120,7 @@ struct OctetProduct {
     }
     // Asks for a chain of an octet, and with the first for the squares.
     __device__ __forceinline__ void ask(const Block& b, int chain, int first) {
-        const int q = b.lane & 3, token = min(b.lane >> 2, b.nodes - 1 - first), start = b.warp * CHUNKS + block, at = first / 8 * OCTET_WORDS;
+        const int q = b.lane & 3, token = min(b.lane >> 2, b.nodes - 1 - first), start = b.warp * CHUNKS + block, at = first / 8 * NODE_TILE_WORDS;
 #pragma unroll
         for (int c = chain * CHAIN; c < chain * CHAIN + chunks_here(chain); c++) {
             const bool live = K % CHUNK_K == 0 || (start + c) * 32 + q * 8 < K;
@@ -144,16 +144,16 @@ struct OctetProduct {
         return everywhere(all);
     }
     // Multiplies the octet that has come, and asks for the one that begins with node `next`, if there is one.
-    __device__ __forceinline__ float2 multiply(const Block& b, int type, const u32* w, int next) {
+    __device__ __forceinline__ float2 multiply(const Block& b, int format, const u32* w, int next) {
         const int q = b.lane & 3;
         scales.finish(squares);
         NarrowSums sums;
 #pragma unroll
         for (int chain = 0; chain < CHAINS; chain++) {
-            sums.add(type, w, chain, x + chain * CHAIN, chunks_here(chain), q, scales.at(q, chain));
+            sums.add(format, w, chain, x + chain * CHAIN, chunks_here(chain), q, scales.at(q, chain));
             if (next > 0) ask(b, chain, next);
         }
-        return sums.total(type);
+        return sums.total(format);
     }
 };
 
@@ -193,11 +193,11 @@ struct ToResidual {
 };
 
 template <int COUNT, int K, bool SCALED>
-__device__ __forceinline__ void multiply_block(Block& b, int type, const u32* from, const u32* squares, int index, int unit, int rows,
+__device__ __forceinline__ void multiply_block(Block& b, int format, const u32* from, const u32* squares, int index, int unit, int rows,
                                                float4 norm, const ToResidual& to) {
     typedef NarrowBlocks<K> Blocks;
     u32 w[narrow_registers(COUNT)];
-    take_narrow<COUNT>(b, type, w);
+    take_narrow<COUNT>(b, format, w);
     if (index == 0) b.mark();
     if (!LOOKS) b.sync();  // polling would hold up the loads of a warp that comes late
     const bool last = index == Blocks::COUNT - 1;
@@ -205,7 +205,7 @@ __device__ __forceinline__ void multiply_block(Block& b, int type, const u32* fr
     const u32 turn = b.turn(SUMS_TURN);
     if (index == 0) barrier_wait(b.signs.read, turn ^ 1);  // the unit before
     if constexpr (NODES == 1) {
-        put_sums(b, part, 0, multiply_one<COUNT, K, SCALED>(b, type, w, from, squares, index * Blocks::EACH));
+        put_sums(b, part, 0, multiply_one<COUNT, K, SCALED>(b, format, w, from, squares, index * Blocks::EACH));
         if (!last) return;
         arrive_for_warp(b.signs.sums);
         b.mark();
@@ -230,7 +230,7 @@ __device__ __forceinline__ void multiply_block(Block& b, int type, const u32* fr
             }
             if (step == 0) b.mark();
             const bool ready = next && product.is_there(b, next);
-            put_sums(b, part, first + (b.lane & 3) * 2, product.multiply(b, type, w, ready ? next : 0));
+            put_sums(b, part, first + (b.lane & 3) * 2, product.multiply(b, format, w, ready ? next : 0));
             if (last) arrive_for_warp(b.signs.sums + 8 * step);
             if (step == 0) b.mark();
             if (last && b.warp == step % WARPS) {
@@ -248,19 +248,19 @@ __device__ __forceinline__ void multiply_block(Block& b, int type, const u32* fr
 // Stage: this SM's units. SCALED: if there are `squares`, the inputs are DeltaNet outputs before their head norm, whose 1 / rms
 // multiplies the sums over a head.
 template <int K, bool SCALED>
-__device__ __forceinline__ void project_to_residual(Block& b, StageTypes types, const u32* from, const u32* squares, const ToResidual& to) {
+__device__ __forceinline__ void project_to_residual(Block& b, StageParts parts, const u32* from, const u32* squares, const ToResidual& to) {
     typedef NarrowBlocks<K> Blocks;
     static_assert(!SCALED || Blocks::CHUNKS % CHAIN == 0 || CHAIN % Blocks::CHUNKS == 0, "a chain of chunks must lie in one head");
     const OwnUnits own(b.sm);
-    const int type = types.run<NARROW_TYPES>(0, 1).type;
+    const int format = parts.run<NarrowFormats>(0, 1).format;
 #pragma unroll 1
     for (int unit = 0; unit < own.count; unit++) {
         const float4 norm = __ldg((const float4*)(to.next_norm + (own.first + unit) * NARROW + (b.lane & 1) * 4));
 #pragma unroll 1
         for (int index = 0; index < Blocks::CHUNKS / Blocks::EACH; index++)
-            multiply_block<smaller(Blocks::EACH, Blocks::CHUNKS), K, SCALED>(b, type, from, squares, index, unit, own.first + unit, norm, to);
+            multiply_block<smaller(Blocks::EACH, Blocks::CHUNKS), K, SCALED>(b, format, from, squares, index, unit, own.first + unit, norm, to);
         if constexpr (Blocks::CHUNKS % Blocks::EACH != 0)
-            multiply_block<Blocks::CHUNKS % Blocks::EACH, K, SCALED>(b, type, from, squares, Blocks::COUNT - 1, unit, own.first + unit, norm, to);
+            multiply_block<Blocks::CHUNKS % Blocks::EACH, K, SCALED>(b, format, from, squares, Blocks::COUNT - 1, unit, own.first + unit, norm, to);
         b.turns ^= SUMS_TURN;
     }
     if (own.count) all_taken(b);

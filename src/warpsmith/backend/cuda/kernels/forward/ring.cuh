@@ -71,12 +71,20 @@ struct Producer {
         on_way--;
     }
     // Copy this SM's units of a stage, each in slots of its own. False when the consumers have stopped.
-    template <u32 TYPES, int ROWS, int IN_FLIGHT_HERE = MOST_IN_FLIGHT>
-    __device__ bool stage(int all, int k, StageTypes types) {
-        const int who = sm();
+    template <class Stage>
+    __device__ bool stage(int layer) {
+        typedef FormatsOf<Stage::TILE_ROWS> FormatsHere;
+        constexpr int ROWS = Stage::TILE_ROWS, IN_FLIGHT_HERE = Stage::SLOT == HEAD ? HEAD_IN_FLIGHT : MOST_IN_FLIGHT;
+        const bool recurrent = Stage::SLOT != HEAD && is_recurrent(layer);
+        const StageParts parts = parts_of<Stage>(layer);
+        const int who = sm(), all = Stage::tiles(recurrent), chunks = chunks_of(Stage::k(recurrent));
         for (int unit = first_unit(all, who), end = first_unit(all, who + 1); unit < end;) {
-            const Run run = types.run<TYPES>(unit, end);
-            if (!copy(run.units, chunks_of(k) * chunk_bytes(run.type, ROWS), slot_bytes(run.type), IN_FLIGHT_HERE)) return false;
+            const Run run = parts.run<FormatsHere>(unit, end);
+            int unit_bytes, slot_bytes;
+            FormatsHere::with(run.format, [&](auto format) {
+                unit_bytes = chunks * format.chunk_bytes(ROWS), slot_bytes = format.slot_chunks(ROWS) * format.chunk_bytes(ROWS);
+            });
+            if (!copy(run.units, unit_bytes, slot_bytes, IN_FLIGHT_HERE)) return false;
             unit += run.units;
         }
         return true;
@@ -108,23 +116,9 @@ struct Producer {
         asm volatile("" : "+r"(index));
         return index;
     }
-    template <int IN_FLIGHT_HERE = MOST_IN_FLIGHT>
-    __device__ bool wide(int all, StageTypes types) {
-        return stage<WIDE_TYPES, WIDE, IN_FLIGHT_HERE>(all, HIDDEN, types);
-    }
-    __device__ bool narrow(int k, StageTypes types) { return stage<NARROW_TYPES, NARROW>(HIDDEN_UNITS, k, types); }
     __device__ bool token(const u8* stream) {
         source = stream;
-#pragma unroll 1
-        for (int layer = 0; layer < LAYERS; layer++) {
-            const bool recurrent = is_recurrent(layer);
-            const int in_units = recurrent ? DELTA_IN_UNITS : ATTENTION_IN_UNITS;
-            if (!wide(in_units, in_types(layer))) return false;
-            if (!narrow(recurrent ? VALUE_DIM : ATTENTION_DIM, mix_out_types(layer))) return false;
-            if (!wide(MLP_IN_UNITS, mlp_in_types(layer))) return false;
-            if (!narrow(FFN, mlp_out_types(layer))) return false;
-        }
-        return wide<HEAD_IN_FLIGHT>(HEAD_UNITS, head_types());
+        return every_weight_stage([&](auto stage, int layer) { return this->stage<decltype(stage)>(layer); });
     }
     // No copy may be on its way when the block exits.
     __device__ void drain() {

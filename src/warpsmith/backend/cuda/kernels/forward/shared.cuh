@@ -2,7 +2,7 @@
 // The ring is as deep as there is room.
 #pragma once
 #include "sample/candidates.cuh"
-#include "forward/types.cuh"
+#include "forward/parts.cuh"
 
 // A node of the tree in a DeltaNet layer: where its parent's state is kept (-1: in registers, or committed), where its own
 // will be (-1: nowhere), and which node its worker takes next (-1: none).
@@ -39,9 +39,6 @@ struct __align__(16) Shared {
     int stopped;                           // decoding has ended: the producer should leave
 };
 
-__host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
-__host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
-
 // Units of 16 rows that a warp holds in registers at once (see matmul.cuh).
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr int WEIGHT_QUADS = 32;
@@ -56,7 +53,7 @@ __host__ __device__ constexpr int parts_of(int k) { return WARPS * ((chunks_of(k
 template <int K>
 struct NarrowBlocks {
     static constexpr int CHUNKS = chunks_of(K), PARTS = parts_of(K);
-    static constexpr int WHOLE = slot_chunks(has(NARROW_TYPES, Q8_0) ? Q8_0 : BF16, NARROW);  // slots
+    static constexpr int WHOLE = NarrowFormats::slot_chunks(NARROW);  // slots
     static constexpr int EACH = (CHUNKS + PARTS / WARPS - 1) / (PARTS / WARPS) + WHOLE - 1 & ~(WHOLE - 1);
     static constexpr int COUNT = (CHUNKS + EACH - 1) / EACH;
     static_assert(COUNT == PARTS / WARPS, "every part must be written");

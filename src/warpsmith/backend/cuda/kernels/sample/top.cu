@@ -5,6 +5,7 @@
 // A slice's k best are at least as good as the k-th best of its threads' best: what is as good is collected, then sorted
 // by counting who is better. Bytes: the logits twice, which are in L2.
 #include "sample/ranked.cuh"
+#include "schedule.cuh"
 
 constexpr int SLICES = 8, SLICE_THREADS = 512, MAX_TOP = 256, COLLECTED = 1024;
 
