@@ -98,6 +98,14 @@ class Q8_0(Format):
         return {"Q8_0": _as_is, "Q5_0": container("Q5_0", q5_0), "IQ4_NL": container("IQ4_NL", iq4_nl)}
 
 
+class Q4_0(Format):
+    """Blocks of 32 half bytes and a scale."""
+
+    type, struct = TYPES["Q4_0"], "Q4_0"
+    exact: ClassVar = {"Q4_0": _as_is}
+    slot_bytes = 4 * WARPS * WIDE * 18
+
+
 def _nibbles(blocks: np.ndarray) -> NDArray[np.int64]:
     """16 bytes: the low halves are weights 0 to 15, the high ones 16 to 31."""
     return np.concatenate([blocks["qs"] & 15, blocks["qs"] >> 4], axis=1).astype(np.int64)
