@@ -165,6 +165,11 @@ def test_nothing_is_contracted_that_is_not_written_so() -> None:
         assert all(".rn." in operation for operation in operations), operations
 
 
+def test_no_line_of_a_kernel_is_longer_than_120_columns() -> None:
+    for name, text in sources().items():
+        assert not [line for line in text.splitlines() if len(line) > 120], name
+
+
 def test_compiling_changes_nothing_else() -> None:
     """NVRTC writes its log into memory we give it; an empty log is one byte, and Python has one object for each."""
     compile_source(sources()["weights/stream.cu"], "weights/stream.cu", "sm_90", {})

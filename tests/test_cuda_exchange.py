@@ -51,15 +51,15 @@ def value_halves(exchange: Exchange, name: str, nodes: int = MAX_NODES) -> np.nd
 
 # What the kernel calls them (shape.cuh): where it begins and how many words, or values, of a node.
 ROWS = {
-    "delta_in": ("DELTA_IN_AT", "DELTA_IN_UNITS * WIDE"),
-    "attention_in": ("ATTENTION_IN_AT", "ATTENTION_IN_UNITS * WIDE"),
+    "delta_in": ("DELTA_IN_AT", "DELTA_IN_TILES * WIDE"),
+    "attention_in": ("ATTENTION_IN_AT", "ATTENTION_IN_TILES * WIDE"),
     "stats": ("STATS_AT", "HEADS * SPLITS * 2"),
     "attention_rows": ("ATTENTION_ROWS_AT", "ATTENTION_ROWS * HEAD_DIM / 2"),
     "best": ("BEST_AT", "SMS * 2"),
 }
 SQUARES = {
-    "x": ("Residual", "X_SQUARES_AT", "HIDDEN_UNITS"),
-    "mid": ("Residual", "MID_SQUARES_AT", "HIDDEN_UNITS"),
+    "x": ("Residual", "X_SQUARES_AT", "HIDDEN_TILES"),
+    "mid": ("Residual", "MID_SQUARES_AT", "HIDDEN_TILES"),
     "h": ("Inner", "H_SQUARES_AT", "SMS"),
     "delta": ("DeltaOutput", "DELTA_SQUARES_AT", "BLOCKS"),
 }

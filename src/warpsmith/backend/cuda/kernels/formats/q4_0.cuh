@@ -1,9 +1,9 @@
-// Q4_0: blocks of 32 weights, half a byte each and an fp16 scale. A lane's eight k of a row are one word; 16 rows are two such
-// words; a chunk's scales lie behind its weights.
+// Q4_0: blocks of 32 weights, half a byte each and an fp16 scale. A lane's eight k of a row are one word; 16 rows are
+// two such words; a chunk's scales lie behind its weights.
 //
-// Four bits n are the value + 8. A word holds a lane's k as pairs: bits 4i .. 4i+3 are k = 2i, and 16 more are k = 2i + 1. So a
-// shift and a mask make two bf16, each n * 2^-133 (below 2^-125 bf16 is linear), as with bytes (q8_0.cuh): activations are
-// multiplied by 2^96, sums by 2^37, and an mma starts from -8 times the sum of its activations.
+// Four bits n are the value + 8. A word holds a lane's k as pairs: bits 4i .. 4i+3 are k = 2i, and 16 more are k = 2i
+// + 1. So a shift and a mask make two bf16, each n * 2^-133 (below 2^-125 bf16 is linear), as with bytes (q8_0.cuh):
+// activations are multiplied by 2^96, sums by 2^37, and an mma starts from -8 times the sum of its activations.
 #pragma once
 #include "formats/format.cuh"
 
@@ -11,7 +11,9 @@ struct Q4_0 {
     static constexpr int NUMBER = 2;
     static __host__ __device__ constexpr int chunk_bytes(int rows) { return WARPS * rows * 18; }
     static __host__ __device__ constexpr int slot_chunks(int rows) { return 64 / rows; }
-    static __host__ __device__ constexpr int registers(int rows) { return rows / 8 + 1; }  // words, then the rows' scales
+    static __host__ __device__ constexpr int registers(int rows) {
+        return rows / 8 + 1;
+    }  // words, then the rows' scales
 
     static constexpr u32 RAISE = 0x6f806f80;         // bf16 2^96, twice
     static constexpr float LOWER = 137438953472.0f;  // 2^37
@@ -94,14 +96,16 @@ struct Q4_0 {
         const u32 scales = __ldg((const u32*)(chunk + WARPS * 16 * WIDE) + warp * 8 + lane / 4);
         return widened(word, upper ? scales >> 16 : scales);
     }
-    // Eight weights of a block of the file from k on: bytes whose low halves are weights 0 to 15, the high ones 16 to 31.
+    // Eight weights of a block of the file from k on: bytes whose low halves are weights 0 to 15, the high ones 16
+    // to 31.
     static __device__ __forceinline__ u32 word_of(const u16* block, int k) {
         const u16* from = block + 1 + k % 16 / 2;
         const u32 low = from[0] | (u32)from[1] << 16, high = from[2] | (u32)from[3] << 16;
         const int shift = k < 16 ? 0 : 4;
         u32 word = 0;
 #pragma unroll
-        for (int i = 0; i < 8; i++) word |= ((i < 4 ? low : high) >> (i % 4 * 8 + shift) & 15) << (i / 2 * 4 + i % 2 * 16);
+        for (int i = 0; i < 8; i++)
+            word |= ((i < 4 ? low : high) >> (i % 4 * 8 + shift) & 15) << (i / 2 * 4 + i % 2 * 16);
         return word;
     }
     static __device__ __forceinline__ Eight look_up(const u8* table, size_t at) {

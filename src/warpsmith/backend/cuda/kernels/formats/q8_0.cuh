@@ -1,10 +1,10 @@
-// Q8_0: the file's blocks, 32 bytes and an fp16 scale. A lane's bytes are its eight k of a row; 16 rows are two such halves; a
-// chunk's scales lie behind its bytes.
+// Q8_0: the file's blocks, 32 bytes and an fp16 scale. A lane's bytes are its eight k of a row; 16 rows are two such
+// halves; a chunk's scales lie behind its bytes.
 //
-// A byte b is the value + 128. As the low byte of a bf16 it is b * 2^-133: below 2^-125 bf16 is linear, subnormal or not. So
-// widening is one byte permutation for two values. Activations are multiplied by 2^96, the sums by 2^37, and an mma starts from
-// -128 times the sum of its activations, which is the same for every row. All of that is exact but for the mma's own sums. A
-// chunk's sum is then multiplied by its row's scale and added to the others in order.
+// A byte b is the value + 128. As the low byte of a bf16 it is b * 2^-133: below 2^-125 bf16 is linear, subnormal or
+// not. So widening is one byte permutation for two values. Activations are multiplied by 2^96, the sums by 2^37, and an
+// mma starts from -128 times the sum of its activations, which is the same for every row. All of that is exact but for
+// the mma's own sums. A chunk's sum is then multiplied by its row's scale and added to the others in order.
 #pragma once
 #include "formats/format.cuh"
 
@@ -12,11 +12,13 @@ struct Q8_0 {
     static constexpr int NUMBER = 8;
     static __host__ __device__ constexpr int chunk_bytes(int rows) { return WARPS * rows * 34; }
     static __host__ __device__ constexpr int slot_chunks(int rows) { return 64 / rows; }
-    static __host__ __device__ constexpr int registers(int rows) { return rows / 4 + 1; }  // bytes, then the rows' scales
+    static __host__ __device__ constexpr int registers(int rows) {
+        return rows / 4 + 1;
+    }  // bytes, then the rows' scales
 
-    static constexpr u32 RAISE = 0x6f806f80;          // bf16 2^96, twice
-    static constexpr float LOWER = 137438953472.0f;   // 2^37
-    static constexpr u32 MINUS_128 = 0x80808080;      // bf16 -128 * 2^-133, twice
+    static constexpr u32 RAISE = 0x6f806f80;         // bf16 2^96, twice
+    static constexpr float LOWER = 137438953472.0f;  // 2^37
+    static constexpr u32 MINUS_128 = 0x80808080;     // bf16 -128 * 2^-133, twice
     static __device__ __forceinline__ u32 raised(u32 x) { return multiply_bf16(x, RAISE); }
     // Two bytes as bf16, the earlier in the lower half.
     static __device__ __forceinline__ u32 early_bytes(u32 w) { return __byte_perm(w, 0, 0x4140); }
@@ -24,7 +26,8 @@ struct Q8_0 {
 
     template <int ROWS>
     static __device__ __forceinline__ u32 load(u32 at, int warp, int lane, u32* w) {
-        const u32 mine = at + (warp * 32 + lane) * ROWS, scales = at + WARPS * 32 * ROWS + (warp * 8 + lane / 4) * (ROWS / 4);
+        const u32 mine = at + (warp * 32 + lane) * ROWS,
+                  scales = at + WARPS * 32 * ROWS + (warp * 8 + lane / 4) * (ROWS / 4);
         if constexpr (ROWS == WIDE) {
             const uint4 v = load_shared16(mine);
             w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w, w[4] = load_shared4(scales);
@@ -88,8 +91,8 @@ struct Q8_0 {
     // Bytes as in the stream, and an fp16 scale.
     static __device__ __forceinline__ Eight widened(u32 early, u32 late, u32 scale) {
         const auto four = [&](u32 w) -> float4 {
-            return {(float)((int)(w & 255) - 128), (float)((int)(w >> 8 & 255) - 128), (float)((int)(w >> 16 & 255) - 128),
-                    (float)((int)(w >> 24) - 128)};
+            return {(float)((int)(w & 255) - 128), (float)((int)(w >> 8 & 255) - 128),
+                    (float)((int)(w >> 16 & 255) - 128), (float)((int)(w >> 24) - 128)};
         };
         const float d = unpack_half(scale).x;
         return {scaled(four(early), d), scaled(four(late), d)};
@@ -102,7 +105,8 @@ struct Q8_0 {
     static __device__ __forceinline__ Eight look_up(const u8* table, size_t at) {
         const u16* block = (const u16*)(table + at / 32 * 34);
         const u16* v = block + 1 + at % 32 / 2;
-        return widened((__ldg(v) | __ldg(v + 1) << 16) ^ 0x80808080, (__ldg(v + 2) | __ldg(v + 3) << 16) ^ 0x80808080, __ldg(block));
+        return widened((__ldg(v) | __ldg(v + 1) << 16) ^ 0x80808080, (__ldg(v + 2) | __ldg(v + 3) << 16) ^ 0x80808080,
+                       __ldg(block));
     }
 
     static constexpr int PACKED = 32;
@@ -113,7 +117,8 @@ struct Q8_0 {
 #pragma unroll
         for (int quarter = 0; quarter < 4; quarter++) {
             const u16* v = block + 1 + quarter * 4;
-            *(uint2*)(to + quarter * 8 * place.halves) = {(v[0] | (u32)v[1] << 16) ^ 0x80808080u, (v[2] | (u32)v[3] << 16) ^ 0x80808080u};
+            *(uint2*)(to + quarter * 8 * place.halves) = {(v[0] | (u32)v[1] << 16) ^ 0x80808080u,
+                                                          (v[2] | (u32)v[3] << 16) ^ 0x80808080u};
         }
         u16* scales = (u16*)(place.chunk + WARPS * 256 * place.halves) + place.warp * 8 * place.halves;
         scales[place.row % 8 * place.halves + upper] = block[0];

@@ -1,22 +1,21 @@
 // Gated attention over any length, split by absolute position.
 //
 // Keys come in chunks of 16 positions; chunk c belongs to split c mod SPLITS, whatever the chip and however many nodes.
-// An item is one key head, one split and some nodes: it walks its chunks in order with an online softmax for the GROUP query
-// heads of its nodes, and publishes weighted means of the values with their maximum and weight. A last step merges the splits
-// in a fixed order and applies the output gate.
-// In a tree the rows of q, k and v are normed and rotated by one warp each first, which spreads them over all SMs, and
-// published in fp16; one node's are made by the items themselves, which saves an exchange.
-// Scores come from mma (16 queries x 8 keys x 16 dimensions, fp16 in, f32 sums): an element depends on its query and its key
-// alone. A drafted key is held against all queries apart from the chunks, and its scores are written for its descendants,
-// at its position. From there on a key is worked on in chunk p / 16 at place p mod 16, whether it is committed or drafted,
-// so plain and tree runs agree to the bit.
-// Weighted sums come from mma as well (16 queries x 8 dimensions x 16 keys), a warp 32 dimensions; where a chunk has drafted
-// keys, once a node, with that node's own values and the other nodes' weights zero.
-// Bytes: 1 KB of fp16 keys and values a position and key head; keys come straight into the operand's registers.
-// Scratch: rows of q [tiles][16], drafted keys [nodes], drafted values [nodes], values of the chunks at work and of the next
-// [2][chunks][16]; then for every chunk at work scores [tiles][16][16], their softmax weights in fp16, and factors that keep
-// older sums in step [tiles][16]; last what makes means of the sums. Sixteen bytes of a value at position p lie p mod 8 places
-// apart (exclusive or) from where they would, so that rows of any positions that follow each other are in different banks.
+// An item is one key head, one split and some nodes: it walks its chunks in order with an online softmax for the GROUP
+// query heads of its nodes, and publishes weighted means of the values with their maximum and weight. A last step
+// merges the splits in a fixed order and applies the output gate. In a tree the rows of q, k and v are normed and
+// rotated by one warp each first, which spreads them over all SMs, and published in fp16; one node's are made by the
+// items themselves, which saves an exchange. Scores come from mma (16 queries x 8 keys x 16 dimensions, fp16 in, f32
+// sums): an element depends on its query and its key alone. A drafted key is held against all queries apart from the
+// chunks, and its scores are written for its descendants, at its position. From there on a key is worked on in chunk p
+// / 16 at place p mod 16, whether it is committed or drafted, so plain and tree runs agree to the bit. Weighted sums
+// come from mma as well (16 queries x 8 dimensions x 16 keys), a warp 32 dimensions; where a chunk has drafted keys,
+// once a node, with that node's own values and the other nodes' weights zero. Bytes: 1 KB of fp16 keys and values a
+// position and key head; keys come straight into the operand's registers. Scratch: rows of q [tiles][16], drafted keys
+// [nodes], drafted values [nodes], values of the chunks at work and of the next [2][chunks][16]; then for every chunk
+// at work scores [tiles][16][16], their softmax weights in fp16, and factors that keep older sums in step [tiles][16];
+// last what makes means of the sums. Sixteen bytes of a value at position p lie p mod 8 places apart (exclusive or)
+// from where they would, so that rows of any positions that follow each other are in different banks.
 #pragma once
 #include "forward/attention_rows.cuh"
 
@@ -32,19 +31,22 @@ struct AttentionScratch {
 
     __device__ explicit AttentionScratch(float* at)
         : q((u32*)at), fresh_keys(q + QUERY_ROWS * KEY_ROW), fresh_values(fresh_keys + FRESH_ROWS * KEY_ROW),
-          values(fresh_values + FRESH_ROWS * VALUE_ROW), scores((float*)(values + 2 * CHUNKS_AT_ONCE * KEYS * VALUE_ROW)),
+          values(fresh_values + FRESH_ROWS * VALUE_ROW),
+          scores((float*)(values + 2 * CHUNKS_AT_ONCE * KEYS * VALUE_ROW)),
           shares((u16*)(scores + CHUNKS_AT_ONCE * QUERIES * SCORE_ROW)),
-          factors((float*)(shares + CHUNKS_AT_ONCE * QUERIES * SHARE_ROW)), inverses(factors + CHUNKS_AT_ONCE * QUERIES) {}
+          factors((float*)(shares + CHUNKS_AT_ONCE * QUERIES * SHARE_ROW)),
+          inverses(factors + CHUNKS_AT_ONCE * QUERIES) {}
 };
 
 // Where 16 bytes of a value are in its row, in words.
-__device__ __forceinline__ int value_unit(int unit, int position) { return (unit ^ (position & 7)) * 4; }
+__device__ __forceinline__ int value_piece(int piece, int position) { return (piece ^ (position & 7)) * 4; }
 
 // The rows a pass over nodes [first, first + count) of an item uses, and keys and values of all up to them if they are
 // `fresh`: into shared memory.
-__device__ __forceinline__ void fetch_rows(const Block& b, const AttentionScratch& at, int kv_head, int first, int count,
-                                           bool fresh) {
-    constexpr int EACH = (QUERY_TILES * TILE_NODES * GROUP + WARPS - 1) / WARPS, DRAFTED = (2 * NODES + WARPS - 1) / WARPS;
+__device__ __forceinline__ void fetch_rows(const Block& b, const AttentionScratch& at, int kv_head, int first,
+                                           int count, bool fresh) {
+    constexpr int EACH = (QUERY_TILES * TILE_NODES * GROUP + WARPS - 1) / WARPS,
+                  DRAFTED = (2 * NODES + WARPS - 1) / WARPS;
     static_assert(WARPS % 2 == 0, "a warp has keys or values");
     // a warp's query i is of this node and head; its drafted row i is of node warp / 2 + i * WARPS / 2
     const auto node_of = [&](int i) {
@@ -53,10 +55,12 @@ __device__ __forceinline__ void fetch_rows(const Block& b, const AttentionScratc
     const auto head_of = [&](int i) { return WARPS % GROUP == 0 ? b.warp % GROUP : (b.warp + i * WARPS) % GROUP; };
     const int drafted = fresh ? first + count - (b.warp >> 1) : 0;
     const auto row_of = [&](int node, int row) {
-        return load16(b.words(ATTENTION_TURN, node, ATTENTION_ROWS_AT) + row * (HEAD_DIM / 2) + b.lane * 4);
+        return load16(b.words(ATTENTION_PHASE, node, ATTENTION_ROWS_AT) + row * (HEAD_DIM / 2) + b.lane * 4);
     };
     const auto query = [&](int i) { return row_of(first + node_of(i), kv_head * GROUP + head_of(i)); };
-    const auto drafted_row = [&](int i) { return row_of((b.warp >> 1) + i * (WARPS / 2), HEADS + (b.warp & 1) * KV_HEADS + kv_head); };
+    const auto drafted_row = [&](int i) {
+        return row_of((b.warp >> 1) + i * (WARPS / 2), HEADS + (b.warp & 1) * KV_HEADS + kv_head);
+    };
     Watchdog dog;
     {  // polling for all of it would fill the way it comes on: the last row first
         int last = 0;
@@ -79,8 +83,7 @@ __device__ __forceinline__ void fetch_rows(const Block& b, const AttentionScratc
             if (node_of(i) < count && !came16(got[i])) got[i] = query(i);
 #pragma unroll
         for (int i = 0; i < DRAFTED; i++)
-            if (i * (WARPS / 2) < drafted && !came16(got_drafted[i]))
-                got_drafted[i] = drafted_row(i);
+            if (i * (WARPS / 2) < drafted && !came16(got_drafted[i])) got_drafted[i] = drafted_row(i);
 #pragma unroll
         for (int i = 0; i < EACH; i++) came &= node_of(i) >= count || came16(got[i]);
 #pragma unroll
@@ -100,18 +103,20 @@ __device__ __forceinline__ void fetch_rows(const Block& b, const AttentionScratc
         for (int i = 0; i < DRAFTED; i++)
             if (i * (WARPS / 2) < drafted) {
                 const int node = (b.warp >> 1) + i * (WARPS / 2);
-                u32* to = b.warp & 1 ? at.fresh_values + node * VALUE_ROW + value_unit(b.lane, b.length + b.s.depth[node])
-                                     : at.fresh_keys + node * KEY_ROW + b.lane * 4;
+                u32* to = b.warp & 1
+                              ? at.fresh_values + node * VALUE_ROW + value_piece(b.lane, b.length + b.s.depth[node])
+                              : at.fresh_keys + node * KEY_ROW + b.lane * 4;
                 *(uint4*)to = got_drafted[i];
             }
     }
 }
 
-// 16 queries against 8 keys: lane l has key l / 4 at dimensions 8 (l mod 4) .. of every 32. Four sums, then one; of rows l / 4
-// and + 8, columns 2 (l mod 4) and the next. Rows past one node's queries are the last again.
+// 16 queries against 8 keys: lane l has key l / 4 at dimensions 8 (l mod 4) .. of every 32. Four sums, then one; of
+// rows l / 4 and + 8, columns 2 (l mod 4) and the next. Rows past one node's queries are the last again.
 __device__ __forceinline__ void score_tile(const u32* q, const uint4 (&key)[8], int lane, float (&total)[4]) {
     const int row = NODES == 1 ? min(lane >> 2, QUERY_ROWS - 1) : lane >> 2;
-    const uint4 *low = (const uint4*)(q + row * KEY_ROW) + (lane & 3), *high = NODES == 1 ? low : low + 8 * (KEY_ROW / 4);
+    const uint4 *low = (const uint4*)(q + row * KEY_ROW) + (lane & 3),
+                *high = NODES == 1 ? low : low + 8 * (KEY_ROW / 4);
     float sum[4][4] = {};
 #pragma unroll
     for (int c = 0; c < 8; c++) {
@@ -123,7 +128,8 @@ __device__ __forceinline__ void score_tile(const u32* q, const uint4 (&key)[8], 
     for (int i = 0; i < 4; i++) total[i] = (sum[0][i] + sum[1][i]) + (sum[2][i] + sum[3][i]);
 }
 
-// The warp's 32 dimensions of 16 values as the B operand: lane l gives row l mod 16 of an octet of dimensions, or of the next.
+// The warp's 32 dimensions of 16 values as the B operand: lane l gives row l mod 16 of a node tile of dimensions, or of
+// the next.
 struct ValueTile {
     uint4 a, c;
     __device__ __forceinline__ ValueTile(const u32* row, int first, int second)
@@ -134,11 +140,12 @@ struct ValueTile {
     }
 };
 
-// Published means: a lane's four pairs are dimensions 2 (l mod 4) and the next of its warp's four octets, side by side.
+// Published means: a lane's four pairs are dimensions 2 (l mod 4) and the next of its warp's four node tiles, side by
+// side.
 //
 // One key head and split for the nodes of `all_tiles` tiles of queries from `first_tile` on.
-__device__ __forceinline__ void attention_item(Block& b, int index, int kv_head, int split, int first_tile, int all_tiles,
-                                               int chunks, const float* vectors) {
+__device__ __forceinline__ void attention_item(Block& b, int index, int kv_head, int split, int first_tile,
+                                               int all_tiles, int chunks, const float* vectors) {
     const AttentionScratch at(b.scratch + MIX_AT);
     const size_t cache_at = ((size_t)index * KV_HEADS + kv_head) * b.p.context * (HEAD_DIM / 2);
     const u32 *keys = b.p.keys + cache_at, *values = b.p.values + cache_at;
@@ -153,8 +160,8 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
     const int own_tile = CHUNKS_AT_ONCE == 1 ? b.warp >> 1 : (b.warp >> 1) % QUERY_TILES;
     const bool scores = own_chunk < CHUNKS_AT_ONCE && own_tile < QUERY_TILES;
     // the lane's row of values, and where in it
-    const int place = b.lane & 15, unit = b.warp * 4 + (b.lane >> 4);
-    const int first_octet = value_unit(unit, place), second_octet = value_unit(unit + 2, place);
+    const int place = b.lane & 15, piece = b.warp * 4 + (b.lane >> 4);
+    const int first_eight = value_piece(piece, place), second_eight = value_piece(piece + 2, place);
     uint4 key[8];
     const auto fetch_keys = [&](int first) {  // what is not committed is not used: any row will do
         const int position = min((first + own_chunk * SPLITS) * KEYS + half * 8 + row, newest);
@@ -162,14 +169,14 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
 #pragma unroll
         for (int c = 0; c < 8; c++) key[c] = scores ? __ldcg(from + c * 4) : uint4{};
     };
-    const auto fetch_values = [&](int first, int turn) {
+    const auto fetch_values = [&](int first, int phase) {
 #pragma unroll
         for (int c = 0; c < CHUNKS_AT_ONCE; c++) {
             if (c > 0 && first + c * SPLITS >= chunks) break;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int row = b.warp * 2 + i, from = min((first + c * SPLITS) * KEYS + row, newest);
-                copy16(at.values + ((turn * CHUNKS_AT_ONCE + c) * KEYS + row) * VALUE_ROW + value_unit(b.lane, row),
+                copy16(at.values + ((phase * CHUNKS_AT_ONCE + c) * KEYS + row) * VALUE_ROW + value_piece(b.lane, row),
                        values + (size_t)from * (HEAD_DIM / 2) + b.lane * 4);
             }
         }
@@ -179,7 +186,8 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
     const auto ask_for = [&](int first) {
         const int c = threadIdx.x >> 7, chunk = first + c * SPLITS;
         if (c < CHUNKS_AT_ONCE && (chunk + 1) * KEYS <= b.length)
-            prefetch((threadIdx.x & 64 ? values : keys) + (size_t)chunk * KEYS * (HEAD_DIM / 2) + (threadIdx.x & 63) * 32);
+            prefetch((threadIdx.x & 64 ? values : keys) + (size_t)chunk * KEYS * (HEAD_DIM / 2) +
+                     (threadIdx.x & 63) * 32);
     };
 #pragma unroll 1
     for (int i = 1; i <= AHEAD; i++) ask_for(split + i * STEP);
@@ -200,7 +208,7 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
                 const int made = over < 0 ? kv_head * GROUP + b.warp : HEADS + over * KV_HEADS + kv_head;
                 const uint4 packed = make_row(b, 0, made, vectors);
                 u32* to = over < 0 ? at.q + b.warp * KEY_ROW : at.fresh_keys;
-                *(uint4*)(over == 1 ? at.fresh_values + value_unit(b.lane, b.length) : to + b.lane * 4) = packed;
+                *(uint4*)(over == 1 ? at.fresh_values + value_piece(b.lane, b.length) : to + b.lane * 4) = packed;
                 if (over >= 0) keep_row(b, index, 0, made, packed);
             }
         } else {
@@ -212,17 +220,17 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
         const int query = b.warp * 8 + row;  // whose softmax this lane has a part in: four keys of a chunk
         float peak = MINUS_INFINITY, weight = 0.0f;
         float sum[QUERY_TILES][4][4] = {};
-        int turn = 0;
+        int phase = 0;
 #pragma unroll 1
-        for (int first = split; first < chunks; first += STEP, turn ^= 1) {
+        for (int first = split; first < chunks; first += STEP, phase ^= 1) {
             const int own = first + own_chunk * SPLITS;
             const bool drafted = holds_new && first + STEP > last_chunk;  // among this step's
-            // Its own keys, then drafted ones: every second octet of those up to the tile's last node.
+            // Its own keys, then drafted ones: every second node tile of those up to the tile's last node.
             bool committed = scores && own < chunks;
-            int octet = NODES;
-            if (drafted && (NODES == 1 ? b.warp == WARPS - 1 : own == last_chunk)) octet = NODES == 1 ? 0 : half * 8;
+            int key_tile = NODES;
+            if (drafted && (NODES == 1 ? b.warp == WARPS - 1 : own == last_chunk)) key_tile = NODES == 1 ? 0 : half * 8;
             const int end = min(b.nodes, first_node + (own_tile + 1) * TILE_NODES);
-            if (own_tile < tiles && (committed || octet < end)) {
+            if (own_tile < tiles && (committed || key_tile < end)) {
                 const int before = own_tile * TILE_NODES;
                 const int nodes[2] = {min(node_low + before, b.nodes - 1), min(node_high + before, b.nodes - 1)};
                 const int depths[2] = {depth_of(nodes[0]), depth_of(nodes[1])};
@@ -230,7 +238,8 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
 #pragma unroll 1
                 do {
                     if (!committed) {
-                        const uint4* from = (const uint4*)(at.fresh_keys + min(octet + row, FRESH_ROWS - 1) * KEY_ROW) + column;
+                        const uint4* from =
+                            (const uint4*)(at.fresh_keys + min(key_tile + row, FRESH_ROWS - 1) * KEY_ROW) + column;
 #pragma unroll
                         for (int c = 0; c < 8; c++) key[c] = from[c * 4];
                     }
@@ -242,7 +251,8 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
                         if (TILE_ROWS > 8) *(float2*)(mine + 8 * SCORE_ROW) = {s[2], s[3]};
                         committed = false;
                     } else if (committed) {
-                        const int at_column = half * 8 + column * 2, above = own * KEYS + at_column - b.length;  // the root
+                        const int at_column = half * 8 + column * 2,
+                                  above = own * KEYS + at_column - b.length;  // the root
                         float* mine = to + own_chunk * SCORES + at_column;
 #pragma unroll
                         for (int i = 0; i < TILE_ROWS / 4; i++) {  // none past a node's own; those between are drafted
@@ -255,21 +265,23 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
                         float* mine = to + (CHUNKS_AT_ONCE == 1 ? 0 : (last_chunk - first) / SPLITS) * SCORES;
 #pragma unroll
                         for (int i = 0; i < TILE_ROWS / 4; i++) {  // where it is an ancestor of the query's node
-                            const int ancestor = octet + column * 2 + (i & 1), depth = depth_of(ancestor);
+                            const int ancestor = key_tile + column * 2 + (i & 1), depth = depth_of(ancestor);
                             const int at_place = b.length + depth - last_chunk * KEYS;
-                            const bool is = NODES == 1 ? ancestor == 0
-                                                       : depth <= depths[i >> 1] && b.s.ancestor[nodes[i >> 1]][depth] == ancestor;
-                            if (is && at_place >= 0 && at_place < KEYS) mine[(i >> 1) * 8 * SCORE_ROW + at_place] = s[i];
+                            const bool is =
+                                NODES == 1 ? ancestor == 0
+                                           : depth <= depths[i >> 1] && b.s.ancestor[nodes[i >> 1]][depth] == ancestor;
+                            if (is && at_place >= 0 && at_place < KEYS)
+                                mine[(i >> 1) * 8 * SCORE_ROW + at_place] = s[i];
                         }
-                        octet += 16;
+                        key_tile += 16;
                     }
-                } while (octet < end);
+                } while (key_tile < end);
             }
             if (first + STEP < chunks) fetch_keys(first + STEP);
             ask_for(first + (AHEAD + 1) * STEP);
             copies_done();
             b.sync();
-            if (first + STEP < chunks) fetch_values(first + STEP, turn ^ 1);
+            if (first + STEP < chunks) fetch_values(first + STEP, phase ^ 1);
             if (b.warp * 8 < tiles * TILE_ROWS) {
 #pragma unroll
                 for (int c = 0; c < CHUNKS_AT_ONCE; c++) {
@@ -281,7 +293,8 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
                     top = fmaxf(top, peak);
                     const float p0 = power_of_2(s.x - top), p1 = power_of_2(s.y - top);
                     const float p2 = power_of_2(s.z - top), p3 = power_of_2(s.w - top);
-                    *(uint2*)(at.shares + (c * QUERIES + query) * SHARE_ROW + column * 4) = {pack_half(p0, p1), pack_half(p2, p3)};
+                    *(uint2*)(at.shares + (c * QUERIES + query) * SHARE_ROW + column * 4) = {pack_half(p0, p1),
+                                                                                             pack_half(p2, p3)};
                     float total = (p0 + p1) + (p2 + p3);
                     total += __shfl_xor_sync(~0u, total, 1);
                     total += __shfl_xor_sync(~0u, total, 2);
@@ -301,16 +314,17 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
                 for (int t = 0; t < QUERY_TILES; t++) {
                     const float* factors = at.factors + c * QUERIES + t * 16 + row;
                     const float low = factors[0], high = factors[8];
-                    share[t] = load_matrices(at.shares + (c * QUERIES + t * 16 + place) * SHARE_ROW + (b.lane >> 4) * 8);
+                    share[t] =
+                        load_matrices(at.shares + (c * QUERIES + t * 16 + place) * SHARE_ROW + (b.lane >> 4) * 8);
                     if (first > split || c > 0) {
 #pragma unroll
                         for (int n = 0; n < 4; n++)
                             sum[t][n][0] *= low, sum[t][n][1] *= low, sum[t][n][2] *= high, sum[t][n][3] *= high;
                     }
                 }
-                const u32* chunk_values = at.values + ((turn * CHUNKS_AT_ONCE + c) * KEYS + place) * VALUE_ROW;
+                const u32* chunk_values = at.values + ((phase * CHUNKS_AT_ONCE + c) * KEYS + place) * VALUE_ROW;
                 if (!(drafted && first + c * SPLITS == last_chunk)) {
-                    const ValueTile values_here(chunk_values, first_octet, second_octet);
+                    const ValueTile values_here(chunk_values, first_eight, second_eight);
 #pragma unroll
                     for (int t = 0; t < QUERY_TILES; t++) values_here.add(sum[t], share[t]);
                     continue;
@@ -325,8 +339,9 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
                         const int source = NODES == 1 ? 0 : b.s.ancestor[node][max(0, min(above, depth_of(node)))];
                         const u32* from = above < 0 ? chunk_values : at.fresh_values + source * VALUE_ROW;
                         const bool low = node_low - first_node == i, high = node_high - first_node == i;
-                        const uint4 own = {low ? share[t].x : 0, high ? share[t].y : 0, low ? share[t].z : 0, high ? share[t].w : 0};
-                        ValueTile(from, first_octet, second_octet).add(sum[t], own);
+                        const uint4 own = {low ? share[t].x : 0, high ? share[t].y : 0, low ? share[t].z : 0,
+                                           high ? share[t].w : 0};
+                        ValueTile(from, first_eight, second_eight).add(sum[t], own);
                     }
                 }
             }
@@ -339,19 +354,23 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
             const int within = query % 16, node = first_node + query / 16 * TILE_NODES + within / GROUP;
             const int head = kv_head * GROUP + within % GROUP;
             if (within < TILE_NODES * GROUP && publishes(node))
-                publish8(b.words(ATTENTION_TURN, node, STATS_AT) + (head * SPLITS + split) * 2, b.other(ATTENTION_TURN),
-                         __float_as_uint(peak), __float_as_uint(weight));
+                publish8(b.words(ATTENTION_PHASE, node, STATS_AT) + (head * SPLITS + split) * 2,
+                         b.other(ATTENTION_PHASE), __float_as_uint(peak), __float_as_uint(weight));
         }
 #pragma unroll
         for (int u = 0; u < 2; u++) {
-            const int node = u == 0 ? node_low : node_high, head = kv_head * GROUP + (8 % GROUP == 0 ? row : row + u * 8) % GROUP;
-            u32* to = b.p.parts + (((size_t)node * HEADS + head) * SPLITS + split) * (HEAD_DIM / 2) + b.warp * 16 + column * 4;
+            const int node = u == 0 ? node_low : node_high,
+                      head = kv_head * GROUP + (8 % GROUP == 0 ? row : row + u * 8) % GROUP;
+            u32* to = b.p.parts + (((size_t)node * HEADS + head) * SPLITS + split) * (HEAD_DIM / 2) + b.warp * 16 +
+                      column * 4;
             const bool real = u * 8 + row < TILE_NODES * GROUP;
 #pragma unroll
             for (int t = 0; t < QUERY_TILES; t++) {
                 if (t >= tiles || !real || !publishes(node + t * TILE_NODES)) continue;
                 const float inverse = at.inverses[t * 16 + u * 8 + row];
-                const auto means = [&](int n) { return pack_half(sum[t][n][u * 2] * inverse, sum[t][n][u * 2 + 1] * inverse); };
+                const auto means = [&](int n) {
+                    return pack_half(sum[t][n][u * 2] * inverse, sum[t][n][u * 2 + 1] * inverse);
+                };
                 store16(to + t * (TILE_NODES * HEADS * SPLITS * HEAD_DIM / 2), means(0), means(1), means(2), means(3));
             }
         }
@@ -360,16 +379,24 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
 
 // How a tree's items are dealt, once for all layers.
 __device__ __forceinline__ void deal_items(Block& b) {
-    const int chunks = (b.length + b.s.deepest) / KEYS + 1, splits = min(SPLITS, chunks), fresh = chunks - b.length / KEYS;
+    const int chunks = (b.length + b.s.deepest) / KEYS + 1, splits = min(SPLITS, chunks),
+              fresh = chunks - b.length / KEYS;
     const int tiles = (b.nodes + TILE_NODES - 1) / TILE_NODES;
     int fresh_groups = 1, groups = 1;
-    const auto count = [&](int of_fresh, int of_others) { return (of_fresh * fresh + of_others * (splits - fresh)) * KV_HEADS; };
+    const auto count = [&](int of_fresh, int of_others) {
+        return (of_fresh * fresh + of_others * (splits - fresh)) * KV_HEADS;
+    };
 #pragma unroll 1
     while (fresh_groups < tiles && count(fresh_groups + 1, groups) <= SMS) fresh_groups++;
 #pragma unroll 1
     while (groups < tiles && count(fresh_groups, groups + 1) <= SMS) groups++;
-    b.s.items = {splits, fresh,       fresh_groups * fresh, count(fresh_groups, groups),
-                 tiles,  (tiles + fresh_groups - 1) / fresh_groups, (tiles + groups - 1) / groups};
+    b.s.items = {splits,
+                 fresh,
+                 fresh_groups * fresh,
+                 count(fresh_groups, groups),
+                 tiles,
+                 (tiles + fresh_groups - 1) / fresh_groups,
+                 (tiles + groups - 1) / groups};
 }
 
 // Stage: this SM's items.

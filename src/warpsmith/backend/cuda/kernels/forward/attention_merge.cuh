@@ -1,13 +1,13 @@
 // The end of attention: what the splits of a node's head publish becomes its output.
 //
-// Maths: y = sum of w_s m_s / sum of w_s, with m_s a split's mean of values and w_s its softmax weight at the common maximum; then
-// times sigmoid(gate). Splits are added in a fixed order, whatever the chip and however many nodes.
+// Maths: y = sum of w_s m_s / sum of w_s, with m_s a split's mean of values and w_s its softmax weight at the common
+// maximum; then times sigmoid(gate). Splits are added in a fixed order, whatever the chip and however many nodes.
 // Bytes: 512 of fp16 means a split, head and node, read once and reset; 512 of bf16 published.
 #pragma once
 #include "forward/block.cuh"
 
-// Stage: merge the splits in their order, gate, publish. A warp takes 64 dimensions of a node's head, a lane eight of them in
-// every fourth split.
+// Stage: merge the splits in their order, gate, publish. A warp takes 64 dimensions of a node's head, a lane eight of
+// them in every fourth split.
 __device__ __forceinline__ void attention_merge(Block& b) {
     constexpr int PIECES = HEAD_DIM / 64, ROUNDS = SPLITS / 4, EACH = SPLITS / 32;
     static_assert(SPLITS % 32 == 0, "a lane looks after whole splits");
@@ -15,11 +15,13 @@ __device__ __forceinline__ void attention_merge(Block& b) {
 #pragma unroll 1
     for (int task = b.warp * SMS + b.sm; task < tasks; task += WARPS * SMS) {
         const int node = task / (HEADS * PIECES), head = task / PIECES % HEADS, piece = task % PIECES;
-        const int dim = piece * 64 + (b.lane >> 2 & 1) * 32 + quarter * 8 + (b.lane & 3) * 2;  // the lane's two in the end
+        const int dim =
+            piece * 64 + (b.lane >> 2 & 1) * 32 + quarter * 8 + (b.lane & 3) * 2;  // the lane's two in the end
         const int splits = min(SPLITS, (b.length + (NODES == 1 ? 0 : b.s.depth[node])) / KEYS + 1);
-        const u32* stats_at = b.words(ATTENTION_TURN, node, STATS_AT) + head * SPLITS * 2;
-        const u32* gate_at = b.words(ATTENTION_TURN, node, ATTENTION_IN_AT) + (head * 2 + 1) * HEAD_DIM + dim;
-        u32* part = b.p.parts + (((size_t)node * HEADS + head) * SPLITS + quarter) * (HEAD_DIM / 2) + piece * 32 + (b.lane & 7) * 4;
+        const u32* stats_at = b.words(ATTENTION_PHASE, node, STATS_AT) + head * SPLITS * 2;
+        const u32* gate_at = b.words(ATTENTION_PHASE, node, ATTENTION_IN_AT) + (head * 2 + 1) * HEAD_DIM + dim;
+        u32* part = b.p.parts + (((size_t)node * HEADS + head) * SPLITS + quarter) * (HEAD_DIM / 2) + piece * 32 +
+                    (b.lane & 7) * 4;
         uint2 stats[EACH], gates = {NOT_YET, NOT_YET};
         uint4 got[ROUNDS];
 #pragma unroll
@@ -51,7 +53,8 @@ __device__ __forceinline__ void attention_merge(Block& b) {
         } while (!everywhere(came));
         float peak = MINUS_INFINITY, share[EACH], weight = 0.0f, sum[8] = {};
 #pragma unroll
-        for (int i = 0; i < EACH; i++) peak = fmaxf(peak, __uint_as_float(stats[i].x));  // past the last: the last again
+        for (int i = 0; i < EACH; i++)
+            peak = fmaxf(peak, __uint_as_float(stats[i].x));  // past the last: the last again
         peak = warp_max(peak);
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
@@ -75,15 +78,18 @@ __device__ __forceinline__ void attention_merge(Block& b) {
         float four[4], two[2];
         const bool late = quarter & 2, odd = quarter & 1;
 #pragma unroll
-        for (int j = 0; j < 4; j++) four[j] = (late ? sum[j + 4] : sum[j]) + __shfl_xor_sync(~0u, late ? sum[j] : sum[j + 4], 16);
+        for (int j = 0; j < 4; j++)
+            four[j] = (late ? sum[j + 4] : sum[j]) + __shfl_xor_sync(~0u, late ? sum[j] : sum[j + 4], 16);
 #pragma unroll
-        for (int j = 0; j < 2; j++) two[j] = (odd ? four[j + 2] : four[j]) + __shfl_xor_sync(~0u, odd ? four[j] : four[j + 2], 8);
+        for (int j = 0; j < 2; j++)
+            two[j] = (odd ? four[j + 2] : four[j]) + __shfl_xor_sync(~0u, odd ? four[j] : four[j + 2], 8);
         const float inverse = reciprocal(weight);
         const float gate0 = sigmoid(__uint_as_float(gates.x)), gate1 = sigmoid(__uint_as_float(gates.y));
         const u32 pair = pack_bf16(two[0] * inverse * gate0, two[1] * inverse * gate1);
         const u32 next = __shfl_down_sync(~0u, pair, 1);
         if (b.lane % 2 == 0)
-            publish8(b.value<AttentionOutput>(ATTENTION_TURN, node, ATTENTION_VALUES_AT, head * HEAD_DIM + dim), b.other(ATTENTION_TURN), pair, next);
+            publish8(b.value<AttentionOutput>(ATTENTION_PHASE, node, ATTENTION_VALUES_AT, head * HEAD_DIM + dim),
+                     b.other(ATTENTION_PHASE), pair, next);
 #pragma unroll
         for (int i = 0; i < ROUNDS; i++)
             if (i * 4 + quarter < splits) store16(part + i * 4 * (HEAD_DIM / 2), NOT_YET, NOT_YET, NOT_YET, NOT_YET);

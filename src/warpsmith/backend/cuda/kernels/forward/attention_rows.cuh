@@ -1,8 +1,8 @@
 // Rows of q, k and v as attention wants them: normed and rotated, in fp16.
 //
-// Maths: v / rms(v) * weight, then RoPE on the first 64 dimensions; queries times the scale of scores. Values are as they are.
-// One node's rows are made by the items that use them. A tree's are made once, a warp a row over all SMs, and published.
-// Bytes: 1 KB of f32 read and 512 of fp16 written a row.
+// Maths: v / rms(v) * weight, then RoPE on the first 64 dimensions; queries times the scale of scores. Values are as
+// they are. One node's rows are made by the items that use them. A tree's are made once, a warp a row over all SMs, and
+// published. Bytes: 1 KB of f32 read and 512 of fp16 written a row.
 #pragma once
 #include "forward/block.cuh"
 
@@ -10,8 +10,8 @@ static_assert(HEAD_DIM == 256 && ROTARY == 64, "a lane has eight dimensions; the
 constexpr float ATTENTION_SCALE = 0.0625f * 1.44269504f;  // 256 ** -0.5, and scores are to base 2
 constexpr float LARGEST_HALF = 65504.0f;
 
-// One warp makes a row of a node, eight dimensions a lane: rows are all query heads, then all keys, then all values. Normed and
-// rotated, except for a value, which is kept finite: in a tree it is multiplied by other nodes' zeros.
+// One warp makes a row of a node, eight dimensions a lane: rows are all query heads, then all keys, then all values.
+// Normed and rotated, except for a value, which is kept finite: in a tree it is multiplied by other nodes' zeros.
 __device__ __forceinline__ uint4 make_row(const Block& b, int node, int row, const float* vectors) {
     const bool is_query = row < HEADS, is_value = row >= HEADS + KV_HEADS;
     const int position = b.length + (NODES == 1 ? 0 : b.s.depth[node]);
@@ -21,9 +21,10 @@ __device__ __forceinline__ uint4 make_row(const Block& b, int node, int row, con
     float4 rope_low[4], rope_high[4];  // asked for now, used once the row is here
 #pragma unroll
     for (int i = 0; i < 4; i++) rope_low[i] = __ldg(low + i), rope_high[i] = __ldg(high + i);
-    const float4* norm = (const float4*)(vectors + (is_query ? ATTENTION_MIX_Q_NORM : ATTENTION_MIX_K_NORM)) + b.lane * 2;
+    const float4* norm =
+        (const float4*)(vectors + (is_query ? ATTENTION_MIX_Q_NORM : ATTENTION_MIX_K_NORM)) + b.lane * 2;
     const float4 w0 = __ldg(norm), w1 = __ldg(norm + 1);
-    const u32* from = b.words(ATTENTION_TURN, node, ATTENTION_IN_AT) + b.lane * 8 +
+    const u32* from = b.words(ATTENTION_PHASE, node, ATTENTION_IN_AT) + b.lane * 8 +
                       (is_query ? row * 2 * HEAD_DIM : 2 * ATTENTION_DIM + (row - HEADS) * HEAD_DIM);
     uint4 got[2];
     Watchdog dog;
@@ -64,8 +65,9 @@ __device__ __forceinline__ uint4 make_row(const Block& b, int node, int row, con
 __device__ __forceinline__ void keep_row(const Block& b, int index, int node, int row, uint4 packed) {
     const bool is_value = row >= HEADS + KV_HEADS;
     const size_t head_at = (size_t)index * KV_HEADS + (row - HEADS) % KV_HEADS;
-    u32* to = b.decoding() ? (is_value ? b.p.values : b.p.keys) + (head_at * b.p.context + b.length) * (HEAD_DIM / 2)
-                           : (is_value ? b.p.pending_values : b.p.pending_keys) + (head_at * MAX_NODES + node) * (HEAD_DIM / 2);
+    u32* to = b.decoding()
+                  ? (is_value ? b.p.values : b.p.keys) + (head_at * b.p.context + b.length) * (HEAD_DIM / 2)
+                  : (is_value ? b.p.pending_values : b.p.pending_keys) + (head_at * MAX_NODES + node) * (HEAD_DIM / 2);
     *(uint4*)(to + b.lane * 4) = packed;
 }
 
@@ -75,8 +77,8 @@ __device__ __forceinline__ void attention_rows(Block& b, int index, const float*
     for (int task = b.warp * SMS + b.sm; task < b.nodes * ATTENTION_ROWS; task += WARPS * SMS) {
         const int node = task / ATTENTION_ROWS, row = task % ATTENTION_ROWS;
         const uint4 packed = make_row(b, node, row, vectors);
-        u32* to = b.words(ATTENTION_TURN, node, ATTENTION_ROWS_AT) + row * (HEAD_DIM / 2) + b.lane * 4;
-        publish16(to, b.other(ATTENTION_TURN), packed);
+        u32* to = b.words(ATTENTION_PHASE, node, ATTENTION_ROWS_AT) + row * (HEAD_DIM / 2) + b.lane * 4;
+        publish16(to, b.other(ATTENTION_PHASE), packed);
         if (row >= HEADS) keep_row(b, index, node, row, packed);
     }
 }

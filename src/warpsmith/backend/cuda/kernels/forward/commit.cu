@@ -10,8 +10,8 @@ struct Path {
     int node[MAX_NODES];
 };
 
-extern "C" __global__ void __launch_bounds__(COLUMNS * 32) commit(const __grid_constant__ Params p,
-                                                               const __grid_constant__ Path path) {
+extern "C" __global__ void __launch_bounds__(COLUMNS * 32)
+    commit(const __grid_constant__ Params p, const __grid_constant__ Path path) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (blockIdx.x < DELTA_LAYERS * BLOCKS) {
         const size_t at = blockIdx.x;
@@ -20,14 +20,16 @@ extern "C" __global__ void __launch_bounds__(COLUMNS * 32) commit(const __grid_c
         for (int i = 0; i < path.count; i++) {
             const size_t node = at * MAX_NODES + path.node[i];
             const size_t key_head = at / BLOCKS * KEY_HEADS + at % BLOCKS / BLOCKS_PER_HEAD % KEY_HEADS;
-            const float4 key = *((const float4*)(p.pending_key + (key_head * MAX_NODES + path.node[i]) * STATE_DIM) + lane);
+            const float4 key =
+                *((const float4*)(p.pending_key + (key_head * MAX_NODES + path.node[i]) * STATE_DIM) + lane);
             s = update_state(s, p.pending_fade[node], key, p.pending_write[node * COLUMNS + warp]);
         }
         *state = s;
         for (int i = max(0, path.count - HISTORY); i < path.count; i++) {
             const float* raw = p.pending_raw + (at / BLOCKS * MAX_NODES + path.node[i]) * CONV_CHANNELS;
             float* to = p.history + (at / BLOCKS * HISTORY + (path.length + i) % HISTORY) * CONV_CHANNELS;
-            for (int c = at % BLOCKS * blockDim.x + threadIdx.x; c < CONV_CHANNELS; c += BLOCKS * blockDim.x) to[c] = raw[c];
+            for (int c = at % BLOCKS * blockDim.x + threadIdx.x; c < CONV_CHANNELS; c += BLOCKS * blockDim.x)
+                to[c] = raw[c];
         }
     } else {
         const size_t head = blockIdx.x - DELTA_LAYERS * BLOCKS;

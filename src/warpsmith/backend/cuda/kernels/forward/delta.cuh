@@ -1,17 +1,16 @@
 // The Gated DeltaNet's mixer: norms of q and k and the recurrence, spread over all SMs.
 //
-// Maths, per value head with state S [dk, dv] and unit vectors q (times dk^-0.5) and k: S <- e^g S;
-// S <- S + k (beta (v - k^T S))^T; o = q^T S; then o / rms(o) * weight * silu(z). Here products with q and k are taken before
-// they are normalised, all of the old state, so that nothing waits for the norms: with f = e^g, rq = 1 / |q|, rk = 1 / |k|,
-// write = beta (v - f rk k^T S), o = f rq q^T S + rq rk (q^T k) write and S <- f S + k (rk write).
-// A block is 16 columns of S (16 of a head's 128 value channels). The sum over a column's 128 rows goes by sixteen parts (part p:
-// rows 4p .. 4p+3 and 64 + 4p .. 64 + 4p+3), neighbours first; who adds them up does not matter for the bits.
-// One node: a warp has two columns, a lane a part; q and k come straight into registers.
-// A tree: two warps are a worker and have all columns, a lane two parts of two of them, so that q and k once taken from shared
-// memory serve both; four workers walk chains of the tree at the same time, and start when the rows they need are there.
-// A node's state comes from its parent's: in registers along a chain, kept where a chain branches off.
-// The head's rms needs all 8 of its blocks: each publishes its sum of squares, the next stage divides.
-// Bytes: 8 KB of state a block read and written.
+// Maths, per value head with state S [dk, dv] and row tile vectors q (times dk^-0.5) and k: S <- e^g S;
+// S <- S + k (beta (v - k^T S))^T; o = q^T S; then o / rms(o) * weight * silu(z). Here products with q and k are taken
+// before they are normalised, all of the old state, so that nothing waits for the norms: with f = e^g, rq = 1 / |q|, rk
+// = 1 / |k|, write = beta (v - f rk k^T S), o = f rq q^T S + rq rk (q^T k) write and S <- f S + k (rk write). A block
+// is 16 columns of S (16 of a head's 128 value channels). The sum over a column's 128 rows goes by sixteen parts (part
+// p: rows 4p .. 4p+3 and 64 + 4p .. 64 + 4p+3), neighbours first; who adds them up does not matter for the bits. One
+// node: a warp has two columns, a lane a part; q and k come straight into registers. A tree: two warps are a worker and
+// have all columns, a lane two parts of two of them, so that q and k once taken from shared memory serve both; four
+// workers walk chains of the tree at the same time, and start when the rows they need are there. A node's state comes
+// from its parent's: in registers along a chain, kept where a chain branches off. The head's rms needs all 8 of its
+// blocks: each publishes its sum of squares, the next stage divides. Bytes: 8 KB of state a block read and written.
 // Scratch: one node: gated outputs and their squares [2][16]. A tree: a row a node (q, k, v, silu(z), write, o, gates).
 #pragma once
 #include "forward/block.cuh"
@@ -22,9 +21,12 @@ constexpr int K_ROW = STATE_DIM, V_ROW = 2 * STATE_DIM, Z_ROW = V_ROW + COLUMNS,
 
 // The state's update, written once: forward and commit must agree to the bit.
 __device__ __forceinline__ float4 update_state(float4 s, float fade, float4 k, float write) {
-    return {fmaf(k.x, write, s.x * fade), fmaf(k.y, write, s.y * fade), fmaf(k.z, write, s.z * fade), fmaf(k.w, write, s.w * fade)};
+    return {fmaf(k.x, write, s.x * fade), fmaf(k.y, write, s.y * fade), fmaf(k.z, write, s.z * fade),
+            fmaf(k.w, write, s.w * fade)};
 }
-__device__ __forceinline__ float dot4(float4 a, float4 b) { return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, a.w * b.w))); }
+__device__ __forceinline__ float dot4(float4 a, float4 b) {
+    return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, a.w * b.w)));
+}
 __device__ __forceinline__ float inverse_norm(float square) { return inverse_root(square + 1e-6f); }
 
 // Where a block's rows are in the projection.
@@ -41,7 +43,8 @@ struct DeltaPlaces {
 // A key is the same for every block of the heads that share it: one of them keeps it for `commit`.
 __device__ __forceinline__ float4* pending_key(const Block& b, int index, int block, int node) {
     if (b.decoding() || block % BLOCKS_PER_HEAD || block / BLOCKS_PER_HEAD >= KEY_HEADS) return nullptr;
-    return (float4*)(b.p.pending_key + (((size_t)index * KEY_HEADS + block / BLOCKS_PER_HEAD) * MAX_NODES + node) * STATE_DIM);
+    return (float4*)(b.p.pending_key +
+                     (((size_t)index * KEY_HEADS + block / BLOCKS_PER_HEAD) * MAX_NODES + node) * STATE_DIM);
 }
 
 // What a column makes of its sums over the old state.
@@ -59,7 +62,7 @@ __device__ __forceinline__ void delta_one(Block& b, int index, int block, const 
     float4* state = (float4*)(b.p.delta + (at * COLUMNS + column) * STATE_DIM) + part;
     float4 s0 = state[0], s1 = state[16];
     const float weight = __ldg(vectors + DELTA_MIX_NORM + (block * COLUMNS + column) % STATE_DIM);
-    const u32* in = b.words(DELTA_TURN, 0, DELTA_IN_AT);
+    const u32* in = b.words(DELTA_PHASE, 0, DELTA_IN_AT);
     const DeltaPlaces places(block);
     uint4 got[4];  // q and k of this part
     u32 v, z, beta, fade;
@@ -99,14 +102,18 @@ __device__ __forceinline__ void delta_one(Block& b, int index, int block, const 
         for (int step = 1; step < COLUMNS; step *= 2) square += __shfl_xor_sync(~0u, square, step);
         const u32 pair = pack_bf16(gated, __shfl_down_sync(~0u, gated, 1)), next = __shfl_down_sync(~0u, pair, 2);
         if (b.lane < COLUMNS && mine % 4 == 0)
-            publish8(b.value<DeltaOutput>(DELTA_TURN, 0, DELTA_VALUES_AT, block * COLUMNS + mine), b.other(DELTA_TURN), pair, next);
-        if (b.lane == 1) publish4(b.square<DeltaOutput>(DELTA_TURN, 0, DELTA_SQUARES_AT, block), b.other(DELTA_TURN), __float_as_uint(square));
+            publish8(b.value<DeltaOutput>(DELTA_PHASE, 0, DELTA_VALUES_AT, block * COLUMNS + mine),
+                     b.other(DELTA_PHASE), pair, next);
+        if (b.lane == 1)
+            publish4(b.square<DeltaOutput>(DELTA_PHASE, 0, DELTA_SQUARES_AT, block), b.other(DELTA_PHASE),
+                     __float_as_uint(square));
     }
     // What nobody waits for comes last.
     if (b.decoding()) {
         state[0] = update_state(s0, f, k0, write), state[16] = update_state(s1, f, k1, write);
     } else {
-        if (float4* key = pending_key(b, index, block, 0); key && b.warp == 0 && b.lane < 16) key[part] = k0, key[part + 16] = k1;
+        if (float4* key = pending_key(b, index, block, 0); key && b.warp == 0 && b.lane < 16)
+            key[part] = k0, key[part + 16] = k1;
         if (part == 0) b.p.pending_write[at * MAX_NODES * COLUMNS + column] = write;
         if (column == 0 && part == 0) b.p.pending_fade[at * MAX_NODES] = f;
     }
@@ -114,18 +121,18 @@ __device__ __forceinline__ void delta_one(Block& b, int index, int block, const 
 
 // --- a tree ---------------------------------------------------------------------------------------------------------
 
-// The turn of the signs for this block.
-__device__ __forceinline__ u32 sign_turn(const Block& b) { return b.turn(BLOCK_TURN) ^ 1; }
+// The phase of the barriers for this block.
+__device__ __forceinline__ u32 block_phase(const Block& b) { return b.phase(BLOCK_PHASE) ^ 1; }
 
-// Rows, octet by octet, a warp two nodes: the first four warps have the first octet and can start with it, the others the rest.
-// In registers: q, k, and in lanes 0-3 v, 4-7 z, 8 the group with beta, 9 the one with fade.
+// Rows, node tile by node tile, a warp two nodes: the first four warps have the first node tile and can start with it,
+// the others the rest. In registers: q, k, and in lanes 0-3 v, 4-7 z, 8 the group with beta, 9 the one with fade.
 __device__ __forceinline__ void fetch_rows(Block& b, int index, int block, float* rows) {
     constexpr int AT_ONCE = 8 / FETCHERS;
     const DeltaPlaces places(block);
-    const int lane = min(b.lane, 9), last = lane < 4   ? places.v + lane * 4
-                                           : lane < 8  ? places.z + (lane - 4) * 4
-                                           : lane == 8 ? places.beta / 4 * 4
-                                                       : places.fade / 4 * 4;
+    const int lane = min(b.lane, 9), last = lane < 4    ? places.v + lane * 4
+                                            : lane < 8  ? places.z + (lane - 4) * 4
+                                            : lane == 8 ? places.beta / 4 * 4
+                                                        : places.fade / 4 * 4;
     const int from[3] = {places.q + b.lane * 4, places.k + b.lane * 4, last};
     const int team = b.warp / FETCHERS, mine = b.warp % FETCHERS, end = team == 0 ? min(8, b.nodes) : b.nodes;
 #pragma unroll 1
@@ -139,7 +146,8 @@ __device__ __forceinline__ void fetch_rows(Block& b, int index, int block, float
             for (int i = 0; i < AT_ONCE; i++)
 #pragma unroll
                 for (int kind = 0; kind < 3; kind++)
-                    got[i][kind] = load16(b.words(DELTA_TURN, min(first + mine + i * FETCHERS, b.nodes - 1), DELTA_IN_AT + from[kind]));
+                    got[i][kind] = load16(
+                        b.words(DELTA_PHASE, min(first + mine + i * FETCHERS, b.nodes - 1), DELTA_IN_AT + from[kind]));
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++)
 #pragma unroll
@@ -175,7 +183,7 @@ __device__ __forceinline__ void fetch_rows(Block& b, int index, int block, float
             if (b.lane == 8) row[GATES_ROW + 1] = value[i], row[GATES_ROW + 2] = rk;
             if (b.lane == 9) row[GATES_ROW] = value[i], row[GATES_ROW + 3] = rq, row[GATES_ROW + 4] = qk[i] * rq * rk;
         }
-        arrive_for_warp(b.signs.rows + first);  // eight bytes an octet
+        arrive_for_warp(b.barriers.rows + first);  // eight bytes a node tile
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {  // for `commit`
             const int node = first + mine + i * FETCHERS;
@@ -186,7 +194,8 @@ __device__ __forceinline__ void fetch_rows(Block& b, int index, int block, float
     }
 }
 
-// A row as a lane needs it: q and k of its two parts (their first halves, then their second), the gates, v of its column.
+// A row as a lane needs it: q and k of its two parts (their first halves, then their second), the gates, v of its
+// column.
 struct Row {
     float4 q[4], k[4], gates;
     float qk, v;
@@ -203,8 +212,8 @@ __device__ __forceinline__ float two_parts(const float4 (&a)[4], const float4 (&
     return (dot4(a[0], s[0]) + dot4(a[2], s[2])) + (dot4(a[1], s[1]) + dot4(a[3], s[3]));
 }
 
-// A lane's part, every 64, of the state a node keeps for its children: in shared memory as long as there is room. `use` is
-// compiled for both kinds of memory.
+// A lane's part, every 64, of the state a node keeps for its children: in shared memory as long as there is room. `use`
+// is compiled for both kinds of memory.
 template <class Use>
 __device__ __forceinline__ void with_kept_state(const Block& b, int place, int block, Use use) {
     const int mine = b.warp % 2 * 32 + b.lane;
@@ -219,7 +228,8 @@ __device__ __forceinline__ float2 gated_norm(int block, const float* vectors) {
     return __ldg((const float2*)(vectors + DELTA_MIX_NORM + block * COLUMNS % STATE_DIM) + threadIdx.x % 8);
 }
 // Gate and publish four nodes: eight lanes a node, two columns each.
-__device__ __forceinline__ void publish_nodes(const Block& b, int index, int block, const float* rows, int first, float2 weight) {
+__device__ __forceinline__ void publish_nodes(const Block& b, int index, int block, const float* rows, int first,
+                                              float2 weight) {
     const int node = first + b.lane / 8, mine = b.lane % 8;
     const bool live = node < b.nodes;
     const float* made = rows + min(node, b.nodes - 1) * ROW_FLOATS + mine * 2;
@@ -230,9 +240,11 @@ __device__ __forceinline__ void publish_nodes(const Block& b, int index, int blo
 #pragma unroll
     for (int step = 1; step < 8; step *= 2) square += __shfl_xor_sync(~0u, square, step);
     if (live && mine % 2 == 0)
-        publish8(b.value<DeltaOutput>(DELTA_TURN, node, DELTA_VALUES_AT, block * COLUMNS + mine * 2), b.other(DELTA_TURN), pair, after);
+        publish8(b.value<DeltaOutput>(DELTA_PHASE, node, DELTA_VALUES_AT, block * COLUMNS + mine * 2),
+                 b.other(DELTA_PHASE), pair, after);
     if (live && mine == 1)
-        publish4(b.square<DeltaOutput>(DELTA_TURN, node, DELTA_SQUARES_AT, block), b.other(DELTA_TURN), __float_as_uint(square));
+        publish4(b.square<DeltaOutput>(DELTA_PHASE, node, DELTA_SQUARES_AT, block), b.other(DELTA_PHASE),
+                 __float_as_uint(square));
     const size_t at = (size_t)index * BLOCKS + block;
     if (live) ((float2*)b.p.pending_write)[(at * MAX_NODES + node) * (COLUMNS / 2) + mine] = write;
 }
@@ -252,13 +264,13 @@ __device__ __forceinline__ void delta_tree(Block& b, int index, int block, const
     }
     const float2 weight = HELPED ? float2{} : gated_norm(block, vectors);
     b.sync();  // the scratch held partial sums
-    b.turns ^= BLOCK_TURN;
+    b.phases ^= BLOCK_PHASE;
     fetch_rows(b, index, block, rows);
     b.mark();
     int node = b.s.first[worker], come = 0;
     const auto wait_for_row = [&](int wanted) {
         if (wanted < come) return;
-        barrier_wait(b.signs.rows + wanted / 8 * 8, sign_turn(b));
+        barrier_wait(b.barriers.rows + wanted / 8 * 8, block_phase(b));
         come = wanted / 8 * 8 + 8;
     };
     Step next = b.s.steps[max(node, 0)];
@@ -276,7 +288,7 @@ __device__ __forceinline__ void delta_tree(Block& b, int index, int block, const
         wait_for_row(node);
         coming = Row(rows + max(node, 0) * ROW_FLOATS, parts, column);
         if (step.source >= 0) {  // a chain branches off, perhaps from another worker's
-            barrier_wait(b.signs.kept + 8 * (step.source * WORKER_WARPS + half), sign_turn(b));
+            barrier_wait(b.barriers.kept + 8 * (step.source * WORKER_WARPS + half), block_phase(b));
             with_kept_state(b, step.source, block, [&](const float4* from) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) s[0][i] = from[i * 64], s[1][i] = from[(i + 4) * 64];
@@ -298,14 +310,14 @@ __device__ __forceinline__ void delta_tree(Block& b, int index, int block, const
 #pragma unroll
                 for (int i = 0; i < 4; i++) to[i * 64] = s[0][i], to[(i + 4) * 64] = s[1][i];
             });
-            arrive_for_warp(b.signs.kept + 8 * (step.keep * WORKER_WARPS + half));
+            arrive_for_warp(b.barriers.kept + 8 * (step.keep * WORKER_WARPS + half));
         }
         if (b.lane < 8) mine[OUT_ROW + column] = made.out, mine[WRITE_ROW + column] = write[0];
-        if (HELPED) arrive_for_warp(b.signs.nodes + 8 * (done / 4));
+        if (HELPED) arrive_for_warp(b.barriers.nodes + 8 * (done / 4));
     }
     b.mark();
     if constexpr (HELPED) {  // partial sums take the rows' place
-        barrier_wait(b.signs.published, sign_turn(b));
+        barrier_wait(b.barriers.published, block_phase(b));
         b.mark();
         return;
     }
@@ -318,7 +330,7 @@ __device__ __forceinline__ void delta_tree(Block& b, int index, int block, const
 
 // Stage: every block of the layer that this SM has.
 __device__ __forceinline__ void delta_mix(Block& b, int index, const float* vectors) {
-    const int first = first_unit(BLOCKS, b.sm), end = first_unit(BLOCKS, b.sm + 1);
+    const int first = first_of(BLOCKS, b.sm), end = first_of(BLOCKS, b.sm + 1);
 #pragma unroll 1
     for (int block = first; block < end; block++) {
         if (block > first) b.sync();  // outputs of the block before

@@ -6,7 +6,7 @@
 // Where a token is drawn, an SM keeps its logits (see sample.cuh).
 __device__ __forceinline__ Candidates& candidates(const Block& b) { return *(Candidates*)(b.scratch + MIX_AT); }
 __device__ __forceinline__ int own_logits(const Block& b) {
-    return min(first_unit(HEAD_UNITS, b.sm + 1) * WIDE, VOCAB) - first_unit(HEAD_UNITS, b.sm) * WIDE;
+    return min(first_of(HEAD_TILES, b.sm + 1) * WIDE, VOCAB) - first_of(HEAD_TILES, b.sm) * WIDE;
 }
 
 // Bias, then penalties, as the sampler's `penalise`; and the best of each warp after them. All logits are there.
@@ -14,7 +14,7 @@ __device__ __forceinline__ void penalise_own(Block& b) {
     b.begin_stage();
     Candidates& c = candidates(b);
     const Draw& d = *b.draw;
-    const int first = first_unit(HEAD_UNITS, b.sm) * WIDE, count = own_logits(b), drawn = b.length - b.r.length;
+    const int first = first_of(HEAD_TILES, b.sm) * WIDE, count = own_logits(b), drawn = b.length - b.r.length;
 #pragma unroll 1
     for (int i = threadIdx.x; i < d.biased; i += CONSUMERS) {
         const int2 bias = __ldg(d.biases + i);
@@ -64,13 +64,13 @@ __device__ __forceinline__ void rank_logits(Block& b, bool live, int row, int to
             if (b.r.want_logits) b.p.out_logits[(size_t)token * VOCAB + row + i] = logit[i];
         }
     if constexpr (SAMPLES)
-        if (live && b.draw->sampled) *(float4*)(candidates(b).own + (row - first_unit(HEAD_UNITS, b.sm) * WIDE)) = logits;
+        if (live && b.draw->sampled) *(float4*)(candidates(b).own + (row - first_of(HEAD_TILES, b.sm) * WIDE)) = logits;
     // One token: several warps have some of its rows. Several: a token's lanes are one warp's.
 #pragma unroll
-    for (int step = 1; step < (NODES == 1 ? 2 : 4 * UNITS_AT_ONCE); step *= 2)
+    for (int step = 1; step < (NODES == 1 ? 2 : 4 * TILES_AT_ONCE); step *= 2)
         best = best_of(best, __shfl_xor_sync(~0u, best, step));
     u64* kept = NODES == 1 ? &b.s.best[b.warp] : &b.s.best[token];
-    if (live && b.lane % (4 * UNITS_AT_ONCE) == 0) *kept = best_of(*kept, best);
+    if (live && b.lane % (4 * TILES_AT_ONCE) == 0) *kept = best_of(*kept, best);
 }
 
 __device__ __forceinline__ void end_head(Block& b, const float* norm_weight) {
@@ -84,15 +84,18 @@ __device__ __forceinline__ void end_head(Block& b, const float* norm_weight) {
 #pragma unroll
             for (int w = 1; w < WARPS; w++) best = best_of(best, b.s.best[w]);
         }
-        publish8(b.words(BEST_TURN, token, BEST_AT) + b.sm * 2, b.other(BEST_TURN), best ? ~(u32)best : 0, (u32)(best >> 32));
+        publish8(b.words(BEST_PHASE, token, BEST_AT) + b.sm * 2, b.other(BEST_PHASE), best ? ~(u32)best : 0,
+                 (u32)(best >> 32));
     }
     if (b.r.want_hidden) {  // x after the final norm: each SM its own rows
-        const OwnUnits own(b.sm);
+        const OwnTiles own(b.sm);
         const int rows = own.count * NARROW;
 #pragma unroll 1
         for (int item = threadIdx.x; item < b.nodes * rows; item += CONSUMERS) {
-            const int token = item / rows, unit = item % rows / NARROW, row = item % NARROW, at = (own.first + unit) * NARROW + row;
-            b.p.out_hidden[(size_t)token * HIDDEN + at] = b.s.residual[unit][token][row] * inverse_rms(b, token) * __ldg(norm_weight + at);
+            const int token = item / rows, tile = item % rows / NARROW, row = item % NARROW,
+                      at = (own.first + tile) * NARROW + row;
+            b.p.out_hidden[(size_t)token * HIDDEN + at] =
+                b.s.residual[tile][token][row] * inverse_rms(b, token) * __ldg(norm_weight + at);
         }
     }
 }
@@ -102,7 +105,7 @@ __device__ __forceinline__ void choose_greedy(Block& b) {
     constexpr int EACH = (SMS + 31) / 32;
 #pragma unroll 1
     for (int token = b.warp; token < b.nodes; token += WARPS) {
-        const u32* from = b.words(BEST_TURN, token, BEST_AT);
+        const u32* from = b.words(BEST_PHASE, token, BEST_AT);
         uint2 got[EACH];
         Watchdog dog;
         bool came;

@@ -1,9 +1,9 @@
 // Matrix products: y = W x for 1..NODES tokens, one path for any number of them.
 //
-// Every warp owns a fixed slice of K (see shape.cuh), 32 k a chunk. A lane's part of the activations is 8 bf16 values of a
-// token at k = 8 (l mod 4) .. + 7 of a chunk, as they come from the exchange. What is multiplied how, and summed in which
-// order, depends on the weights' format only (formats/): a token's bits depend neither on the other tokens nor on how many
-// there are.
+// Every warp owns a fixed slice of K (see shape.cuh), 32 k a chunk. A lane's part of the activations is 8 bf16 values
+// of a token at k = 8 (l mod 4) .. + 7 of a chunk, as they come from the exchange. What is multiplied how, and summed
+// in which order, depends on the weights' format only (formats/): a token's bits depend neither on the other tokens nor
+// on how many there are.
 //
 // Weights wait for nothing: they are in registers before the activations have come, and serve all tokens in turn.
 // After the mma each warp's partial sums go to shared memory; after one barrier a thread adds up four rows of a token.
@@ -12,11 +12,11 @@
 #pragma once
 #include "forward/weights.cuh"
 
-// What a warp needs of an octet of tokens: their values at its k, and the sums of squares of its slice of x, which a
+// What a warp needs of a node tile of tokens: their values at its k, and the sums of squares of its slice of x, which a
 // token's four lanes share. Columns past the last token are that one again.
 template <int CHUNKS>
-struct Octet {
-    static constexpr int EACH = (CHUNKS + 3) / 4;  // groups of four units
+struct NodeTile {
+    static constexpr int EACH = (CHUNKS + 3) / 4;  // groups of four row tiles
     uint4 a[CHUNKS], squares[EACH];
 
     // As before anything has come: a first value, or the registers would be taken all through the kernel.
@@ -30,15 +30,19 @@ struct Octet {
     __device__ __forceinline__ void ask(const Block& b, const u32* x, int first, int c) {
         const int token = min(b.lane >> 2, b.nodes - 1 - first), q = b.lane & 3;
         const bool live = HIDDEN % CHUNK_K == 0 || (b.warp * CHUNKS + c) * 32 + q * 8 < HIDDEN;
-        a[c] = live ? load16(x + first / 8 * NODE_TILE_WORDS + chunk_place(CHUNKS, b.warp, c) * CHUNK_WORDS + token * 16 + q * 4) : uint4{};
+        a[c] = live ? load16(x + first / 8 * NODE_TILE_WORDS + chunk_place(CHUNKS, b.warp, c) * CHUNK_WORDS +
+                             token * 16 + q * 4)
+                    : uint4{};
     }
     __device__ __forceinline__ void ask_squares(const Block& b, const u32* x_squares, int first) {
         const int token = min(b.lane >> 2, b.nodes - 1 - first), q = b.lane & 3;
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            const int group = i * 4 + q, unit = (b.warp * CHUNKS + group) * 4;
-            const bool live = (CHUNKS % 4 == 0 || group < CHUNKS) && (HIDDEN % CHUNK_K == 0 || unit < HIDDEN_UNITS);
-            squares[i] = live ? load16(x_squares + first / 8 * NODE_TILE_WORDS + token * square_stride(HIDDEN_UNITS) + unit) : uint4{};
+            const int group = i * 4 + q, tile = (b.warp * CHUNKS + group) * 4;
+            const bool live = (CHUNKS % 4 == 0 || group < CHUNKS) && (HIDDEN % CHUNK_K == 0 || tile < HIDDEN_TILES);
+            squares[i] =
+                live ? load16(x_squares + first / 8 * NODE_TILE_WORDS + token * square_stride(HIDDEN_TILES) + tile)
+                     : uint4{};
         }
     }
     __device__ __forceinline__ void ask(const Block& b, const u32* x, const u32* x_squares, int first) {
@@ -61,7 +65,7 @@ struct Octet {
             dog.check();
         } while (!came());
     }
-    // Whether the squares of an octet's last node had come when this was asked for: then probably all has.
+    // Whether the squares of a node tile's last node had come when this was asked for: then probably all has.
     struct Look {
         static constexpr int WORDS = (CHUNKS * 4 + 31) / 32;
         u32 word[WORDS];
@@ -69,9 +73,11 @@ struct Octet {
             const int node = min(7, b.nodes - 1 - first), start = b.warp * CHUNKS * 4;
 #pragma unroll
             for (int i = 0; i < WORDS; i++) {
-                const int unit = i * 32 + b.lane;
-                const bool live = unit < CHUNKS * 4 && (HIDDEN % CHUNK_K == 0 || start + unit < HIDDEN_UNITS);
-                word[i] = live ? load4(x_squares + first / 8 * NODE_TILE_WORDS + node * square_stride(HIDDEN_UNITS) + start + unit) : 0;
+                const int tile = i * 32 + b.lane;
+                const bool live = tile < CHUNKS * 4 && (HIDDEN % CHUNK_K == 0 || start + tile < HIDDEN_TILES);
+                word[i] = live ? load4(x_squares + first / 8 * NODE_TILE_WORDS + node * square_stride(HIDDEN_TILES) +
+                                       start + tile)
+                               : 0;
             }
         }
         __device__ __forceinline__ bool came() const {
@@ -94,29 +100,30 @@ struct Octet {
     }
 };
 
-// Has an octet of the activation at hand come, as far as can be seen? look(first) where nobody looks out.
+// Has a node tile of the activation at hand come, as far as can be seen? look(first) where nobody looks out.
 template <class LookFor>
 __device__ __forceinline__ bool is_there(const Block& b, int first, LookFor look) {
-    return HELPED ? everywhere(barrier_seen(b.signs.there + first, b.turn(THERE_TURN))) : look(first);  // eight bytes an octet
+    return HELPED ? everywhere(barrier_seen(b.barriers.there + first, b.phase(THERE_PHASE)))
+                  : look(first);  // eight bytes a node tile
 }
 template <class LookFor>
 __device__ __forceinline__ void wait_until_there(const Block& b, int first, LookFor look) {
     Watchdog dog;
     if constexpr (HELPED)
-        barrier_wait(b.signs.there + first, b.turn(THERE_TURN));
+        barrier_wait(b.barriers.there + first, b.phase(THERE_PHASE));
     else
         while (!look(first)) dog.check();
 }
 // This warp needs no more of it.
 __device__ __forceinline__ void all_taken(Block& b) {
     if (!HELPED) return;
-    arrive_for_warp(b.signs.taken);
-    b.turns ^= THERE_TURN;
+    arrive_for_warp(b.barriers.taken);
+    b.phases ^= THERE_PHASE;
 }
 
 // 1 / rms of a token.
 __device__ __forceinline__ float inverse_rms(const Block& b, int token) {
-    const float4* at = (const float4*)b.s.squares[b.turn(NORM_TURN)][token];
+    const float4* at = (const float4*)b.s.squares[b.phase(NORM_PHASE)][token];
     const float4 low = at[0], high = at[1];
     const float sum = ((low.x + low.y) + (low.z + low.w)) + ((high.x + high.y) + (high.z + high.w));
     return inverse_root(fmaf(sum, 1.0f / HIDDEN, EPS));
@@ -135,35 +142,37 @@ __device__ __forceinline__ float4 sum_parts(const float* at, int stride) {
     return part[0];
 }
 
-// Stage: units of `parts` from `first_unit` on. `finish(live, unit, token, quarter, place, v, kept)` for four rows of a token at a time,
-// all lanes of a warp, `live` or not; `unit` counts from 0; quarters 0 and 2 of a unit are in neighbouring lanes, and 1 and 3;
-// `place` is what `where(unit, quarter)` said while there was time.
-// A `gather` in a tree first writes them to `kept`, where a token's ancestors are then found ROW_STRIDE floats a token apart.
+// Stage: row tiles of `parts` from `first_of` on. `finish(live, row tile, token, quarter, place, v, kept)` for four
+// rows of a token at a time, all lanes of a warp, `live` or not; `row tile` counts from 0; quarters 0 and 2 of a row
+// tile are in neighbouring lanes, and 1 and 3; `place` is what `where(row tile, quarter)` said while there was time. A
+// `gather` in a tree first writes them to `kept`, where a token's ancestors are then found ROW_STRIDE floats a token
+// apart.
 //
-// A tree goes octet by octet. Asking for all of one again and again would be in the way of what is published, so it is asked for when it
-// seems to be there; if the next one is already, that is asked for as the mma are done with this one's registers.
+// A tree goes node tile by node tile. Asking for all of one again and again would be in the way of what is published,
+// so it is asked for when it seems to be there; if the next one is already, that is asked for as the mma are done with
+// this one's registers.
 template <class Where, class Finish>
-__device__ __forceinline__ void multiply_normed(Block& b, StageParts parts, int first_unit, int units, const u32* x,
+__device__ __forceinline__ void multiply_normed(Block& b, StageParts parts, int first_of, int tiles, const u32* x,
                                                 const u32* squares, bool gather, Where where, Finish finish) {
-    constexpr int CHUNKS = chunks_of(HIDDEN), AT_ONCE = UNITS_AT_ONCE;
-    static_assert(CHUNKS <= MAX_CHUNKS, "a unit must fit in the registers");
-    const auto look = [&](int octet) { return typename Octet<CHUNKS>::Look(b, squares, octet).came(); };
-    b.turns ^= NORM_TURN;
-    Octet<CHUNKS> octet;
-    octet.forget();
+    constexpr int CHUNKS = chunks_of(HIDDEN), AT_ONCE = TILES_AT_ONCE;
+    static_assert(CHUNKS <= MAX_CHUNKS, "a tile must fit in the registers");
+    const auto look = [&](int node_tile) { return typename NodeTile<CHUNKS>::Look(b, squares, node_tile).came(); };
+    b.phases ^= NORM_PHASE;
+    NodeTile<CHUNKS> node_tile;
+    node_tile.forget();
     int step = 0;
     bool asked = false;
 #pragma unroll 1
-    for (int base = 0, count; base < units; base += count) {
-        const Run run = parts.run<WideFormats>(first_unit + base, first_unit + units);
-        WideFormats::with(run.format, [&](auto format) { count = min(units_at_once<decltype(format)>(), run.units); });
-        const bool last = base + count == units;
+    for (int base = 0, count; base < tiles; base += count) {
+        const Run run = parts.run<WideFormats>(first_of + base, first_of + tiles);
+        WideFormats::with(run.format, [&](auto format) { count = min(tiles_at_once<decltype(format)>(), run.tiles); });
+        const bool last = base + count == tiles;
         u32 w[wide_registers(CHUNKS)];
         take_wide<CHUNKS>(b, run, w);
-        // What a lane finishes. One node: every warp has half a unit, two lanes. A tree: a few lanes have a token.
+        // What a lane finishes. One node: every warp has half a row tile, two lanes. A tree: a few lanes have a token.
         const int quarter = NODES == 1 ? (b.warp & 1) + 2 * (b.lane & 1) : (b.lane >> 1 & 1) + 2 * (b.lane & 1);
-        const int unit = NODES == 1 ? b.warp >> 1 : b.lane / 4 % AT_ONCE;
-        int place = where(base + unit, quarter);
+        const int tile = NODES == 1 ? b.warp >> 1 : b.lane / 4 % AT_ONCE;
+        int place = where(base + tile, quarter);
         asm volatile("" : "+r"(place));  // now
         if (base == 0) {
             b.mark();
@@ -171,58 +180,63 @@ __device__ __forceinline__ void multiply_normed(Block& b, StageParts parts, int 
         }
 #pragma unroll 1
         for (int first = 0; first < b.nodes; first += TOKENS_AT_ONCE, step++) {
-            const int next = first + 8 < b.nodes ? first + 8 : 0;  // the first again, for other units
+            const int next = first + 8 < b.nodes ? first + 8 : 0;  // the first again, for other row tiles
             if constexpr (LOOKS) {
                 if (!asked) {
                     wait_until_there(b, first, look);
-                    octet.ask(b, x, squares, first);
+                    node_tile.ask(b, x, squares, first);
                 }
-                if (!octet.came()) octet.poll(b, x, squares, first);
+                if (!node_tile.came()) node_tile.poll(b, x, squares, first);
                 asked = (next > 0 || !last) && is_there(b, next, look);
             } else if (base == 0) {
-                octet.poll(b, x, squares, first);
+                node_tile.poll(b, x, squares, first);
             }
             if (step == 0) b.mark();
-            float* partial = b.scratch + b.turn(HALF_TURN) * WIDE_FLOATS;
+            float* partial = b.scratch + b.phase(HALF_PHASE) * WIDE_FLOATS;
             float* mine = partial + (b.warp * TOKENS_AT_ONCE + (b.lane & 3) * 2) * ROW_STRIDE + (b.lane >> 2);
             const int tokens = b.nodes - first - (b.lane & 3) * 2;  // of this lane's two
             const auto store = [&](int u, float4 sum) {
                 if (tokens > 0) mine[u * WIDE] = sum.x, mine[u * WIDE + 8] = sum.z;
-                if (NODES > 1 && tokens > 1) mine[ROW_STRIDE + u * WIDE] = sum.y, mine[ROW_STRIDE + u * WIDE + 8] = sum.w;
+                if (NODES > 1 && tokens > 1)
+                    mine[ROW_STRIDE + u * WIDE] = sum.y, mine[ROW_STRIDE + u * WIDE + 8] = sum.w;
             };
-            multiply_wide<CHUNKS>(run.format, w, octet.a, store, [&](int c) {
-                if (LOOKS && asked) octet.ask(b, x, next, c);
+            multiply_wide<CHUNKS>(run.format, w, node_tile.a, store, [&](int c) {
+                if (LOOKS && asked) node_tile.ask(b, x, next, c);
             });
-            const float squares_here = octet.square_sum();
+            const float squares_here = node_tile.square_sum();
             const int token = first + (b.lane >> 2);
-            if (base == 0 && (b.lane & 3) == 0 && token < b.nodes) b.s.squares[b.turn(NORM_TURN)][token][b.warp] = squares_here;
-            if (LOOKS && asked) octet.ask_squares(b, squares, next);
-            if (step == 0) copies_done();  // taps and history, which `finish` needs
+            if (base == 0 && (b.lane & 3) == 0 && token < b.nodes)
+                b.s.squares[b.phase(NORM_PHASE)][token][b.warp] = squares_here;
+            if (LOOKS && asked) node_tile.ask_squares(b, squares, next);
+            if (step == 0) copies_done();  // convolution weights and history, which `finish` needs
             if (step == 0) b.mark();
             b.sync();
             if (step == 0) b.mark();
             constexpr int WARP_STRIDE = TOKENS_AT_ONCE * ROW_STRIDE;
             if constexpr (NODES == 1) {
                 if (b.warp < 2 * count) {
-                    const float4 sum = sum_parts<WARPS>(partial + unit * WIDE + quarter * 4, WARP_STRIDE);
-                    finish(b.lane < 2, base + unit, 0, quarter, place, scaled(sum, inverse_rms(b, 0)), nullptr);
+                    const float4 sum = sum_parts<WARPS>(partial + tile * WIDE + quarter * 4, WARP_STRIDE);
+                    finish(b.lane < 2, base + tile, 0, quarter, place, scaled(sum, inverse_rms(b, 0)), nullptr);
                 }
-            } else {  // if there are more warps than it takes, they take turns
+            } else {  // if there are more warps than it takes, they take phases
                 constexpr int LANES = 4 * AT_ONCE, TOKENS = 32 / LANES, WORKERS_HERE = TOKENS_AT_ONCE / TOKENS;
-                const int worker = (b.warp + step * WORKERS_HERE) % WARPS, mine = first + worker * TOKENS + b.lane / LANES;
-                const bool works = worker < WORKERS_HERE && first + worker * TOKENS < b.nodes, live = unit < count && mine < b.nodes;
+                const int worker = (b.warp + step * WORKERS_HERE) % WARPS,
+                          mine = first + worker * TOKENS + b.lane / LANES;
+                const bool works = worker < WORKERS_HERE && first + worker * TOKENS < b.nodes,
+                           live = tile < count && mine < b.nodes;
                 const int token = min(mine, b.nodes - 1);
-                float* kept = b.scratch + KEPT_ROWS_AT + unit * WIDE + quarter * 4;
+                float* kept = b.scratch + KEPT_ROWS_AT + tile * WIDE + quarter * 4;
                 float4 v = {};
                 if (works) {
-                    const float4 sum = sum_parts<WARPS>(partial + (token - first) * ROW_STRIDE + unit * WIDE + quarter * 4, WARP_STRIDE);
+                    const float4 sum = sum_parts<WARPS>(
+                        partial + (token - first) * ROW_STRIDE + tile * WIDE + quarter * 4, WARP_STRIDE);
                     v = scaled(sum, inverse_rms(b, token));
                     if (gather) *(float4*)(kept + token * ROW_STRIDE) = v;
                 }
                 if (gather) b.sync();
-                if (works) finish(live, base + unit, token, quarter, place, v, kept);
+                if (works) finish(live, base + tile, token, quarter, place, v, kept);
             }
-            b.turns ^= HALF_TURN;
+            b.phases ^= HALF_PHASE;
         }
     }
     all_taken(b);

@@ -1,7 +1,8 @@
 // Which format each row tile of the stream is held in.
 //
-// LAYER_FORMATS has a number for each part of each layer's stages, LAYER_PARTS a layer (see schedule.py). Every part is whole row
-// tiles. A build has code for the formats its model uses; where stages of a kind have but one, nothing is looked up.
+// LAYER_FORMATS has a number for each part of each layer's stages, LAYER_PARTS a layer (see schedule.py). Every part is
+// whole row tiles. A build has code for the formats its model uses; where stages of a kind have but one, nothing is
+// looked up.
 #pragma once
 #include "forward/params.cuh"
 #include "stream.cuh"
@@ -23,7 +24,7 @@ template <int TILE_ROWS>
 using FormatsOf = typename FormatsFor<TILE_ROWS>::type;
 
 struct Run {
-    int format, units;
+    int format, tiles;
 };
 
 // A stage has up to three parts.
@@ -31,19 +32,19 @@ struct StageParts {
     int format[3];
     int second, third;  // row tiles where those parts begin
 
-    // Row tiles from `unit` on that are held in one format, before `end`.
+    // Row tiles from `row tile` on that are held in one format, before `end`.
     template <class FormatsHere>
-    __device__ Run run(int unit, int end) const {
+    __device__ Run run(int tile, int end) const {
         if constexpr (FormatsHere::SEVERAL) {
-            const int here = unit < second ? format[0] : unit < third ? format[1] : format[2];
-            if (unit < second && format[1] != here) {
+            const int here = tile < second ? format[0] : tile < third ? format[1] : format[2];
+            if (tile < second && format[1] != here) {
                 end = min(end, second);
-            } else if (unit < third && format[2] != here) {
+            } else if (tile < third && format[2] != here) {
                 end = min(end, third);
             }
-            return {here, end - unit};
+            return {here, end - tile};
         }
-        return {0, end - unit};
+        return {0, end - tile};
     }
 };
 

@@ -1,7 +1,8 @@
 // The weight stream's way into shared memory.
 //
 // Weights depend on nothing, so the producer never waits for an exchange: it keeps the ring full, straight through
-// every stage and token. It holds back only so that few bytes are on their way at a time: activations queue behind them.
+// every stage and token. It holds back only so that few bytes are on their way at a time: activations queue behind
+// them.
 #pragma once
 #include "forward/shared.cuh"
 
@@ -30,13 +31,15 @@ struct Ring {
         if (++slot == RING_SLOTS) slot = 0, parity ^= 1;
     }
     // consumers, a warp at a time: slots `ahead` of the current one
-    __device__ int index(int ahead) const { return slot + ahead < RING_SLOTS ? slot + ahead : slot + ahead - RING_SLOTS; }
+    __device__ int index(int ahead) const {
+        return slot + ahead < RING_SLOTS ? slot + ahead : slot + ahead - RING_SLOTS;
+    }
     __device__ void wait(int ahead) const {
         barrier_wait(full + 8 * index(ahead), slot + ahead < RING_SLOTS ? parity : parity ^ 1);
     }
     __device__ u32 data(int ahead) const { return slots + index(ahead) * SLOT_BYTES; }
-    // `after` is 0 and must come from what was read last: an arrival may overtake loads that are still queued behind the
-    // polling of other warps, and then the slot would be filled again before it is read.
+    // `after` is 0 and must come from what was read last: an arrival may overtake loads that are still queued behind
+    // the polling of other warps, and then the slot would be filled again before it is read.
     __device__ void release(int count, u32 after) {
         __syncwarp();
 #ifdef EVERY_LANE_ARRIVES
@@ -50,8 +53,8 @@ struct Ring {
     }
 };
 
-// Copies on their way at a time: what is waited for must be the ring's last turn. A tree's activations are held up by more than one; beside
-// the LM head, none come.
+// Copies on their way at a time: what is waited for must be the ring's last round. A tree's activations are held up by
+// more than one; beside the LM head, none come.
 constexpr int HEAD_IN_FLIGHT = smaller(IN_FLIGHT, RING_SLOTS), MOST_IN_FLIGHT = NODES > 8 ? 1 : HEAD_IN_FLIGHT;
 
 struct Producer {
@@ -70,7 +73,7 @@ struct Producer {
         if (++oldest == RING_SLOTS) oldest = 0, oldest_parity ^= 1;
         on_way--;
     }
-    // Copy this SM's units of a stage, each in slots of its own. False when the consumers have stopped.
+    // Copy this SM's row tiles of a stage, each in slots of its own. False when the consumers have stopped.
     template <class Stage>
     __device__ bool stage(int layer) {
         typedef FormatsOf<Stage::TILE_ROWS> FormatsHere;
@@ -78,22 +81,23 @@ struct Producer {
         const bool recurrent = Stage::SLOT != HEAD && is_recurrent(layer);
         const StageParts parts = parts_of<Stage>(layer);
         const int who = sm(), all = Stage::tiles(recurrent), chunks = chunks_of(Stage::k(recurrent));
-        for (int unit = first_unit(all, who), end = first_unit(all, who + 1); unit < end;) {
-            const Run run = parts.run<FormatsHere>(unit, end);
-            int unit_bytes, slot_bytes;
+        for (int tile = first_of(all, who), end = first_of(all, who + 1); tile < end;) {
+            const Run run = parts.run<FormatsHere>(tile, end);
+            int tile_bytes, slot_bytes;
             FormatsHere::with(run.format, [&](auto format) {
-                unit_bytes = chunks * format.chunk_bytes(ROWS), slot_bytes = format.slot_chunks(ROWS) * format.chunk_bytes(ROWS);
+                tile_bytes = chunks * format.chunk_bytes(ROWS),
+                slot_bytes = format.slot_chunks(ROWS) * format.chunk_bytes(ROWS);
             });
-            if (!copy(run.units, unit_bytes, slot_bytes, IN_FLIGHT_HERE)) return false;
-            unit += run.units;
+            if (!copy(run.tiles, tile_bytes, slot_bytes, IN_FLIGHT_HERE)) return false;
+            tile += run.tiles;
         }
         return true;
     }
-    __device__ bool copy(int units, int unit_bytes, int most, int in_flight) {
+    __device__ bool copy(int tiles, int tile_bytes, int most, int in_flight) {
 #pragma unroll 1
-        for (int unit = 0; unit < units; unit++) {
+        for (int tile = 0; tile < tiles; tile++) {
 #pragma unroll 1
-            for (int left = unit_bytes; left > 0; left -= most) {
+            for (int left = tile_bytes; left > 0; left -= most) {
                 if (on_way >= in_flight) land_one();
                 Watchdog dog;
                 while (!barrier_done(ring.empty + 8 * ring.slot, ring.parity ^ 1)) {  // passes in the first round
@@ -109,8 +113,8 @@ struct Producer {
         }
         return true;
     }
-    // Which block this is. The compiler may not know that it is always the same: it would compute all stages' units before the loop and
-    // has no registers to keep them in.
+    // Which block this is. The compiler may not know that it is always the same: it would compute all stages' row tiles
+    // before the loop and has no registers to keep them in.
     __device__ static int sm() {
         int index = blockIdx.x;
         asm volatile("" : "+r"(index));

@@ -1,7 +1,8 @@
 // The sampler's rules on the device: what backend/sampling.py says, for one token.
 //
-// Its sums are made in another order here, with another exp, so they differ in the last bits. Where such a difference could
-// change the token the answer is "undecided", and the host decides. Nothing in this file needs a GPU: a test compiles it alone.
+// Its sums are made in another order here, with another exp, so they differ in the last bits. Where such a difference
+// could change the token the answer is "undecided", and the host decides. Nothing in this file needs a GPU: a test
+// compiles it alone.
 #pragma once
 
 // What is asked of a launch that samples. The host builds the same struct field by field (see structures.py).
@@ -24,8 +25,8 @@ struct Draw {
 
 // Undecided: two sums are closer than their errors; or more candidates are needed.
 constexpr int TOO_CLOSE = -1, TOO_FEW = -2;
-// Part of a total. Errors are below 1e-12 of it: exp within an ulp or two, exponents within 1e-13, sums of a few hundred
-// thousand terms, and terms left out (see NEGLIGIBLE).
+// Part of a total. Errors are below 1e-12 of it: exp within an ulp or two, exponents within 1e-13, sums of a few
+// hundred thousand terms, and terms left out (see NEGLIGIBLE).
 constexpr double MARGIN = 1e-9;
 // Exponents below this add less than 1e-12 to a total of at least 1, however many there are.
 constexpr double NEGLIGIBLE = -40.0;
@@ -55,11 +56,11 @@ __device__ __forceinline__ bool needs_total(const Draw& d) { return d.top_k == 0
 __device__ __forceinline__ double total_scale(const Draw& d) { return d.top_p < 1 ? 1.0 : d.inverse_temperature; }
 
 // Which of `n` candidates is drawn; best first, none missing between them. With top-k: at least k of them. Without: all
-// that min-p leaves, or a beginning of the order where it is off. `weight` is exp(logit - best) (used by top-p only), `heated`
-// the same with the logits divided by the temperature, `total` the sum over the vocabulary where it is needed.
+// that min-p leaves, or a beginning of the order where it is off. `weight` is exp(logit - best) (used by top-p only),
+// `heated` the same with the logits divided by the temperature, `total` the sum over the vocabulary where it is needed.
 template <class Logit>
-__device__ __forceinline__ int decide(const Draw& d, int n, Logit logit, const double* weight, const double* heated, double total,
-                                      double fraction) {
+__device__ __forceinline__ int decide(const Draw& d, int n, Logit logit, const double* weight, const double* heated,
+                                      double total, double fraction) {
     const bool complete = d.top_k > 0 || uses_min_p(d);
     bool cut = d.top_k > 0;
     int count = n;

@@ -1,12 +1,14 @@
 // Drawing a token where its logits are.
 //
 // 1. Every SM applies bias and penalties to its own logits and publishes its best, as for greedy decoding.
-// 2. Every SM knows all of these then, and takes the m-th best of them for a floor. Each SM lists its logits from there up,
+// 2. Every SM knows all of these then, and takes the m-th best of them for a floor. Each SM lists its logits from there
+// up,
 //    and with them its share of the sum over the vocabulary, if that is needed. With m = k, the k best tokens are among
 //    them for sure; fewer do where likely tokens crowd in few SMs, as in a vocabulary that begins with frequent tokens.
 //    Without top-k a few hundred candidates are wanted, and those below are hoped not to matter. With min-p and without
 //    top-k, the floor follows from the best.
-// 3. SM 0 sorts the candidates by counting who is better, decides, and tells everybody: the token, or to list again with
+// 3. SM 0 sorts the candidates by counting who is better, decides, and tells everybody: the token, or to list again
+// with
 //    another m, or that it is left undecided. Then the launch ends, and the host decides from the logits.
 //
 // Lists are read by SM 0 only, after which everybody hears from it: so one copy of them is enough, and instead of being
@@ -14,15 +16,19 @@
 #pragma once
 #include "forward/head.cuh"
 
-constexpr int RECORD = 4;                       // words
-constexpr int ROUNDS = 8;                       // of lists for one token
-constexpr int UNDECIDED = -1, AGAIN = -2;       // instead of a token
+constexpr int RECORD = 4;                                       // words
+constexpr int ROUNDS = 8;                                       // of lists for one token
+constexpr int UNDECIDED = -1, AGAIN = -2;                       // instead of a token
 constexpr int FEW = CANDIDATES / 2, MANY = CANDIDATES * 5 / 6;  // m is changed outside of these
 
-__device__ __forceinline__ u32* list_of(const Block& b, int sm) { return b.draw->lists + RECORD * (1 + sm * (1 + CANDIDATES)); }
+__device__ __forceinline__ u32* list_of(const Block& b, int sm) {
+    return b.draw->lists + RECORD * (1 + sm * (1 + CANDIDATES));
+}
 // The largest m.
 __device__ __forceinline__ int reach_limit(const Draw& d) { return d.top_k > 0 ? min(d.top_k, SMS) : SMS; }
-__device__ __forceinline__ int first_reach(const Block& b) { return b.draw->top_k > 0 ? reach_limit(*b.draw) : (SMS + 1) / 2; }
+__device__ __forceinline__ int first_reach(const Block& b) {
+    return b.draw->top_k > 0 ? reach_limit(*b.draw) : (SMS + 1) / 2;
+}
 __device__ __forceinline__ bool floored_by_min_p(const Draw& d) { return d.top_k == 0 && uses_min_p(d); }
 
 __device__ __forceinline__ uint4 poll_tagged(const u32* at, u32 tag) {
@@ -40,7 +46,7 @@ __device__ __forceinline__ u64 words_of(uint2 words) { return (u64)words.y << 32
 // All SMs' best.
 __device__ __forceinline__ void hear_best(Block& b) {
     Candidates& c = candidates(b);
-    const u32* from = b.words(BEST_TURN, 0, BEST_AT);
+    const u32* from = b.words(BEST_PHASE, 0, BEST_AT);
 #pragma unroll 1
     for (int sm = threadIdx.x; sm < SMS; sm += CONSUMERS) {
         uint2 got;
@@ -72,7 +78,7 @@ __device__ __forceinline__ void find_floor(Block& b, int m) {
 __device__ __forceinline__ void list_candidates(Block& b, u32 tag) {
     Candidates& c = candidates(b);
     const Draw& d = *b.draw;
-    const int first = first_unit(HEAD_UNITS, b.sm) * WIDE, count = own_logits(b);
+    const int first = first_of(HEAD_TILES, b.sm) * WIDE, count = own_logits(b);
     const bool by_min_p = floored_by_min_p(d), summed = needs_total(d);
     const double peak = c.peak, least = peak + d.log_min_p, scale = total_scale(d);
     const u64 floor = c.floor;
@@ -139,8 +145,10 @@ __device__ __forceinline__ void gather(Block& b, u32 tag) {
 #pragma unroll 1
         while (after - sm > 1) {
             const int middle = (sm + after) / 2;
-            if (c.start[middle] <= i) sm = middle;
-            else after = middle;
+            if (c.start[middle] <= i)
+                sm = middle;
+            else
+                after = middle;
         }
         const uint4 got = poll_tagged(list_of(b, sm) + RECORD * (1 + i - c.start[sm]), tag);
         c.key[i] = words_of({got.y, got.z});
@@ -195,12 +203,15 @@ __device__ __forceinline__ void draw_token(Block& b, int step) {
                 if (n > CANDIDATES) {
                     next = max(1, reach / 2);
                 } else {
-                    const int index = decide(d, n, [&](int i) { return logit_of(c.sorted[i]); }, c.weight, c.heated, c.total,
-                                             uniform_at(d, b.length + 1));
+                    const int index = decide(
+                        d, n, [&](int i) { return logit_of(c.sorted[i]); }, c.weight, c.heated, c.total,
+                        uniform_at(d, b.length + 1));
                     if (index >= 0) token = id_of(c.sorted[index]);
                     const int step = index == TOO_FEW ? 2 : 8;
-                    if (n < (d.top_k > 0 ? d.top_k : FEW)) next = min(limit, reach + (limit - reach + step - 1) / step);
-                    else if (n > MANY) next = max(1, reach - (reach + 7) / 8);
+                    if (n < (d.top_k > 0 ? d.top_k : FEW))
+                        next = min(limit, reach + (limit - reach + step - 1) / step);
+                    else if (n > MANY)
+                        next = max(1, reach - (reach + 7) / 8);
                     if (index == TOO_CLOSE) next = reach;
                 }
                 const bool helps = n > CANDIDATES ? next < reach : next > reach;

@@ -1,9 +1,9 @@
-// The best k logits of every node, and the logarithm of the sum of all their exponentials: what a draft or a sampler wants
-// to know of a row of logits, in k numbers instead of the whole row.
+// The best k logits of every node, and the logarithm of the sum of all their exponentials: what a draft or a sampler
+// wants to know of a row of logits, in k numbers instead of the whole row.
 //
 // Grid: SLICES blocks of SLICE_THREADS a node, each with a slice of the vocabulary; the last one to finish merges them.
-// A slice's k best are at least as good as the k-th best of its threads' best: what is as good is collected, then sorted
-// by counting who is better. Bytes: the logits twice, which are in L2.
+// A slice's k best are at least as good as the k-th best of its threads' best: what is as good is collected, then
+// sorted by counting who is better. Bytes: the logits twice, which are in L2.
 #include "sample/ranked.cuh"
 #include "schedule.cuh"
 
@@ -43,7 +43,8 @@ extern "C" __global__ void __launch_bounds__(SLICE_THREADS) top(const __grid_con
     __shared__ u64 keys[SLICES * MAX_TOP], spare[SLICE_THREADS / 32], floor;
     __shared__ float sums[SLICE_THREADS / 32];
     __shared__ int found, last;
-    static_assert(COLLECTED <= SLICES * MAX_TOP && SLICE_THREADS <= COLLECTED && MAX_TOP <= SLICE_THREADS, "keys serve for all");
+    static_assert(COLLECTED <= SLICES * MAX_TOP && SLICE_THREADS <= COLLECTED && MAX_TOP <= SLICE_THREADS,
+                  "keys serve for all");
     const int node = blockIdx.x / SLICES, slice = blockIdx.x % SLICES, k = t.count;
     const int begin = (int)((long long)VOCAB * slice / SLICES), end = (int)((long long)VOCAB * (slice + 1) / SLICES);
     const float* row = t.logits + (size_t)node * VOCAB;

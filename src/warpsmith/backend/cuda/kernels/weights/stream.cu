@@ -3,7 +3,8 @@
 // Grid: one block of one warp an SM. What the forward kernel reaches is held against this.
 #include "common/ptx.cuh"
 
-constexpr int PIECES = 3, PIECE_BYTES = 32 << 10;  // on their way at a time: enough for any chip, not too much for small ones
+constexpr int PIECES = 3,
+              PIECE_BYTES = 32 << 10;  // on their way at a time: enough for any chip, not too much for small ones
 
 struct Stream {
     const u8* bytes;
