@@ -142,36 +142,138 @@ __device__ __forceinline__ float4 sum_parts(const float* at, int stride) {
     return part[0];
 }
 
-// Stage: row tiles of `parts` from `first_of` on. `finish(live, row tile, token, quarter, place, v, kept)` for four
-// rows of a token at a time, all lanes of a warp, `live` or not; `row tile` counts from 0; quarters 0 and 2 of a row
-// tile are in neighbouring lanes, and 1 and 3; `place` is what `where(row tile, quarter)` said while there was time. A
-// `gather` in a tree first writes them to `kept`, where a token's ancestors are then found ROW_STRIDE floats a token
-// apart.
-//
+// --- wide stages ----------------------------------------------------------------------------------------------------
+// Row tiles of `parts` from `first_tile` on, times x / rms(x).
+// finish(live, tile, token, quarter, place, v, kept) for four rows of a token at a time, all lanes of a warp, `live` or
+// not; `tile` counts from 0; quarters 0 and 2 of a row tile are in neighbouring lanes, and 1 and 3; `place` is what
+// where(tile, quarter) said while there was time.
+struct WideRows {
+    StageParts parts;
+    int first_tile, tiles;
+    const u32 *x, *squares;  // the first node tile's
+
+    // Row tiles from `base` on that are multiplied together, and how many.
+    __device__ __forceinline__ Run run(int base, int& count) const {
+        const Run run = parts.run<WideFormats>(first_tile + base, first_tile + tiles);
+        WideFormats::with(run.format, [&](auto format) { count = min(tiles_at_once<decltype(format)>(), run.tiles); });
+        return run;
+    }
+};
+
+// This warp's share of a node tile's sums, to shared memory. Partial sums alternate between two buffers.
+constexpr int WIDE_CHUNKS = chunks_of(HIDDEN), WARP_STRIDE = TOKENS_AT_ONCE * ROW_STRIDE;
+static_assert(WIDE_CHUNKS <= MAX_CHUNKS, "a row tile must fit in the registers");
+__device__ __forceinline__ float* partial_sums(const Block& b) { return b.scratch + b.phase(HALF_PHASE) * WIDE_FLOATS; }
+
+template <class Done>
+__device__ __forceinline__ void put_sums(Block& b, int format, const u32 (&w)[wide_registers(WIDE_CHUNKS)],
+                                         const uint4 (&x)[WIDE_CHUNKS], int first, Done done) {
+    float* mine = partial_sums(b) + (b.warp * TOKENS_AT_ONCE + (b.lane & 3) * 2) * ROW_STRIDE + (b.lane >> 2);
+    const int tokens = b.nodes - first - (b.lane & 3) * 2;  // of this lane's two
+    const auto store = [&](int t, float4 sum) {
+        if (tokens > 0) mine[t * WIDE] = sum.x, mine[t * WIDE + 8] = sum.z;
+        if (NODES > 1 && tokens > 1) mine[ROW_STRIDE + t * WIDE] = sum.y, mine[ROW_STRIDE + t * WIDE + 8] = sum.w;
+    };
+    multiply_wide<WIDE_CHUNKS>(format, w, x, store, done);
+}
+// This warp's share of a node tile's sums of squares.
+__device__ __forceinline__ void put_squares(const Block& b, int first, float squares) {
+    const int token = first + (b.lane >> 2);
+    if ((b.lane & 3) == 0 && token < b.nodes) b.s.squares[b.phase(NORM_PHASE)][token][b.warp] = squares;
+}
+
+// One node: every warp finishes half a row tile, two lanes.
+template <class Where, class Finish>
+__device__ __forceinline__ void multiply_normed_one(Block& b, const WideRows& rows, Where where, Finish finish) {
+    const int quarter = (b.warp & 1) + 2 * (b.lane & 1), tile = b.warp >> 1;
+    b.phases ^= NORM_PHASE;
+    NodeTile<WIDE_CHUNKS> node;
+    node.forget();
+#pragma unroll 1
+    for (int base = 0, count; base < rows.tiles; base += count) {
+        const Run run = rows.run(base, count);
+        u32 w[wide_registers(WIDE_CHUNKS)];
+        take_wide<WIDE_CHUNKS>(b, run, w);
+        int place = where(base + tile, quarter);
+        asm volatile("" : "+r"(place));  // now
+        if (base == 0) {
+            b.mark();
+            b.sync();  // polling would hold up the loads of a warp that comes late
+            node.poll(b, rows.x, rows.squares, 0);
+            b.mark();
+        }
+        put_sums(b, run.format, w, node.a, 0, [](int) {});
+        const float squares = node.square_sum();
+        if (base == 0) {
+            put_squares(b, 0, squares);
+            copies_done();  // convolution weights and history, which `finish` needs
+            b.mark();
+        }
+        b.sync();
+        if (base == 0) b.mark();
+        if (b.warp < 2 * count) {
+            const float4 sum = sum_parts<WARPS>(partial_sums(b) + tile * WIDE + quarter * 4, WARP_STRIDE);
+            finish(b.lane < 2, base + tile, 0, quarter, place, scaled(sum, inverse_rms(b, 0)), nullptr);
+        }
+        b.phases ^= HALF_PHASE;
+    }
+}
+
 // A tree goes node tile by node tile. Asking for all of one again and again would be in the way of what is published,
 // so it is asked for when it seems to be there; if the next one is already, that is asked for as the mma are done with
 // this one's registers.
-template <class Where, class Finish>
-__device__ __forceinline__ void multiply_normed(Block& b, StageParts parts, int first_of, int tiles, const u32* x,
-                                                const u32* squares, bool gather, Where where, Finish finish) {
-    constexpr int CHUNKS = chunks_of(HIDDEN), AT_ONCE = TILES_AT_ONCE;
-    static_assert(CHUNKS <= MAX_CHUNKS, "a tile must fit in the registers");
-    const auto look = [&](int node_tile) { return typename NodeTile<CHUNKS>::Look(b, squares, node_tile).came(); };
-    b.phases ^= NORM_PHASE;
-    NodeTile<CHUNKS> node_tile;
-    node_tile.forget();
-    int step = 0;
+struct TreeInput {
+    NodeTile<WIDE_CHUNKS> tile;
     bool asked = false;
+
+    template <class Look>
+    __device__ __forceinline__ void wait_for(const Block& b, const WideRows& rows, int first, Look look) {
+        if (!asked) {
+            wait_until_there(b, first, look);
+            tile.ask(b, rows.x, rows.squares, first);
+        }
+        if (!tile.came()) tile.poll(b, rows.x, rows.squares, first);
+    }
+};
+
+// What this warp finishes of a node tile that is summed: some of its tokens. If there are more warps than it takes,
+// they take turns. A `gather` first writes what was summed to `kept`, where a token's ancestors are then found
+// ROW_STRIDE floats a token apart.
+template <class Finish>
+__device__ __forceinline__ void finish_node_tile(Block& b, int first, int step, int base, int count, int tile,
+                                                 int quarter, int place, bool gather, Finish finish) {
+    constexpr int LANES = 4 * TILES_AT_ONCE, TOKENS = 32 / LANES, WORKERS_HERE = TOKENS_AT_ONCE / TOKENS;
+    const int worker = (b.warp + step * WORKERS_HERE) % WARPS, mine = first + worker * TOKENS + b.lane / LANES;
+    const bool works = worker < WORKERS_HERE && first + worker * TOKENS < b.nodes,
+               live = tile < count && mine < b.nodes;
+    const int token = min(mine, b.nodes - 1);
+    float* kept = b.scratch + KEPT_ROWS_AT + tile * WIDE + quarter * 4;
+    float4 v = {};
+    if (works) {
+        const float* at = partial_sums(b) + (token - first) * ROW_STRIDE + tile * WIDE + quarter * 4;
+        v = scaled(sum_parts<WARPS>(at, WARP_STRIDE), inverse_rms(b, token));
+        if (gather) *(float4*)(kept + token * ROW_STRIDE) = v;
+    }
+    if (gather) b.sync();
+    if (works) finish(live, base + tile, token, quarter, place, v, kept);
+}
+
+// A tree: a few lanes finish a token.
+template <class Where, class Finish>
+__device__ __forceinline__ void multiply_normed_tree(Block& b, const WideRows& rows, bool gather, Where where,
+                                                     Finish finish) {
+    const auto look = [&](int first) { return NodeTile<WIDE_CHUNKS>::Look(b, rows.squares, first).came(); };
+    b.phases ^= NORM_PHASE;
+    TreeInput input;
+    input.tile.forget();
+    int step = 0;
 #pragma unroll 1
-    for (int base = 0, count; base < tiles; base += count) {
-        const Run run = parts.run<WideFormats>(first_of + base, first_of + tiles);
-        WideFormats::with(run.format, [&](auto format) { count = min(tiles_at_once<decltype(format)>(), run.tiles); });
-        const bool last = base + count == tiles;
-        u32 w[wide_registers(CHUNKS)];
-        take_wide<CHUNKS>(b, run, w);
-        // What a lane finishes. One node: every warp has half a row tile, two lanes. A tree: a few lanes have a token.
-        const int quarter = NODES == 1 ? (b.warp & 1) + 2 * (b.lane & 1) : (b.lane >> 1 & 1) + 2 * (b.lane & 1);
-        const int tile = NODES == 1 ? b.warp >> 1 : b.lane / 4 % AT_ONCE;
+    for (int base = 0, count; base < rows.tiles; base += count) {
+        const Run run = rows.run(base, count);
+        const bool last = base + count == rows.tiles;
+        u32 w[wide_registers(WIDE_CHUNKS)];
+        take_wide<WIDE_CHUNKS>(b, run, w);
+        const int quarter = (b.lane >> 1 & 1) + 2 * (b.lane & 1), tile = b.lane / 4 % TILES_AT_ONCE;
         int place = where(base + tile, quarter);
         asm volatile("" : "+r"(place));  // now
         if (base == 0) {
@@ -182,60 +284,23 @@ __device__ __forceinline__ void multiply_normed(Block& b, StageParts parts, int 
         for (int first = 0; first < b.nodes; first += TOKENS_AT_ONCE, step++) {
             const int next = first + 8 < b.nodes ? first + 8 : 0;  // the first again, for other row tiles
             if constexpr (LOOKS) {
-                if (!asked) {
-                    wait_until_there(b, first, look);
-                    node_tile.ask(b, x, squares, first);
-                }
-                if (!node_tile.came()) node_tile.poll(b, x, squares, first);
-                asked = (next > 0 || !last) && is_there(b, next, look);
+                input.wait_for(b, rows, first, look);
+                input.asked = (next > 0 || !last) && is_there(b, next, look);
             } else if (base == 0) {
-                node_tile.poll(b, x, squares, first);
+                input.tile.poll(b, rows.x, rows.squares, first);
             }
             if (step == 0) b.mark();
-            float* partial = b.scratch + b.phase(HALF_PHASE) * WIDE_FLOATS;
-            float* mine = partial + (b.warp * TOKENS_AT_ONCE + (b.lane & 3) * 2) * ROW_STRIDE + (b.lane >> 2);
-            const int tokens = b.nodes - first - (b.lane & 3) * 2;  // of this lane's two
-            const auto store = [&](int u, float4 sum) {
-                if (tokens > 0) mine[u * WIDE] = sum.x, mine[u * WIDE + 8] = sum.z;
-                if (NODES > 1 && tokens > 1)
-                    mine[ROW_STRIDE + u * WIDE] = sum.y, mine[ROW_STRIDE + u * WIDE + 8] = sum.w;
-            };
-            multiply_wide<CHUNKS>(run.format, w, node_tile.a, store, [&](int c) {
-                if (LOOKS && asked) node_tile.ask(b, x, next, c);
+            put_sums(b, run.format, w, input.tile.a, first, [&](int c) {
+                if (LOOKS && input.asked) input.tile.ask(b, rows.x, next, c);
             });
-            const float squares_here = node_tile.square_sum();
-            const int token = first + (b.lane >> 2);
-            if (base == 0 && (b.lane & 3) == 0 && token < b.nodes)
-                b.s.squares[b.phase(NORM_PHASE)][token][b.warp] = squares_here;
-            if (LOOKS && asked) node_tile.ask_squares(b, squares, next);
+            const float squares = input.tile.square_sum();
+            if (base == 0) put_squares(b, first, squares);
+            if (LOOKS && input.asked) input.tile.ask_squares(b, rows.squares, next);
             if (step == 0) copies_done();  // convolution weights and history, which `finish` needs
             if (step == 0) b.mark();
             b.sync();
             if (step == 0) b.mark();
-            constexpr int WARP_STRIDE = TOKENS_AT_ONCE * ROW_STRIDE;
-            if constexpr (NODES == 1) {
-                if (b.warp < 2 * count) {
-                    const float4 sum = sum_parts<WARPS>(partial + tile * WIDE + quarter * 4, WARP_STRIDE);
-                    finish(b.lane < 2, base + tile, 0, quarter, place, scaled(sum, inverse_rms(b, 0)), nullptr);
-                }
-            } else {  // if there are more warps than it takes, they take phases
-                constexpr int LANES = 4 * AT_ONCE, TOKENS = 32 / LANES, WORKERS_HERE = TOKENS_AT_ONCE / TOKENS;
-                const int worker = (b.warp + step * WORKERS_HERE) % WARPS,
-                          mine = first + worker * TOKENS + b.lane / LANES;
-                const bool works = worker < WORKERS_HERE && first + worker * TOKENS < b.nodes,
-                           live = tile < count && mine < b.nodes;
-                const int token = min(mine, b.nodes - 1);
-                float* kept = b.scratch + KEPT_ROWS_AT + tile * WIDE + quarter * 4;
-                float4 v = {};
-                if (works) {
-                    const float4 sum = sum_parts<WARPS>(
-                        partial + (token - first) * ROW_STRIDE + tile * WIDE + quarter * 4, WARP_STRIDE);
-                    v = scaled(sum, inverse_rms(b, token));
-                    if (gather) *(float4*)(kept + token * ROW_STRIDE) = v;
-                }
-                if (gather) b.sync();
-                if (works) finish(live, base + tile, token, quarter, place, v, kept);
-            }
+            finish_node_tile(b, first, step, base, count, tile, quarter, place, gather, finish);
             b.phases ^= HALF_PHASE;
         }
     }

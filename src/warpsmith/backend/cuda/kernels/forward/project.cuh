@@ -62,5 +62,9 @@ __device__ __forceinline__ void project_in(Block& b) {
             publish_mixer_input(b, row, token, place, v, kept);
         }
     };
-    multiply_normed(b, parts, first, tiles, x, x + (X_SQUARES_AT - X_VALUES_AT), gather, where, finish);
+    const WideRows rows = {parts, first, tiles, x, x + (X_SQUARES_AT - X_VALUES_AT)};
+    if constexpr (NODES == 1)
+        multiply_normed_one(b, rows, where, finish);
+    else
+        multiply_normed_tree(b, rows, gather, where, finish);
 }

@@ -169,7 +169,7 @@ struct NodeTileProduct {
 };
 
 // A warp's partial sums of tokens `token` and the next; `part` counts warps and blocks of K.
-__device__ __forceinline__ void put_sums(const Block& b, int part, int token, float2 sum) {
+__device__ __forceinline__ void put_part(const Block& b, int part, int token, float2 sum) {
     float* own = b.scratch + (NARROW_AT + (part * NODES + token) * TILE_STRIDE + (b.lane >> 2));
     if (NODES > 1 || (b.lane & 3) == 0) own[0] = sum.x;
     if (NODES > 1) own[TILE_STRIDE] = sum.y;
@@ -205,21 +205,24 @@ struct ToResidual {
     }
 };
 
-template <int COUNT, int K, bool SCALED>
-__device__ __forceinline__ void multiply_block(Block& b, int format, const u32* from, const u32* squares, int index,
-                                               int tile, int rows, float4 norm, const ToResidual& to) {
+// A block of K of one row tile, as the registers hold it: whose sums these are, and what becomes of them when the last
+// block is done.
+template <int K>
+struct NarrowTile {
     typedef NarrowBlocks<K> Blocks;
-    u32 w[narrow_registers(COUNT)];
-    take_narrow<COUNT>(b, format, w);
-    if (index == 0) b.mark();
-    if (!LOOKS) b.sync();  // polling would hold up the loads of a warp that comes late
-    const bool last = index == Blocks::COUNT - 1;
-    const int part = index * WARPS + b.warp, half = b.lane & 1;
-    const u32 phase = b.phase(SUMS_PHASE);
-    if (index == 0) barrier_wait(b.barriers.read, phase ^ 1);  // the row tile before
-    if constexpr (NODES == 1) {
-        put_sums(b, part, 0, multiply_one<COUNT, K, SCALED>(b, format, w, from, squares, index * Blocks::EACH));
-        if (!last) return;
+    int format;
+    const u32 *from, *squares;  // the first node tile's
+    int tile, rows;             // which of this SM's; which of all
+    float4 norm;
+    const ToResidual& to;
+
+    // One node: the first warp finishes.
+    template <int COUNT, bool SCALED>
+    __device__ __forceinline__ void multiply_for_one(Block& b, const u32* w, int index, u32 phase) const {
+        const int half = b.lane & 1;
+        put_part(b, index * WARPS + b.warp, 0,
+                 multiply_one<COUNT, K, SCALED>(b, format, w, from, squares, index * Blocks::EACH));
+        if (index < Blocks::COUNT - 1) return;
         arrive_for_warp(b.barriers.sums);
         b.mark();
         if (b.warp != 0) return;
@@ -227,7 +230,13 @@ __device__ __forceinline__ void multiply_block(Block& b, int format, const u32* 
         b.mark();
         to.finish(b, tile, rows, 0, half, b.lane < 2, norm, total_of<Blocks::PARTS>(b, 0, half));
         arrive_for_warp(b.barriers.read);
-    } else {
+    }
+
+    // A tree: one warp after the other finishes a node tile, while the others multiply the next.
+    template <int COUNT, bool SCALED>
+    __device__ __forceinline__ void multiply_for_tree(Block& b, const u32* w, int index, u32 phase) const {
+        const bool last = index == Blocks::COUNT - 1;
+        const int part = index * WARPS + b.warp, half = b.lane & 1;
         NodeTileProduct<COUNT, K, SCALED> product(from, squares, index * Blocks::EACH);
         if (LOOKS)
             product.wait_and_ask(b, 0);
@@ -243,7 +252,7 @@ __device__ __forceinline__ void multiply_block(Block& b, int format, const u32* 
             }
             if (step == 0) b.mark();
             const bool ready = next && product.is_there(b, next);
-            put_sums(b, part, first + (b.lane & 3) * 2, product.multiply(b, format, w, ready ? next : 0));
+            put_part(b, part, first + (b.lane & 3) * 2, product.multiply(b, format, w, ready ? next : 0));
             if (last) arrive_for_warp(b.barriers.sums + 8 * step);
             if (step == 0) b.mark();
             if (last && b.warp == step % WARPS) {
@@ -257,7 +266,21 @@ __device__ __forceinline__ void multiply_block(Block& b, int format, const u32* 
             if (next && !ready) product.wait_and_ask(b, next);
         }
     }
-}
+
+    template <int COUNT, bool SCALED>
+    __device__ __forceinline__ void multiply(Block& b, int index) const {
+        u32 w[narrow_registers(COUNT)];
+        take_narrow<COUNT>(b, format, w);
+        if (index == 0) b.mark();
+        if (!LOOKS) b.sync();  // polling would hold up the loads of a warp that comes late
+        const u32 phase = b.phase(SUMS_PHASE);
+        if (index == 0) barrier_wait(b.barriers.read, phase ^ 1);  // the row tile before
+        if constexpr (NODES == 1)
+            multiply_for_one<COUNT, SCALED>(b, w, index, phase);
+        else
+            multiply_for_tree<COUNT, SCALED>(b, w, index, phase);
+    }
+};
 
 // Stage: this SM's row tiles. SCALED: if there are `squares`, the inputs are DeltaNet outputs before their head norm,
 // whose 1 / rms multiplies the sums over a head.
@@ -271,14 +294,14 @@ __device__ __forceinline__ void project_to_residual(Block& b, StageParts parts, 
     const int format = parts.run<NarrowFormats>(0, 1).format;
 #pragma unroll 1
     for (int tile = 0; tile < own.count; tile++) {
-        const float4 norm = __ldg((const float4*)(to.next_norm + (own.first + tile) * NARROW + (b.lane & 1) * 4));
+        const int rows = own.first + tile;
+        const float4 norm = __ldg((const float4*)(to.next_norm + rows * NARROW + (b.lane & 1) * 4));
+        const NarrowTile<K> one = {format, from, squares, tile, rows, norm, to};
 #pragma unroll 1
         for (int index = 0; index < Blocks::CHUNKS / Blocks::EACH; index++)
-            multiply_block<smaller(Blocks::EACH, Blocks::CHUNKS), K, SCALED>(b, format, from, squares, index, tile,
-                                                                             own.first + tile, norm, to);
+            one.template multiply<smaller(Blocks::EACH, Blocks::CHUNKS), SCALED>(b, index);
         if constexpr (Blocks::CHUNKS % Blocks::EACH != 0)
-            multiply_block<Blocks::CHUNKS % Blocks::EACH, K, SCALED>(b, format, from, squares, Blocks::COUNT - 1, tile,
-                                                                     own.first + tile, norm, to);
+            one.template multiply<Blocks::CHUNKS % Blocks::EACH, SCALED>(b, Blocks::COUNT - 1);
         b.phases ^= SUMS_PHASE;
     }
     if (own.count) all_taken(b);
