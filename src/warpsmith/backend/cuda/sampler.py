@@ -1,4 +1,4 @@
-"""Drawing tokens on the device: what the kernel is told, and which settings it takes (see kernels/sample.cuh)."""
+"""Sampling on the device: what the kernel is told, and which settings it takes (see kernels/sample/sample.cuh)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The best tokens of every node and their log-sum-exp, found on the device (kernels/top.cu)."""
+"""The best tokens of every node and their log-sum-exp, found on the device (kernels/sample/top.cu)."""
 
 from __future__ import annotations
 
