@@ -22,6 +22,7 @@ from warpsmith.backend.cuda.build.profiles import choose, load_profiles, parse
 from warpsmith.backend.cuda.memory import driver
 from warpsmith.backend.cuda.memory.layout import Layout
 from warpsmith.backend.cuda.memory.plan import check_fit, memory_parts
+from warpsmith.backend.cuda.schedule import deal
 from warpsmith.backend.cuda.shape import chunks_of
 from warpsmith.backend.cuda.weights.formats import format_for
 from warpsmith.backend.reference import ReferenceBackend
@@ -225,7 +226,7 @@ def test_every_row_tile_has_a_place_of_its_own(sms: int, kinds: list[str]) -> No
     at = stream.start.copy()
     for number, held in enumerate(stream.parts):
         stage, part = held.stage, held.part
-        first = layout.schedule.first_tiles(stage)
+        first = stream.first_tiles[stage.names[-1]]
         each = chunks_of(stage.k) * 8 * stage.tile_rows * {"Q8_0": 34, "BF16": 64}[held.format.type.name]
         assert held.tile_bytes == each
         for sm in range(sms):
@@ -233,6 +234,30 @@ def test_every_row_tile_has_a_place_of_its_own(sms: int, kinds: list[str]) -> No
             low, high = max(first[sm], part.first_tile), min(first[sm + 1], part.first_tile + part.tiles)
             at[sm] += max(0, high - low) * each
     assert at.tolist() == [*stream.start[1:].tolist(), stream.bytes]
+
+
+@settings(max_examples=100, deadline=None)
+@given(sms=st.integers(1, 200), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=600))
+def test_work_is_dealt_by_bytes(sms: int, sizes: list[int]) -> None:
+    bounds = deal(np.array(sizes), sms)
+    assert (bounds[0], bounds[-1]) == (0, len(sizes))
+    counts = np.diff(bounds)
+    assert (counts >= (len(sizes) >= sms)).all()
+    shares = np.add.reduceat([*sizes, 0], bounds[:-1].clip(max=len(sizes))) * (counts > 0)
+    assert shares.max() <= sum(sizes) / sms + 2 * max(sizes)
+    equal = deal(np.full(len(sizes), 7), sms)
+    assert equal.tolist() == [len(sizes) * sm // sms for sm in range(sms + 1)]  # as the kernels do without a table
+
+
+def test_larger_row_tiles_are_shared_by_more_sms() -> None:
+    """Where k and v are in BF16 beside a q in Q8_0, no SM has much more to read than the mean."""
+    stored = dict.fromkeys(expected_shapes(MODEL), "Q8_0")
+    stored |= {name: "BF16" for name in stored if "attn_k.weight" in name or "attn_v.weight" in name}
+    layout = Layout(MODEL, 132, stored)
+    numbers = [i for i, held in enumerate(layout.stream.parts) if held.stage.names[-1] == "attention_in.3"]
+    shares = layout.stream.part_bytes[numbers].sum(axis=0)
+    assert shares.max() < 1.35 * shares.mean()  # 320 row tiles for 132 SMs: one tile is up to 0.6 of a share
+    assert "DEALT_TILES" in layout.stream.header()
 
 
 @settings(max_examples=60, deadline=None)

@@ -138,10 +138,6 @@ class Schedule:
         """Those that read matrices, in the order of the stream."""
         return [stage for stage in self.stages if stage.parts]
 
-    def first_tiles(self, stage: Stage) -> np.ndarray:
-        """First row tile of every SM, and the total at the end: [sms + 1]."""
-        return np.arange(self.sms + 1, dtype=np.int64) * stage.tiles // self.sms
-
     def number(self, name: str) -> int | None:
         """What the kernel counts a stage of the plan as; the head has none."""
         return next((i for i, s in enumerate(self.stages[:-1]) if name in s.names), None)
@@ -345,6 +341,19 @@ def _vectors(stages: Sequence[Stage]) -> dict[tuple[str, str], str]:
 
 def _constants(values: dict[str, int]) -> Iterable[str]:
     return (f"constexpr int {name} = {value};" for name, value in values.items())
+
+
+def deal(sizes: np.ndarray, sms: int) -> np.ndarray:
+    """Things of some sizes in their order to SMs, so that these have nearly the same and each has one at least, if
+    there are as many: [sms + 1], the first of every SM and the number of all. Equal sizes are dealt as `first_of` of
+    shape.cuh does."""
+    ends = np.cumsum(sizes, dtype=np.int64)
+    bounds = np.searchsorted(ends * sms, np.arange(sms + 1, dtype=np.int64) * ends[-1], side="right")
+    if len(sizes) >= sms:
+        number = np.arange(sms + 1)
+        bounds = np.maximum.accumulate(bounds - number) + number
+        bounds = np.minimum(bounds, len(sizes) - sms + number)
+    return bounds
 
 
 def busy_sms(config: Config) -> int:

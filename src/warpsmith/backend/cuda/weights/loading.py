@@ -37,6 +37,7 @@ def load_weights(
     sms, stream, embedding = planned.schedule.sms, device.zeros(planned.bytes), device.allocate(planned.embedding_bytes)
     staging = device.allocate(STAGING_BYTES)
     starts = device.upload(planned.part_start.astype(np.uint64))
+    dealt = device.upload(np.array([planned.first_tiles[h.stage.names[-1]] for h in planned.parts], dtype=np.int32))
     rows = _Rows(device, sum(held_bytes(*each) for each in copied), progress)
     for number, held in enumerate(planned.parts):
         for piece in held.part.pieces:
@@ -49,13 +50,13 @@ def load_weights(
                         rows=staging.pointer,
                         stream=stream.pointer,
                         part_start=starts.pointer + number * sms * 8,
+                        first_tiles=dealt.pointer + number * (sms + 1) * 4,
                         format=held.format.type.ggml_id,
                         part_tile=held.part.first_tile,
                         first_row=piece.first_row,
                         offset=first,
                         count=count,
                         k=held.stage.k,
-                        tiles=held.stage.tiles,
                         tile_rows=held.stage.tile_rows,
                         weave=piece.weave,
                     ),

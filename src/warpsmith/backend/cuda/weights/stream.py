@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from warpsmith.backend.cuda.schedule import Part, Schedule, Stage
+from warpsmith.backend.cuda.schedule import Part, Schedule, Stage, deal
 from warpsmith.backend.cuda.shape import NARROW, WIDE
 from warpsmith.backend.cuda.weights.formats import Format, format_for
 
@@ -45,12 +45,26 @@ class WeightStream:
         self.embedding_format = held([EMBEDDING])
 
     @cached_property
+    def first_tiles(self) -> dict[str, np.ndarray]:
+        """First row tile of every SM in each stage, by its name, and the number of all: [sms + 1]. Dealt by bytes."""
+        sizes: dict[str, list[np.ndarray]] = {}
+        for held in self.parts:
+            sizes.setdefault(held.stage.names[-1], []).append(np.full(held.part.tiles, held.tile_bytes))
+        return {name: deal(np.concatenate(each), self.schedule.sms) for name, each in sizes.items()}
+
+    @property
+    def uneven(self) -> bool:
+        """Whether row tiles of some stage differ in bytes."""
+        stages = [[h.tile_bytes for h in self.parts if h.stage is stage] for stage in self.schedule.weight_stages]
+        return any(len(set(sizes)) > 1 for sizes in stages)
+
+    @cached_property
     def part_bytes(self) -> np.ndarray:
         """[parts, sms]: what each SM reads of each part."""
         rows = []
         for held in self.parts:
             first, end = held.part.first_tile, held.part.first_tile + held.part.tiles
-            bounds = self.schedule.first_tiles(held.stage).clip(first, end)
+            bounds = self.first_tiles[held.stage.names[-1]].clip(first, end)
             rows.append(np.diff(bounds) * held.tile_bytes)
         return np.stack(rows)
 
@@ -80,6 +94,16 @@ class WeightStream:
         """Room for a slot of any format."""
         return max(held.format.slot_bytes for held in self.parts)
 
+    def _dealt(self) -> Iterable[str]:
+        """How the stages of several parts are dealt; where all row tiles have the same bytes, a formula is enough."""
+        several = [stage for stage in self.schedule.weight_stages if len(stage.parts) > 1]
+        most = max(int(np.diff(self.first_tiles[stage.names[-1]]).max()) for stage in several)
+        yield f"constexpr int MOST_IN_TILES = {most};  // of an SM, of a stage of several parts"
+        if self.uneven:
+            rows = [", ".join(map(str, self.first_tiles[stage.names[-1]])) for stage in several]
+            yield "// first row tile of each SM, layer by layer"
+            yield "#define DEALT_TILES " + ", ".join(rows)
+
     def header(self) -> str:
         """`stream.cuh`: the formats a build has code for, and which part of which layer is held in which."""
         *layers, head = self.parts
@@ -100,6 +124,7 @@ class WeightStream:
                 f"typedef {head.format.struct} HeadFormat;",
                 f"typedef {self.embedding_format.struct} EmbeddingFormat;",
                 f"#define LAYER_FORMATS {numbers}",
+                *self._dealt(),
                 "",
             ]
         )

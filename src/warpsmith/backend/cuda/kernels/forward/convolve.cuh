@@ -19,10 +19,16 @@ __device__ __forceinline__ float4 convolve(const float4 (&x)[4], const float4 (&
     return {silu(sum.x), silu(sum.y), silu(sum.z), silu(sum.w)};
 }
 
+// This SM's first row tile of the projection.
+__device__ __forceinline__ int first_channel_tile(const Block& b) {
+    return first_tile<StageOf<MIX_IN>>(b.layer(), true, b.sm);
+}
+
 // Ask for what this SM's channels need. It is there after `copies_done` and a barrier.
 __device__ __forceinline__ void ask_for_conv_weights(Block& b, int index, const float* vectors) {
-    const int first = first_of(DELTA_IN_TILES, b.sm) * WIDE;
-    const int channels = min(first_of(DELTA_IN_TILES, b.sm + 1) * WIDE, CONV_CHANNELS) - first, pieces = channels / 4;
+    const int first = first_channel_tile(b) * WIDE;
+    const int channels = min(first_tile<StageOf<MIX_IN>>(b.layer(), true, b.sm + 1) * WIDE, CONV_CHANNELS) - first,
+              pieces = channels / 4;
     const float* history = b.p.history + (size_t)index * HISTORY * CONV_CHANNELS + first;
 #pragma unroll 1
     for (int i = threadIdx.x; i < channels; i += CONSUMERS)
@@ -43,7 +49,7 @@ __device__ __forceinline__ void ask_for_conv_weights(Block& b, int index, const 
 template <class Before>
 __device__ __forceinline__ float4 after_projection(const Block& b, int row, float4 own, Before before) {
     if (row < CONV_CHANNELS) {
-        const int mine = row - first_of(DELTA_IN_TILES, b.sm) * WIDE;
+        const int mine = row - first_channel_tile(b) * WIDE;
         const float4 x[4] = {before(3), before(2), before(1), own};
         const float4 w[4] = {b.s.conv_weights[mine], b.s.conv_weights[mine + 1], b.s.conv_weights[mine + 2],
                              b.s.conv_weights[mine + 3]};
@@ -61,7 +67,7 @@ __device__ __forceinline__ float4 after_projection(const Block& b, int row, floa
 
 // Inputs of the last committed tokens.
 __device__ __forceinline__ float4 past_input(const Block& b, int row, int age) {
-    return *(const float4*)&b.s.past[age - 1][row - first_of(DELTA_IN_TILES, b.sm) * WIDE];
+    return *(const float4*)&b.s.past[age - 1][row - first_channel_tile(b) * WIDE];
 }
 
 // What the next tokens' convolutions will need of this node.

@@ -12,6 +12,18 @@ constexpr int SLOT_BYTES = larger(WideFormats::slot_bytes(), NarrowFormats::slot
 static __constant__ u8 layer_formats[] = {LAYER_FORMATS};
 static_assert(sizeof(layer_formats) == LAYERS * LAYER_PARTS, "one for each part of every layer");
 
+// First row tile of an SM in a stage.
+#ifdef DEALT_TILES
+static __constant__ u16 dealt_tiles[LAYERS][SMS + 1] = {DEALT_TILES};
+#endif
+template <class Stage>
+__device__ __forceinline__ int first_tile(int layer, bool recurrent, int sm) {
+#ifdef DEALT_TILES
+    if constexpr (Stage::PARTS > 1) return dealt_tiles[layer][sm];
+#endif
+    return first_of(Stage::tiles(recurrent), sm);
+}
+
 template <int TILE_ROWS>
 struct FormatsFor {
     typedef NarrowFormats type;

@@ -39,8 +39,17 @@ __device__ __forceinline__ void project_in(Block& b) {
     typedef StageOf<MLP_IN> MlpIn;
     typedef StageOf<HEAD> Head;
     const bool head = b.is_head(), mlp = b.is_mlp(), recurrent = b.is_recurrent(), gather = recurrent && !mlp;
+#ifdef DEALT_TILES
+    const auto first_here = [&](int sm) {
+        return head  ? first_tile<Head>(LAYERS, false, sm)
+               : mlp ? first_tile<MlpIn>(b.layer(), recurrent, sm)
+                     : first_tile<MixIn>(b.layer(), recurrent, sm);
+    };
+#else
     const int all = head ? Head::tiles(false) : mlp ? MlpIn::tiles(recurrent) : MixIn::tiles(recurrent);
-    const int first = first_of(all, b.sm), tiles = first_of(all, b.sm + 1) - first;
+    const auto first_here = [&](int sm) { return first_of(all, sm); };
+#endif
+    const int first = first_here(b.sm), tiles = first_here(b.sm + 1) - first;
     const StageParts parts = head  ? parts_of<Head>(b.layer())
                              : mlp ? parts_of<MlpIn>(b.layer())
                                    : parts_of<MixIn>(b.layer());

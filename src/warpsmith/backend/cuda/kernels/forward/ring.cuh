@@ -80,8 +80,9 @@ struct Producer {
         constexpr int ROWS = Stage::TILE_ROWS, IN_FLIGHT_HERE = Stage::SLOT == HEAD ? HEAD_IN_FLIGHT : MOST_IN_FLIGHT;
         const bool recurrent = Stage::SLOT != HEAD && is_recurrent(layer);
         const StageParts parts = parts_of<Stage>(layer);
-        const int who = sm(), all = Stage::tiles(recurrent), chunks = chunks_of(Stage::k(recurrent));
-        for (int tile = first_of(all, who), end = first_of(all, who + 1); tile < end;) {
+        const int who = sm(), chunks = chunks_of(Stage::k(recurrent));
+        for (int tile = first_tile<Stage>(layer, recurrent, who), end = first_tile<Stage>(layer, recurrent, who + 1);
+             tile < end;) {
             const Run run = parts.run<FormatsHere>(tile, end);
             int tile_bytes, slot_bytes;
             FormatsHere::with(run.format, [&](auto format) {

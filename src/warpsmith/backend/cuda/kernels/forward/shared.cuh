@@ -11,7 +11,7 @@ struct __align__(16) Step {
 };
 constexpr int WORKERS = WARPS / 2, WORKER_WARPS = WARPS / WORKERS, FETCHERS = WARPS / 2;    // see delta.cuh
 constexpr int PUBLISHERS = 2, DONE_GROUPS = (NODES + 3) / 4, NODE_TILES = (NODES + 7) / 8;  // see publish.cuh
-constexpr int IN_ROWS = (DELTA_IN_TILES + SMS - 1) / SMS * WIDE;  // of a DeltaNet projection, an SM's at most
+constexpr int IN_ROWS = MOST_IN_TILES * WIDE;  // of a DeltaNet projection, an SM's at most
 
 // Attention's items of a tree (see attention.cuh). Splits with drafted keys take longest: they come first, and as many
 // SMs as there are share their nodes; if SMs are left, the others' as well.
