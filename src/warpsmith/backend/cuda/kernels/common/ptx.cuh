@@ -34,8 +34,7 @@ __device__ __forceinline__ u64 nanoseconds() {
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// --- mbarriers: full and empty barriers of the ring's slots
-// ------------------------------------------------------------
+// --- mbarriers ------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");

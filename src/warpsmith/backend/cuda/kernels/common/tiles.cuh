@@ -51,7 +51,7 @@ struct Activation {
     }
 };
 
-// Layers that use an area: its two copies take phases from one such layer to the next.
+// Layers that use an area: its two copies take turns from one such layer to the next.
 enum UsedIn { IN_EVERY_LAYER, IN_DELTA_LAYERS, IN_ATTENTION_LAYERS };
 // What a stage takes: which activation, where its values begin, and which layers use it.
 template <int K, int SQUARES, int AT, UsedIn WHERE>

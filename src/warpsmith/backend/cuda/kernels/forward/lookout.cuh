@@ -2,8 +2,8 @@
 // there, and often while they still multiply the one before.
 //
 // It knows the order of all stages. For every node tile of nodes it polls some words of the last node: when these have
-// come, probably all has, and it gives a barrier. That is a hint and no more: consumers check every word they take.
-// Bytes: 512 of squares, or a word of every chunk, a look.
+// come, probably all has, and it arrives at a barrier. That is a hint and no more: consumers check every word they
+// take. Bytes: 512 of squares, or a word of every chunk, a look.
 #pragma once
 #include "forward/block.cuh"
 

@@ -1,9 +1,9 @@
 // Matrix products: y = W x for 1..NODES tokens, one path for any number of them.
 //
-// Every warp owns a fixed slice of K (see shape.cuh), 32 k a chunk. A lane's part of the activations is 8 bf16 values
-// of a token at k = 8 (l mod 4) .. + 7 of a chunk, as they come from the exchange. What is multiplied how, and summed
-// in which order, depends on the weights' format only (formats/): a token's bits depend neither on the other tokens nor
-// on how many there are.
+// Every warp owns a fixed slice of K (see common/tiles.cuh), 32 k a chunk. A lane's part of the activations is 8 bf16
+// values of a token at k = 8 (l mod 4) .. + 7 of a chunk, as they come from the exchange. What is multiplied how, and
+// summed in which order, depends on the weights' format only (formats/): a token's bits depend neither on the other
+// tokens nor on how many there are.
 //
 // Weights wait for nothing: they are in registers before the activations have come, and serve all tokens in turn.
 // After the mma each warp's partial sums go to shared memory; after one barrier a thread adds up four rows of a token.

@@ -22,7 +22,7 @@ __device__ __forceinline__ void publish_outputs(Block& b) {
                 Watchdog dog;
                 while (!everywhere(barrier_done(b.barriers.nodes + 8 * (node / 4), b.phase(BLOCK_PHASE)))) {
                     if (has_stopped(&b.s.stopped)) return;
-                    rest<100>();  // a warp that spins would take the others' phases
+                    rest<100>();  // a warp that spins would slow the others down
                     dog.check();
                 }
                 publish_nodes(b, index, block, rows, node, weight);

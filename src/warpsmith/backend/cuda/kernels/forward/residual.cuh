@@ -1,7 +1,8 @@
 // Projections back to the residual stream: row tiles of 8 rows.
 //
 // Who has a row tile has those 8 rows of the residual stream. A tree goes node tile by node tile and chain by chain
-// (see shape.cuh): as soon as a node tile is summed its new rows are published, while the next one is multiplied.
+// (see common/tiles.cuh): as soon as a node tile is summed its new rows are published, while the next one is
+// multiplied.
 #pragma once
 #include "forward/matmul.cuh"
 

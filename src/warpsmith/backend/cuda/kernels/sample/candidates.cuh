@@ -1,4 +1,5 @@
-// What an SM remembers while a token is drawn (see sample.cuh). It lies in the scratch of the mixers, which rest then.
+// What an SM remembers while a token is sampled (see sample.cuh). It lies in the scratch of the mixers, which rest
+// then.
 #pragma once
 #include "forward/params.cuh"
 

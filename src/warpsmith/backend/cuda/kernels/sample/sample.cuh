@@ -1,4 +1,4 @@
-// Drawing a token where its logits are.
+// The device sampler: it chooses a token where its logits are.
 //
 // 1. Every SM applies bias and penalties to its own logits and publishes its best, as for greedy decoding.
 // 2. Every SM knows all of these then, and takes the m-th best of them for a floor. Each SM lists its logits from there
