@@ -91,7 +91,7 @@ def check_interleaved(cuda, sizes: list[int], decoded: int) -> None:
 
 def check_verified(cuda, how: Sampling, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A walk through a sampled tree is plain decoding, and brings so many rows of logits to the host."""
-    from warpsmith.backend.cuda.driver import Buffer
+    from warpsmith.backend.cuda.memory.driver import Buffer
 
     text = np.random.default_rng(8).integers(0, cuda.config.vocab, 12).tolist()
     state, twin, other = (cuda.new_state(64) for _ in range(3))

@@ -13,10 +13,10 @@ from random_models import random_tree
 from test_cuda import SHAPE, bf16_tensors, ids
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.cuda.backend import CudaBackend
-from warpsmith.backend.cuda.driver import Device
-from warpsmith.backend.cuda.memory import DRIVER_BYTES, memory_parts
-from warpsmith.backend.cuda.packing import STAGING_BYTES
-from warpsmith.backend.cuda.profiles import load_profiles
+from warpsmith.backend.cuda.build.profiles import load_profiles
+from warpsmith.backend.cuda.memory.driver import Device
+from warpsmith.backend.cuda.memory.plan import DRIVER_BYTES, memory_parts
+from warpsmith.backend.cuda.weights.loading import STAGING_BYTES
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.tree import Tree
 from warpsmith.errors import DoesNotFit, NoDevice, WarpsmithError
@@ -136,5 +136,5 @@ def test_a_snapshot_holds_what_is_used_and_fits_a_longer_state(device: Device) -
 def test_reading_alone_is_faster_than_decoding(device: Device) -> None:
     backend = CudaBackend(SHAPE, TENSORS, context=256)
     bandwidth = backend.read_bandwidth()
-    print(f"{bandwidth / 1e9:.0f} GB/s over {backend.layout.stream_bytes / 2**20:.0f} MiB")
+    print(f"{bandwidth / 1e9:.0f} GB/s over {backend.layout.stream.bytes / 2**20:.0f} MiB")
     assert 1e10 < bandwidth < 1e14

@@ -15,7 +15,7 @@ from emulator.gpu import emulated_gpu
 from random_models import random_tensors, random_tree
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.cuda.backend import CudaBackend
-from warpsmith.backend.cuda.profiles import load_profiles
+from warpsmith.backend.cuda.build.profiles import load_profiles
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import Tree
@@ -70,8 +70,8 @@ class Case:
 
 
 @contextmanager
-def backends(case: Case) -> Iterator[tuple[CudaBackend, ReferenceBackend]]:
-    config = dataclasses.replace(SHAPE, tied=case.tied)
+def backends(case: Case, shape: Config = SHAPE) -> Iterator[tuple[CudaBackend, ReferenceBackend]]:
+    config = dataclasses.replace(shape, tied=case.tied)
     tensors = tensors_of(config, case.types)
     profile = dataclasses.replace(load_profiles()["h200"], largest_tree=case.variants[-1])
     with emulated_gpu(case.sms, case.variants):
@@ -150,6 +150,17 @@ def test_other_files_and_chips(case: str) -> None:
     built, nodes = OTHERS[case]
     with backends(built) as both:
         check_a_tree(both, 8, nodes)
+
+
+@pytest.mark.parametrize("layers", [64, 67])
+def test_as_many_layers_as_a_word_has_bits_and_more(layers: int) -> None:
+    """Which layers are recurrent is a bit each. What is published last is multiplied by the final norm's weights."""
+    config = dataclasses.replace(SHAPE, layers=layers, ffn=256, recurrent=tuple(i % 4 != 3 for i in range(layers)))
+    with backends(Case((1,)), config) as (cuda, reference):
+        stage, tree = f"mlp_out.{layers - 1}", Tree.chain([3])
+        expected = reference.trace(reference.new_state(16), tree, stage)
+        got = cuda.trace(cuda.new_state(16), tree, stage)
+        assert relative(got["x"], expected["x"]) < 0.15  # rounded to bf16 in 64 layers, one after the other
 
 
 def test_decoding_in_one_launch_equals_stepping(pair) -> None:

@@ -89,9 +89,10 @@ def greedy(backend: Backend, prompt: Sequence[int], count: int) -> list[int]:
 
 def test_the_weights_are_streamed_as_they_are_stored(wisp: Checkpoint, cuda: Backend) -> None:
     assert isinstance(cuda, CudaBackend)
-    assert {part.type for _, part in cuda.layout.parts} == {"Q8_0"}
-    matrices = [piece.tensor for _, part in cuda.layout.parts for piece in part.pieces]
-    assert cuda.layout.stream_bytes < 1.02 * sum(wisp.tensors[name].nbytes for name in matrices)
+    stream = cuda.layout.stream
+    assert {held.format.type.name for held in stream.parts} == {"Q8_0"}
+    matrices = [piece.tensor for held in stream.parts for piece in held.part.pieces]
+    assert stream.bytes < 1.02 * sum(wisp.tensors[name].nbytes for name in matrices)
 
 
 def test_the_text_is_the_cpu_s(wisp: Checkpoint, config: Config, cuda: Backend, prompts: list[list[int]]) -> None:

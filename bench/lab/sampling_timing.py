@@ -15,7 +15,7 @@ from forward_timing import bushy_tree, fake_length, median_ms, random_bf16
 
 from warpsmith.backend.base import ARGMAX, Want
 from warpsmith.backend.cuda.backend import CudaBackend
-from warpsmith.backend.cuda.driver import Event
+from warpsmith.backend.cuda.memory.driver import Event
 from warpsmith.backend.sampling import Sampling
 from warpsmith.model.config import SIZES
 

@@ -302,10 +302,6 @@ inline float __int_as_float(int v) { return as_bits<float>(v); }
 inline unsigned __float_as_uint(float v) { return as_bits<unsigned>(v); }
 inline double __longlong_as_double(long long v) { return as_bits<double>(v); }
 inline long long __double_as_longlong(double v) { return as_bits<long long>(v); }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fsub_rn(float a, float b) { return a - b; }
-inline float __fdiv_rn(float a, float b) { return a / b; }
 inline int __popcll(unsigned long long v) { return __builtin_popcountll(v); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
     const unsigned long long bytes = (unsigned long long)b << 32 | a;

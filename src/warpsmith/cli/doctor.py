@@ -69,7 +69,7 @@ def _problems() -> dict[str, str | None]:
 
 def _profile(gpu: dict[str, Any]) -> dict[str, Any]:
     """The settings that the kernels for a GPU are built with, and whether they were measured on such a chip."""
-    from warpsmith.backend.cuda.profiles import capability_from, choose
+    from warpsmith.backend.cuda.build.profiles import capability_from, choose
 
     profile, measured = choose(gpu["name"], capability_from(gpu["compute_capability"]))
     return {"profile": profile.name, "measured": measured}

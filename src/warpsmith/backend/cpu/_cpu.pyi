@@ -5,6 +5,8 @@ from numpy.typing import NDArray
 
 from warpsmith.model.config import Config
 
+STAGES: str
+
 def features() -> list[str]: ...
 def packed_bytes(type: str, rows: int, cols: int, /) -> int: ...
 

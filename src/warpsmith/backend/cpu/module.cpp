@@ -93,6 +93,7 @@ Kv kv_of(const std::string& name) {
 
 NB_MODULE(_cpu, m) {
     m.doc() = "Kernels of the CPU backend.";
+    m.attr("STAGES") = kStages;
     m.def("features", &cpu_features, "Instruction sets of this processor that matter to the kernels.");
     m.def("packed_bytes", [](const std::string& type, int rows, int cols) {
         return Weights::packed_bytes(type_of(type), rows, cols);

@@ -34,6 +34,12 @@ struct Part {
     int first = 0;  // its root's row among all rows
 };
 
+// The stages of the plan (model/plan.py) that a pass runs: before the layers | a DeltaNet layer | an attention layer | after
+// them | what an MTP block begins with. They are compared with the plan when weights are loaded.
+inline constexpr char kStages[] =
+    "embed | delta_in delta_mix mix_out mlp_in mlp_out | attention_in attention_mix mix_out mlp_in mlp_out"
+    " | final_norm head | mtp_in";
+
 class Pass {
 public:
     Pass(Model& model, Workspace& work, std::vector<Part> parts, bool in_place);

@@ -31,30 +31,30 @@ from warpsmith.backend.base import (
     walk,
 )
 from warpsmith.backend.candidates import candidates_needed, choose_among
-from warpsmith.backend.cuda.compiler import build, target
+from warpsmith.backend.cuda.build.compiler import build, target
+from warpsmith.backend.cuda.build.profiles import Profile
+from warpsmith.backend.cuda.build.profiles import choose as choose_profile
+from warpsmith.backend.cuda.debug.trace import read_stage, stage_number
 from warpsmith.backend.cuda.decoding import BURST, Decoder
-from warpsmith.backend.cuda.drawing import Drawing
-from warpsmith.backend.cuda.driver import Buffer, Chip, Device, Event, Kernel, Pinned
-from warpsmith.backend.cuda.exchange import NOT_YET
-from warpsmith.backend.cuda.layout import Layout, busy_sms
-from warpsmith.backend.cuda.memory import check_fit, memory_parts, pending_bytes
-from warpsmith.backend.cuda.packing import Progress, load_weights
-from warpsmith.backend.cuda.profiles import Profile
-from warpsmith.backend.cuda.profiles import choose as choose_profile
+from warpsmith.backend.cuda.memory.driver import Buffer, Chip, Device, Event, Kernel, Pinned
+from warpsmith.backend.cuda.memory.exchange import NOT_YET
+from warpsmith.backend.cuda.memory.layout import Layout
+from warpsmith.backend.cuda.memory.plan import check_fit, memory_parts, pending_bytes
 from warpsmith.backend.cuda.rows import CudaRows
+from warpsmith.backend.cuda.sampler import DeviceSampler
+from warpsmith.backend.cuda.schedule import busy_sms
 from warpsmith.backend.cuda.shape import (
     COLUMNS,
     HEAD_DIM,
     LARGEST_HIDDEN,
     MAX_FEATURES,
     READ_AHEAD,
-    SLOT_BYTES,
     STATE_DIM,
     threads_of,
 )
 from warpsmith.backend.cuda.structures import Draw, Params, Path, Request, Stream
 from warpsmith.backend.cuda.top import MAX_TOP, Top
-from warpsmith.backend.cuda.trace import read_stage, stage_number
+from warpsmith.backend.cuda.weights.loading import Progress, load_weights
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.checkpoint.canonical import Tensor
@@ -112,19 +112,19 @@ class CudaBackend(Backend):
         self._kernels: dict[int, Kernel] = {}
         compilers = ThreadPoolExecutor(1 + len(VARIANTS))  # side by side, and while the weights are copied
         sizes = [n for n in VARIANTS if n <= self.largest_tree]
-        self._images = {n: compilers.submit(self._image, "forward.cu", n) for n in sizes}
-        top_image = compilers.submit(self._image, "top.cu")
+        self._images = {n: compilers.submit(self._image, "forward/forward.cu", n) for n in sizes}
+        top_image = compilers.submit(self._image, "sample/top.cu")
         compilers.shutdown(wait=False)
-        pack = self.device.load(self._image("pack.cu")).kernel("pack")
-        self._commit = self.device.load(self._image("commit.cu")).kernel("commit")
+        pack = self.device.load(self._image("weights/pack.cu")).kernel("pack")
+        self._commit = self.device.load(self._image("forward/commit.cu")).kernel("commit")
 
-        self.stream, self.embedding = load_weights(self.device, pack, layout, tensors, progress)
+        self.stream, self.embedding = load_weights(self.device, pack, layout.stream, tensors, progress)
         self.vectors = self.device.upload(
-            np.concatenate([tensors[n].float32().reshape(-1) for n in layout.vector_names()])
+            np.concatenate([tensors[n].float32().reshape(-1) for n in layout.schedule.vectors()])
         )
         self.rope = self.device.upload(layout.rope_table(self.context))
-        self.stream_start = self.device.upload(layout.stream_start.astype(np.uint64))
-        self.head_start = self.device.upload(layout.part_start[-1].astype(np.uint64))
+        self.stream_start = self.device.upload(layout.stream.start.astype(np.uint64))
+        self.head_start = self.device.upload(layout.stream.part_start[-1].astype(np.uint64))
         self.exchange = self.device.allocate(layout.exchange.bytes)
         self.parts = self.device.allocate(layout.parts_bytes)
         self._reset_parts()
@@ -136,8 +136,8 @@ class CudaBackend(Backend):
         marks = int(str(self.options.get("PROFILE", 0)))  # a profiling build keeps that many clocks an SM
         self.profile = self.device.zeros(layout.sms * marks * 8)
         self._top = Top(self.device, top_image.result(), self.logits)
-        drawing = Drawing(self.device, layout, self.context)
-        self._decoder = Decoder(self.device, drawing, self.ring, self.logits, config.vocab)
+        sampler = DeviceSampler(self.device, layout, self.context)
+        self._decoder = Decoder(self.device, sampler, self.ring, self.logits, config.vocab)
         self.undecided = 0  # sampled tokens that the device left to the host
         self._launches = 0  # so far: rows of an output are overwritten by the next
         self._weight_types = " ".join(sorted(set(stored.values())))
@@ -299,7 +299,7 @@ class CudaBackend(Backend):
     def trace(self, state: State, tree: Tree, stop_after: str) -> dict[str, np.ndarray]:
         """The exchanged buffers after a stage of the plan (`delta_mix.3`), to compare with the reference's."""
         assert isinstance(state, CudaState)
-        self.launch(state, tree, ARGMAX, stop_after=stage_number(self.config, stop_after))
+        self.launch(state, tree, ARGMAX, stop_after=stage_number(self.layout.schedule, stop_after))
         state.drafted = None
         self.device.synchronize()
         self._reset_parts()  # a pass that stops inside a layer may leave some behind
@@ -307,14 +307,14 @@ class CudaBackend(Backend):
 
     def bytes_a_token(self, length: int) -> int:
         layout = self.layout
-        weights = layout.stream_bytes + layout.vector_bytes
+        weights = layout.stream.bytes + layout.vector_bytes
         return weights + 2 * layout.cache_bytes(length) + 2 * layout.delta_bytes
 
     def read_bandwidth(self) -> float:
         """Every SM reads its stream and does nothing with it; the median of nine times."""
-        image = build("stream.cu", self.architecture, {})
+        image = build("weights/stream.cu", self.architecture, {})
         kernel = self.device.load(image).kernel("read_stream", READ_AHEAD)
-        ends = self.device.upload(np.append(self.layout.stream_start, self.layout.stream_bytes).astype(np.uint64))
+        ends = self.device.upload(np.append(self.layout.stream.start, self.layout.stream.bytes).astype(np.uint64))
         request = Stream(bytes=self.stream.pointer, start=ends.pointer)
         begin, end = Event(self.device), Event(self.device)
         times = []
@@ -324,7 +324,7 @@ class CudaBackend(Backend):
             end.record()
             end.wait()
             times.append(end.seconds_since(begin))
-        return self.layout.stream_bytes / median(times[1:])
+        return self.layout.stream.bytes / median(times[1:])
 
     def _reset_parts(self) -> None:
         self.parts.fill_starts(NOT_YET, 1, self.parts.nbytes // 4)
@@ -395,17 +395,17 @@ class CudaBackend(Backend):
         request.parents[: len(tree)] = tree.parents.tolist()
         request.stop_ids[: len(stop)] = list(stop)
         request.feature_layers[: len(want.features)] = list(want.features)
-        self.exchange.fill_starts(NOT_YET, 2, -(-len(tree) // 8) * self.layout.exchange.octet_words)
+        self.exchange.fill_starts(NOT_YET, 2, -(-len(tree) // 8) * self.layout.exchange.tile_words)
         arguments = (params, request, draw or Draw())  # kernels for trees know of no draw
         self._kernel(len(tree)).launch(self.layout.sms, threads_of(self.architecture), *arguments, cooperative=True)
 
 
 def build_constants(layout: Layout, chip: Chip, profile: Profile, nodes: int) -> dict[str, object]:
     """What a build for trees of up to `nodes` nodes is told."""
-    return layout.constants() | {
+    return layout.headers() | {
         "NODES": nodes,
         "SHARED_MEMORY": chip.shared_memory,
-        "IN_FLIGHT": max(1, profile.in_flight // SLOT_BYTES),
+        "IN_FLIGHT": max(1, round(profile.in_flight / layout.stream.slot_bytes)),
     }
 
 
@@ -413,7 +413,7 @@ def check_shape(config: Config) -> None:
     """The kernels are written for the family's own head shapes."""
     c = config
     fits = c.head_dim == HEAD_DIM and c.rotary_dim == 64 and c.key_head_dim == c.value_head_dim == STATE_DIM
-    fits = fits and c.conv_kernel == 4 and c.hidden % 8 == 0 and c.ffn % 4 == 0 and c.layers <= 64
+    fits = fits and c.conv_kernel == 4 and c.hidden % 8 == 0 and c.ffn % 4 == 0 and c.layers <= 128
     fits = fits and c.hidden <= LARGEST_HIDDEN and 128 % c.kv_heads == 0 and 128 // c.kv_heads >= 32
     if not fits:
         raise NoDevice("The CUDA kernels do not take this model's shape.", "Use --device cpu.")

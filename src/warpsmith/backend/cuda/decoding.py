@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from warpsmith.backend.base import ARGMAX, LOGITS, check_room
-from warpsmith.backend.cuda.drawing import UNDECIDED, Drawing
-from warpsmith.backend.cuda.driver import Buffer, Device, Pinned
+from warpsmith.backend.cuda.memory.driver import Buffer, Device, Pinned
+from warpsmith.backend.cuda.sampler import UNDECIDED, DeviceSampler
 from warpsmith.backend.cuda.shape import MAX_STEPS, MAX_STOPS
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import Tree
@@ -35,8 +35,8 @@ class Decoder:
 
     It is part of the backend, so it is lent it call by call and keeps no reference: memory is given back at once."""
 
-    def __init__(self, device: Device, drawing: Drawing, ring: Pinned, logits: Buffer, vocab: int) -> None:
-        self._device, self._drawing, self._ring = device, drawing, ring
+    def __init__(self, device: Device, sampler: DeviceSampler, ring: Pinned, logits: Buffer, vocab: int) -> None:
+        self._device, self._sampler, self._ring = device, sampler, ring
         self._logits, self._vocab = logits, vocab
         self._burst: _Burst | None = None  # the one that the ring belongs to
 
@@ -44,7 +44,7 @@ class Decoder:
         """Whether a launch can do this; otherwise the host decides token by token."""
         if len(stop) > MAX_STOPS:
             return False
-        return sampling is None or sampling.greedy or self._drawing.takes(sampling, history)
+        return sampling is None or sampling.greedy or self._sampler.takes(sampling, history)
 
     def run(
         self,
@@ -108,7 +108,7 @@ class Decoder:
         draw, want = None, ARGMAX
         self.let_go_of_ring()
         if sampling is not None:
-            draw = self._drawing.request(sampling, text, steps)
+            draw = self._sampler.request(sampling, text, steps)
             want = LOGITS if sampling.temperature > 0 else ARGMAX  # kept for tokens that it leaves to us
         self._ring.array[0] = 0
         backend.launch(state, Tree.chain([token]), want, steps=steps, stop=sorted(stop), draw=draw)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from warpsmith.backend.cuda.driver import Buffer, check
+from warpsmith.backend.cuda.memory.driver import Buffer, check
 from warpsmith.backend.rows import Rows
 from warpsmith.errors import BadRequest
 

@@ -1,11 +1,11 @@
-"""The best tokens of every node and their log-sum-exp, found on the device (kernels/top.cu)."""
+"""The best tokens of every node and their log-sum-exp, found on the device (kernels/sample/top.cu)."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from warpsmith.backend.base import Output
-from warpsmith.backend.cuda.driver import Buffer, Device
+from warpsmith.backend.cuda.memory.driver import Buffer, Device
 from warpsmith.backend.cuda.structures import TopRequest
 from warpsmith.backend.tree import MAX_NODES
 
