@@ -17,7 +17,7 @@ from warpsmith.checkpoint.gguf_writer import Typed, write_gguf
 from warpsmith.errors import BadFile
 
 U8, U32, STRING, ARRAY = 0, 4, 8, 9
-F32, Q4_0, Q3_K, Q4_K, IQ2_XXS, NVFP4 = 0, 2, 11, 12, 16, 40
+F32, Q4_0, Q4_K, IQ2_XXS, NVFP4 = 0, 2, 12, 16, 40
 HUGE = [2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**61, 2**63 - 1, 2**63, 2**64 - 8, 2**64 - 1]
 
 
@@ -212,8 +212,7 @@ CASES = {
     "four huge dims": (build(tensors=(tensor(ne=(2**64 - 1,) * 4),)), "the shape"),
     "half a block": (build(tensors=(tensor(ne=(48, 2), kind=Q4_0),)), r"'w' as Q4_0 in rows of 48"),
     "row of a K type": (build(tensors=(tensor(ne=(128, 2), kind=Q4_K),)), r"'w' as Q4_K in rows of 128"),
-    "Q3_K": (build(tensors=(tensor(ne=(256, 1), kind=Q3_K),)), "'w' as Q3_K"),
-    "IQ2_XXS": (build(tensors=(tensor(ne=(256, 1), kind=IQ2_XXS),)), "'w' as IQ2_XXS"),
+    "row of an IQ type": (build(tensors=(tensor(ne=(128, 2), kind=IQ2_XXS),)), r"'w' as IQ2_XXS in rows of 128"),
     "NVFP4": (build(tensors=(tensor(kind=NVFP4),)), "'w' as NVFP4"),
     "type from the future": (build(tensors=(tensor(kind=2**31),)), "'w' as unknown type 2147483648"),
     "offset not aligned": (build(tensors=(tensor(offset=16),)), "'w' at offset 16, not aligned to 32"),

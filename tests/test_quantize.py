@@ -15,7 +15,9 @@ from warpsmith.checkpoint.blocks import LAYOUTS, TYPES, dequantize, unpack_k_sca
 from warpsmith.checkpoint.quantize import RECIPES, pack_k_scales, quantize, recipe_type
 
 SIMPLE = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
-K_TYPES = ["Q4_K", "Q5_K", "Q6_K"]
+K_TYPES = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+LINES = {"Q2_K": (16, 3, 15), "Q4_K": (32, 15, 63), "Q5_K": (32, 31, 63)}  # sub-block, largest level, largest scale
+CENTRED = {"Q3_K": (4, 32), "Q6_K": (32, 128)}  # levels, scales: from minus this to one less
 
 
 def weights(kind: str, n: int, seed: int = 0) -> np.ndarray:
@@ -91,26 +93,33 @@ def test_every_stored_number_survives(name: str) -> None:
 
 def nearest_levels(name: str, x: np.ndarray) -> np.ndarray:
     """The obvious encoder: scales from minimum and maximum, rounded to their bits, weights to the nearest level."""
-    if name == "Q6_K":
+    if name in CENTRED:
+        half, most = CENTRED[name]
         sub = x.reshape(-1, 16, 16)
-        scale = np.abs(sub).max(axis=2) / 31
-        d = (scale.max(axis=1, keepdims=True) / 127).astype(np.float16).astype(np.float32)
-        step = (d * np.clip(np.rint(scale / d), 1, 127))[:, :, None]
-        return (np.clip(np.rint(sub / step), -32, 31) * step).reshape(x.shape)
-    top = 15 if name == "Q4_K" else 31
-    sub = x.reshape(-1, 8, 32)
+        scale = np.abs(sub).max(axis=2) / (half - 1)
+        d = (scale.max(axis=1, keepdims=True) / (most - 1)).astype(np.float16).astype(np.float32)
+        step = (d * np.clip(np.rint(scale / d), 1, most - 1))[:, :, None]
+        return (np.clip(np.rint(sub / step), -half, half - 1) * step).reshape(x.shape)
+    width, top, most = LINES[name]
+    sub = x.reshape(-1, 256 // width, width)
     low = np.minimum(sub.min(axis=2), 0)
     scale = (sub.max(axis=2) - low) / top
-    d = (scale.max(axis=1, keepdims=True) / 63).astype(np.float16).astype(np.float32)
-    dmin = (-low.min(axis=1, keepdims=True) / 63).astype(np.float16).astype(np.float32)
-    step = (d * np.clip(np.rint(scale / d), 1, 63))[:, :, None]
+    d = (scale.max(axis=1, keepdims=True) / most).astype(np.float16).astype(np.float32)
+    dmin = (-low.min(axis=1, keepdims=True) / most).astype(np.float16).astype(np.float32)
+    step = (d * np.clip(np.rint(scale / d), 1, most))[:, :, None]
     offset = (dmin * np.rint(-low / np.where(dmin == 0, 1, dmin)))[:, :, None]
     return (np.clip(np.rint((sub + offset) / step), 0, top) * step - offset).reshape(x.shape)
 
 
 # For normal weights the step is about (range of a sub-block) / levels and the error step / sqrt(12): 32 normal
-# weights span 4.1 sigma, the largest of 16 is 1.9 sigma.
-EXPECTED_ERROR = {"Q4_K": 4.1 / 15 / 12**0.5, "Q5_K": 4.1 / 31 / 12**0.5, "Q6_K": 1.9 / 32 / 12**0.5}
+# weights span 4.1 sigma, 16 of them 3.5; the largest of 16 is 1.9 sigma.
+EXPECTED_ERROR = {
+    "Q2_K": 3.5 / 3 / 12**0.5,
+    "Q3_K": 1.9 / 3.5 / 12**0.5,
+    "Q4_K": 4.1 / 15 / 12**0.5,
+    "Q5_K": 4.1 / 31 / 12**0.5,
+    "Q6_K": 1.9 / 32 / 12**0.5,
+}
 
 
 @pytest.mark.parametrize("name", K_TYPES)
@@ -136,35 +145,37 @@ def test_k_error_is_bounded_on_any_weights(name: str, data: st.DataObject) -> No
     elements = st.floats(-1, 1, width=32) | st.sampled_from([-1.0, 0.0, 1.0])
     x = np.float32(scale) * data.draw(hnp.arrays(np.float32, (2, 256), elements=elements))
     y = reread(name, x)
-    half_step = {"Q4_K": 1 / 15, "Q5_K": 1 / 31, "Q6_K": 1 / 63}[name]
+    half_step = {"Q2_K": 1 / 3, "Q3_K": 1 / 7, "Q4_K": 1 / 15, "Q5_K": 1 / 31, "Q6_K": 1 / 63}[name]
     # d is a half, at best exact to 2^-25; largest scale times largest level multiply that.
-    rounding = 2**-25 * {"Q4_K": 63 * 15, "Q5_K": 63 * 31, "Q6_K": 128 * 32}[name]
+    rounding = 2**-25 * {"Q2_K": 15 * 3, "Q3_K": 32 * 4, "Q4_K": 63 * 15, "Q5_K": 63 * 31, "Q6_K": 128 * 32}[name]
     for before, after in zip(x, y, strict=True):
         assert rms(after - before) <= half_step * np.abs(before).max() + rounding
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q5_K"])
+@pytest.mark.parametrize("name", LINES)
 def test_k_weights_on_a_grid_stay_there(name: str) -> None:
     rng = np.random.default_rng(3)
-    top = 15 if name == "Q4_K" else 31
-    q = rng.integers(0, top + 1, size=(50, 8, 32))
-    q[:, :, 5], q[:, :, 20] = 0, top  # every sub-block uses its whole range, and one the largest scale and min
-    scales, mins = rng.integers(20, 64, size=(2, 50, 8, 1))
-    scales[:, 2], mins[:, 6] = 63, 63
+    width, top, most = LINES[name]
+    q = rng.integers(0, top + 1, size=(50, 256 // width, width))
+    q[:, :, 5], q[:, :, 12] = 0, top  # every sub-block uses its whole range, and one the largest scale and min
+    scales, mins = rng.integers(most // 3, most + 1, size=(2, 50, 256 // width, 1))
+    scales[:, 2], mins[:, 6] = most, most
     d, dmin = rng.uniform(0.001, 0.01, size=(2, 50, 1, 1)).astype(np.float16).astype(np.float32)
     x = ((d * scales) * q.astype(np.float32) - dmin * mins).reshape(50, 256).astype(np.float32)
     np.testing.assert_array_equal(reread(name, x), x)
 
 
-def test_q6_k_weights_on_a_grid_stay_there() -> None:
+@pytest.mark.parametrize("name", CENTRED)
+def test_centred_k_weights_on_a_grid_stay_there(name: str) -> None:
     rng = np.random.default_rng(3)
-    q = rng.integers(-32, 32, size=(50, 16, 16))
-    q[:, :, 5] = -32
-    scales = rng.integers(-127, 128, size=(50, 16, 1))
-    scales[:, 7] = -128
+    half, most = CENTRED[name]
+    q = rng.integers(-half, half, size=(50, 16, 16))
+    q[:, :, 5] = -half
+    scales = rng.integers(1 - most, most, size=(50, 16, 1))
+    scales[:, 7] = -most
     d = rng.uniform(0.001, 0.01, size=(50, 1, 1)).astype(np.float16).astype(np.float32)
     x = ((d * scales) * q.astype(np.float32)).reshape(50, 256).astype(np.float32)
-    np.testing.assert_array_equal(reread("Q6_K", x), x)
+    np.testing.assert_array_equal(reread(name, x), x)
 
 
 @pytest.mark.parametrize("name", K_TYPES)

@@ -16,7 +16,7 @@ from warpsmith.model.synthetic import random_blocks, random_checkpoint, tiny_mod
 from warpsmith.model.weights import expected_shapes, read_config
 
 SMALL = replace(SIZES["tiny"], name="small", layers=2, recurrent=(True, False), ffn=256, vocab=272, mtp_layers=1)
-QUANTISED = [name for name in TYPES if name not in ("F32", "F16", "BF16")]
+QUANTISED = [name for name in TYPES if name[0] == "Q" or name.startswith("IQ4")]
 
 
 def digest(seed: int, name: str, type_name: str, shape: tuple[int, ...]) -> str:

@@ -158,21 +158,35 @@ def _fit_line(x: Floats, top: int) -> tuple[Floats, Floats]:
     return scale, offset
 
 
-def _k_levels(x: Floats, out: np.ndarray, top: int) -> NDArray[np.uint8]:
-    """Stores the scales of Q4_K or Q5_K blocks; returns the levels [nb, 8, 32]."""
-    columns = np.ascontiguousarray(x.reshape(-1, 32).T)
+def _lines(
+    x: Floats, out: np.ndarray, width: int, top: int, most: int
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8]]:
+    """Levels 0 .. top of sub-blocks of `width`, and their scales and mins, 0 .. most. Stores d and dmin."""
+    columns = np.ascontiguousarray(x.reshape(-1, width).T)
     scale, offset = _fit_line(columns, top)
     rounded = []
-    for field, wanted in (("d", scale.reshape(-1, 8)), ("dmin", offset.reshape(-1, 8))):
-        out[field] = wanted.max(axis=1) / np.float32(63)
+    for field, wanted in (("d", scale.reshape(-1, 256 // width)), ("dmin", offset.reshape(-1, 256 // width))):
+        out[field] = wanted.max(axis=1) / np.float32(most)
         unit = out[field].astype(np.float32)[:, None]
-        rounded.append((unit, np.minimum(np.rint(wanted * _inverse(unit)), np.float32(63))))
+        rounded.append((unit, np.minimum(np.rint(wanted * _inverse(unit)), np.float32(most))))
     (d, scales), (dmin, mins) = rounded
-    out["sc"] = pack_k_scales(scales.astype(np.uint8), mins.astype(np.uint8))
     columns += (dmin * mins).reshape(-1)
     columns *= _inverse((d * scales).reshape(-1))
     np.clip(np.rint(columns, out=columns), 0, top, out=columns)
-    return np.ascontiguousarray(columns.astype(np.uint8).T).reshape(-1, 8, 32)
+    levels = np.ascontiguousarray(columns.astype(np.uint8).T).reshape(-1, 256)
+    return levels, scales.astype(np.uint8), mins.astype(np.uint8)
+
+
+def _pack_two_bits(levels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The reverse of `blocks.two_bits`, of the low two bits: [nb, 256] -> [nb, 64]."""
+    runs = (levels & 3).reshape(-1, 2, 4, 32)
+    return np.bitwise_or.reduce(runs << np.arange(0, 8, 2, dtype=np.uint8)[:, None], axis=2).reshape(-1, 64)
+
+
+def _q2_k(x: Floats, out: np.ndarray) -> None:
+    levels, scales, mins = _lines(x, out, 16, 3, 15)
+    out["sc"] = scales | mins << 4
+    out["qs"] = _pack_two_bits(levels)
 
 
 def pack_k_scales(scales: NDArray[np.uint8], mins: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -188,12 +202,16 @@ def pack_k_scales(scales: NDArray[np.uint8], mins: NDArray[np.uint8]) -> NDArray
 
 
 def _q4_k(x: Floats, out: np.ndarray) -> None:
-    q = _k_levels(x, out, 15)
+    levels, scales, mins = _lines(x, out, 32, 15, 63)
+    out["sc"] = pack_k_scales(scales, mins)
+    q = levels.reshape(-1, 8, 32)
     out["qs"] = (q[:, 0::2] | q[:, 1::2] << 4).reshape(-1, 128)
 
 
 def _q5_k(x: Floats, out: np.ndarray) -> None:
-    q = _k_levels(x, out, 31)
+    levels, scales, mins = _lines(x, out, 32, 31, 63)
+    out["sc"] = pack_k_scales(scales, mins)
+    q = levels.reshape(-1, 8, 32)
     out["qs"] = (q[:, 0::2] & 15 | q[:, 1::2] << 4).reshape(-1, 128)
     out["qh"] = np.packbits(q >> 4, axis=1, bitorder="little").reshape(-1, 32)
 
@@ -214,20 +232,34 @@ def _fit_scale(x: Floats, half: int) -> Floats:
     return scale
 
 
-def _q6_k(x: Floats, out: np.ndarray) -> None:
+def _centred(x: Floats, out: np.ndarray, half: int, most: int) -> tuple[NDArray[np.uint8], NDArray[np.int8]]:
+    """Levels plus `half` [nb, 256] of sub-blocks of 16, and their scales -most .. most - 1. Stores the block scale."""
     columns = np.ascontiguousarray(x.reshape(-1, 16).T)
-    scale = _fit_scale(columns, 32).reshape(-1, 16)
-    out["d"] = _peak(scale, axis=1)[:, 0] / np.float32(-128)
+    scale = _fit_scale(columns, half).reshape(-1, 16)
+    out["d"] = _peak(scale, axis=1)[:, 0] / np.float32(-most)
     d = out["d"].astype(np.float32)[:, None]
-    scales = np.clip(np.rint(scale * _inverse(d)), -128, 127)
-    out["sc"] = scales
+    scales = np.clip(np.rint(scale * _inverse(d)), -most, most - 1)
     columns *= _inverse((d * scales).reshape(-1))
-    np.clip(np.rint(columns, out=columns), -32, 31, out=columns)
-    columns += 32
-    q = np.ascontiguousarray(columns.astype(np.uint8).T).reshape(-1, 2, 4, 32)
+    np.clip(np.rint(columns, out=columns), -half, half - 1, out=columns)
+    columns += half
+    return np.ascontiguousarray(columns.astype(np.uint8).T).reshape(-1, 256), scales.astype(np.int8)
+
+
+def _q3_k(x: Floats, out: np.ndarray) -> None:
+    levels, scales = _centred(x, out, 4, 32)
+    six = (scales + 32).view(np.uint8)
+    out["sc"][:, :8] = (six[:, :8] & 15) | six[:, 8:] << 4
+    pairs = (six >> 4).reshape(-1, 4, 4)
+    out["sc"][:, 8:] = pairs[:, 0] | pairs[:, 1] << 2 | pairs[:, 2] << 4 | pairs[:, 3] << 6
+    out["qs"] = _pack_two_bits(levels)
+    out["qh"] = np.packbits((levels >> 2).reshape(-1, 8, 32), axis=1, bitorder="little").reshape(-1, 32)
+
+
+def _q6_k(x: Floats, out: np.ndarray) -> None:
+    levels, out["sc"] = _centred(x, out, 32, 128)
+    q = levels.reshape(-1, 2, 4, 32)
     out["ql"] = (q[:, :, 0:2] & 15 | q[:, :, 2:4] << 4).reshape(-1, 128)
-    q >>= 4
-    out["qh"] = (q[:, :, 0] | q[:, :, 1] << 2 | q[:, :, 2] << 4 | q[:, :, 3] << 6).reshape(-1, 64)
+    out["qh"] = _pack_two_bits(levels >> 4)
 
 
 _ENCODERS: dict[str, Callable[[Floats, np.ndarray], None]] = {
@@ -239,6 +271,8 @@ _ENCODERS: dict[str, Callable[[Floats, np.ndarray], None]] = {
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,

@@ -18,9 +18,10 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from warpsmith.checkpoint.blocks import IQ4_LEVELS, LAYOUTS, BlockType
+from warpsmith.checkpoint.blocks import LAYOUTS, BlockType
 from warpsmith.checkpoint.canonical import Checkpoint, Tensor
 from warpsmith.checkpoint.convert import FLOATS, recipe_metadata, tensor_type, to_safetensors, write_pieces
+from warpsmith.checkpoint.levels import IQ4_LEVELS
 from warpsmith.checkpoint.quantize import quantize
 from warpsmith.errors import BadRequest
 from warpsmith.model.chat import default_template
@@ -118,7 +119,12 @@ def random_blocks(
     raw = _random_bytes(random, count * block_type.bytes)
     blocks = raw.view(LAYOUTS[block_type.name])
     name = block_type.name
-    if name in ("Q4_K", "Q5_K"):
+    if name == "Q2_K":  # sub-block scales of 8 to 15, and mins equal to them
+        packed = blocks["sc"]
+        packed &= 7
+        packed |= 8
+        packed *= 17
+    elif name in ("Q4_K", "Q5_K"):
         # Sub-block scales of 32 to 63, and mins equal to them: `dmin` alone then centres the weights.
         packed = blocks["sc"]
         packed[:, 0:4] |= 0xA0
@@ -161,6 +167,8 @@ _UNIT_DEVIATION = {
     "Q5_0": _rms(range(-16, 16)),
     "Q4_1": _rms(q - 7.5 for q in range(16)),
     "Q5_1": _rms(q - 15.5 for q in range(32)),
+    "Q2_K": _rms(range(8, 16)) * _rms(q - 1.5 for q in range(4)),
+    "Q3_K": _rms(range(-32, 32)) * _rms(range(-4, 4)),
     "Q4_K": _rms(range(32, 64)) * _rms(q - 7.5 for q in range(16)),
     "Q5_K": _rms(range(32, 64)) * _rms(q - 15.5 for q in range(32)),
     "Q6_K": _rms([*range(-128, -64), *range(64, 128)]) * _rms(range(-32, 32)),
@@ -168,7 +176,13 @@ _UNIT_DEVIATION = {
     "IQ4_XS": _rms(range(-32, 32)) * _rms(IQ4_LEVELS.tolist()),
 }
 # Formats with an offset: its field, and its value in block scales that puts the middle of the levels on zero.
-_CENTRE = {"Q4_1": ("m", -7.5), "Q5_1": ("m", -15.5), "Q4_K": ("dmin", 7.5), "Q5_K": ("dmin", 15.5)}
+_CENTRE = {
+    "Q4_1": ("m", -7.5),
+    "Q5_1": ("m", -15.5),
+    "Q2_K": ("dmin", 1.5),
+    "Q4_K": ("dmin", 7.5),
+    "Q5_K": ("dmin", 15.5),
+}
 
 
 def _plan(config: Config, recipe: str) -> list[tuple[str, BlockType, tuple[int, ...]]]:

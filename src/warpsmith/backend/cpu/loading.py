@@ -9,8 +9,9 @@ from dataclasses import replace
 import numpy as np
 
 from warpsmith.backend.cpu import _cpu
-from warpsmith.checkpoint.blocks import IQ4_LEVELS, LAYOUTS, TYPES, dequantize
+from warpsmith.checkpoint.blocks import LAYOUTS, TYPES, dequantize
 from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.checkpoint.levels import IQ4_LEVELS
 from warpsmith.checkpoint.quantize import quantize
 from warpsmith.errors import WarpsmithError
 from warpsmith.model.config import Config
