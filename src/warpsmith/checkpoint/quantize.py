@@ -259,7 +259,7 @@ def _q6_k(x: Floats, out: np.ndarray) -> None:
     levels, out["sc"] = _centred(x, out, 32, 128)
     q = levels.reshape(-1, 2, 4, 32)
     out["ql"] = (q[:, :, 0:2] & 15 | q[:, :, 2:4] << 4).reshape(-1, 128)
-    out["qh"] = _pack_two_bits(levels >> 4)
+    out["qh"] = _pack_two_bits(levels >> np.uint8(4))
 
 
 _ENCODERS: dict[str, Callable[[Floats, np.ndarray], None]] = {

@@ -35,24 +35,34 @@ struct Panel {
 
     // -- float weights -----------------------------------------------------------------------------------------------
 
+    // Two weights of each row, k and k+1, at a time.
     struct LoadF32 {
         static constexpr int bytes = 4;
-        static F load(const uint8_t* p) { return S::load(reinterpret_cast<const float*>(p)); }
+        static WARPSMITH_INLINE void pair(const uint8_t* p, F& first, F& second) {
+            first = S::load(reinterpret_cast<const float*>(p));
+            second = S::load(reinterpret_cast<const float*>(p + 64));
+        }
     };
     struct LoadF16 {
         static constexpr int bytes = 2;
-        static F load(const uint8_t* p) { return S::load_f16(p); }
+        static WARPSMITH_INLINE void pair(const uint8_t* p, F& first, F& second) {
+            first = S::load_f16(p);
+            second = S::load_f16(p + 32);
+        }
     };
     struct LoadBF16 {
         static constexpr int bytes = 2;
-        static F load(const uint8_t* p) { return S::load_bf16(p); }
+        static WARPSMITH_INLINE void pair(const uint8_t* p, F& first, F& second) { S::load_bf16(p, first, second); }
     };
 
     template <class L, int C, int J>
-    static WARPSMITH_INLINE void float_step(const uint8_t* w, const typename S::X4 (&x)[C], F (&acc)[C]) {
-        const F weight = L::load(w + J * kPanel * L::bytes);
+    static WARPSMITH_INLINE void float_steps(const uint8_t* w, const typename S::X4 (&x)[C], F (&acc)[C]) {
+        F first, second;
+        L::pair(w + J * kPanel * L::bytes, first, second);
         WARPSMITH_UNROLL
-        for (int c = 0; c < C; c++) acc[c] = S::template fma_x<J>(acc[c], weight, x[c]);
+        for (int c = 0; c < C; c++) acc[c] = S::template fma_x<J>(acc[c], first, x[c]);
+        WARPSMITH_UNROLL
+        for (int c = 0; c < C; c++) acc[c] = S::template fma_x<J + 1>(acc[c], second, x[c]);
     }
 
     template <class L, int C>
@@ -67,19 +77,23 @@ struct Panel {
             typename S::X4 v[C];
             WARPSMITH_UNROLL
             for (int c = 0; c < C; c++) v[c] = S::load_x4(columns + static_cast<size_t>(c) * x.stride + k);
-            float_step<L, C, 0>(w, v, acc);
-            float_step<L, C, 1>(w, v, acc);
-            float_step<L, C, 2>(w, v, acc);
-            float_step<L, C, 3>(w, v, acc);
+            float_steps<L, C, 0>(w, v, acc);
+            float_steps<L, C, 2>(w, v, acc);
         }
         WARPSMITH_UNROLL
         for (int c = 0; c < C; c++) S::store(out + static_cast<size_t>(first + c) * stride, acc[c]);
     }
 
+    // As many columns at a time as there are registers for: fewer sums under way than a core's multipliers can hold
+    // leave them idle, and a weight is converted once for all of them.
     template <class L>
     static void floats(const uint8_t* panel, const Acts& x, float* out, int stride) {
+        constexpr int most = S::kFloatColumns;
         int c = 0;
-        for (; c + 4 <= x.n; c += 4) float_columns<L, 4>(panel, x, c, out, stride);
+        for (; c + most <= x.n; c += most) float_columns<L, most>(panel, x, c, out, stride);
+        if constexpr (most > 4) {
+            for (; c + 4 <= x.n; c += 4) float_columns<L, 4>(panel, x, c, out, stride);
+        }
         if (x.n - c == 3) float_columns<L, 3>(panel, x, c, out, stride);
         if (x.n - c == 2) float_columns<L, 2>(panel, x, c, out, stride);
         if (x.n - c == 1) float_columns<L, 1>(panel, x, c, out, stride);

@@ -85,9 +85,7 @@ void pack_q6(const uint8_t* src, int r, uint8_t* block) {
     }
 }
 
-int as_it_is(int r) { return r; }
-
-template <class T, int (*place)(int)>
+template <class T>
 void pack_floats(const uint8_t* stored, int first, int count, int cols, uint8_t* panel) {
     constexpr int kTile = 64;  // columns transposed while 16 lines are in the nearest cache
     const T* rows = reinterpret_cast<const T*>(stored) + static_cast<size_t>(first) * cols;
@@ -95,10 +93,10 @@ void pack_floats(const uint8_t* stored, int first, int count, int cols, uint8_t*
     for (int k0 = 0; k0 < cols; k0 += kTile) {
         const int k1 = k0 + kTile < cols ? k0 + kTile : cols;
         for (int r = 0; r < count; r++) {
-            for (int k = k0; k < k1; k++) out[static_cast<size_t>(k) * kPanel + place(r)] = rows[static_cast<size_t>(r) * cols + k];
+            for (int k = k0; k < k1; k++) out[static_cast<size_t>(k) * kPanel + r] = rows[static_cast<size_t>(r) * cols + k];
         }
         for (int r = count; r < kPanel; r++) {
-            for (int k = k0; k < k1; k++) out[static_cast<size_t>(k) * kPanel + place(r)] = 0;
+            for (int k = k0; k < k1; k++) out[static_cast<size_t>(k) * kPanel + r] = 0;
         }
     }
 }
@@ -111,9 +109,9 @@ size_t panel_bytes(Type type, int cols) {
 
 void pack_panel(Type type, const uint8_t* stored, int rows, int cols, int index, uint8_t* panel) {
     const int first = index * kPanel, count = rows - first < kPanel ? rows - first : kPanel;
-    if (type == Type::F32) return pack_floats<uint32_t, as_it_is>(stored, first, count, cols, panel);
-    if (type == Type::F16) return pack_floats<uint16_t, as_it_is>(stored, first, count, cols, panel);
-    if (type == Type::BF16) return pack_floats<uint16_t, bf16_place>(stored, first, count, cols, panel);
+    if (type == Type::F32) return pack_floats<uint32_t>(stored, first, count, cols, panel);
+    if (type == Type::F16) return pack_floats<uint16_t>(stored, first, count, cols, panel);
+    if (type == Type::BF16) return pack_floats<uint32_t>(stored, first, count, cols / 2, panel);  // by pairs
     const Layout& layout = layout_of(type);
     const int blocks = cols / layout.elems;
     if (count < kPanel || type == Type::Q6_K) std::memset(panel, 0, panel_bytes(type, cols));
@@ -146,10 +144,9 @@ void unpack_row(const Matrix& matrix, int row, float* out) {
             case Type::F32: std::memcpy(y, block + 4 * r, 4); break;
             case Type::F16: *y = half_at(block + 2 * r); break;
             case Type::BF16: {
-                uint16_t h;
-                std::memcpy(&h, block + 2 * bf16_place(r), 2);
-                const uint32_t bits = static_cast<uint32_t>(h) << 16;
-                std::memcpy(y, &bits, 4);
+                const uint32_t pair = word(block + 4 * r), first = pair << 16, second = pair & 0xffff0000u;
+                std::memcpy(y, &first, 4);
+                std::memcpy(y + 1, &second, 4);
                 break;
             }
             case Type::Q8_0: {

@@ -4,7 +4,7 @@
 // A panel is a sequence of blocks along K. "k-quad" j holds weights 4j .. 4j+3 of each of the 16 rows: byte 4r+t is
 // row r, weight 4j+t. A nibble quad stores weight k in the low and weight k+16 in the high half of a byte (k < 16).
 //   F32/F16   one block a weight: 16 values, one a row
-//   BF16   likewise, rows 4 apart in one word (0 4, 1 5, 2 6, 3 7, 8 12 ...): a shift and a mask make two floats of it
+//   BF16     2 K  16 words, one a row, weight k in the low half and k+1 in the high: a shift and a mask make floats
 //   Q8_0   32 K   d f16[16], 8 quads of bytes
 //   Q4_0   32 K   d f16[16], 4 nibble quads
 //   Q4_K  256 K   d f16[16], dmin f16[16], scale u8[8][16], 2 quads of mins (sub-blocks 4j .. 4j+3), 8 x 4 nibble quads
@@ -23,7 +23,7 @@ struct Layout {
     int packed_bytes;  // bytes of 16 rows' blocks in a panel
 };
 constexpr Layout kLayouts[kTypes] = {
-    {1, 4, 64}, {1, 2, 32}, {1, 2, 32}, {32, 34, 544}, {32, 18, 288}, {256, 144, 2368}, {256, 176, 2880}, {256, 210, 3392},
+    {1, 4, 64}, {1, 2, 32}, {2, 4, 64}, {32, 34, 544}, {32, 18, 288}, {256, 144, 2368}, {256, 176, 2880}, {256, 210, 3392},
 };
 constexpr const Layout& layout_of(Type type) { return kLayouts[static_cast<int>(type)]; }
 
@@ -31,9 +31,6 @@ constexpr const Layout& layout_of(Type type) { return kLayouts[static_cast<int>(
 constexpr int kScales = 64, kMins = 192;       // Q4_K, Q5_K
 constexpr int kQuads45 = 320, kHigh5 = 2368;   // Q4_K, Q5_K
 constexpr int kPlanes6 = 320;                  // Q6_K (scales at 64 too, 16 x 16 of them)
-
-// Where the BF16 weight of row r lies among the sixteen.
-constexpr int bf16_place(int r) { return r / 8 * 8 + r % 4 * 2 + r / 4 % 2; }
 
 size_t panel_bytes(Type type, int cols);
 

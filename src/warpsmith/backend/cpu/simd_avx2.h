@@ -13,6 +13,7 @@ namespace {
 struct Avx2 {
     static constexpr int lanes = 16;
     static constexpr int kTileColumns = 0;
+    static constexpr int kFloatColumns = 4;
     struct F { __m256 v[2]; };
     struct I { __m256i v[2]; };
     struct W { __m256i v[2]; };
@@ -57,11 +58,12 @@ struct Avx2 {
 
     static __m128i load16(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
     static __m128i load8(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
-    static F load_bf16(const uint8_t* p) {
-        const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-        const __m256i low = _mm256_slli_epi32(words, 16), high = _mm256_and_si256(words, _mm256_set1_epi32(-65536));
-        return {{_mm256_castsi256_ps(_mm256_permute2x128_si256(low, high, 0x20)),
-                 _mm256_castsi256_ps(_mm256_permute2x128_si256(low, high, 0x31))}};
+    static void load_bf16(const uint8_t* p, F& first, F& second) {
+        const I words = load(reinterpret_cast<const int32_t*>(p));
+        first = each<F>([&](int i) { return _mm256_castsi256_ps(_mm256_slli_epi32(words.v[i], 16)); });
+        second = each<F>([&](int i) {
+            return _mm256_castsi256_ps(_mm256_and_si256(words.v[i], _mm256_set1_epi32(-65536)));
+        });
     }
     static F load_f16(const uint8_t* p) { return each<F>([&](int i) { return _mm256_cvtph_ps(load16(p + 16 * i)); }); }
     static void store_f16(uint8_t* p, F x) {
@@ -148,8 +150,8 @@ struct Avx2 {
             return add_products(acc.v[i], _mm256_abs_epi8(w.v[i]), _mm256_sign_epi8(quad(x, J), w.v[i]));
         });
     }
-    static void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
-    static void prefetch_far(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
+    static WARPSMITH_INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+    static WARPSMITH_INLINE void prefetch_far(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
 };
 
 }  // namespace

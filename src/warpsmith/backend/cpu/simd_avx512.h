@@ -5,12 +5,15 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels.h"
+
 namespace warpsmith {
 namespace {
 
 struct Avx512 {
     static constexpr int lanes = 16;
     static constexpr int kTileColumns = 0;
+    static constexpr int kFloatColumns = 8;
     using F = __m512;
     using I = __m512i;
     using W = __m512i;
@@ -37,9 +40,10 @@ struct Avx512 {
     static F fma_x(F acc, F w, X4 x) { return _mm512_fmadd_ps(w, _mm512_set1_ps(x[J]), acc); }
 
     static __m256i load32(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-    static F load_bf16(const uint8_t* p) {
-        const __m512i words = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 1, 0, 1, 2, 3, 2, 3), _mm512_castsi256_si512(load32(p)));
-        return _mm512_castsi512_ps(_mm512_mask_and_epi32(_mm512_slli_epi32(words, 16), 0xf0f0, words, set1(-65536)));
+    static void load_bf16(const uint8_t* p, F& first, F& second) {
+        const __m512i words = _mm512_loadu_si512(p);
+        first = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+        second = _mm512_castsi512_ps(_mm512_and_si512(words, set1(-65536)));
     }
     static F load_f16(const uint8_t* p) { return _mm512_cvtph_ps(load32(p)); }
     static void store_f16(uint8_t* p, F v) {
@@ -99,8 +103,8 @@ struct Avx512 {
         const __m512i signs = _mm512_mask_sub_epi8(v, _mm512_movepi8_mask(w), zero(), v);
         return _mm512_dpbusd_epi32(acc, _mm512_abs_epi8(w), signs);
     }
-    static void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
-    static void prefetch_far(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
+    static WARPSMITH_INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+    static WARPSMITH_INLINE void prefetch_far(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
 };
 
 }  // namespace

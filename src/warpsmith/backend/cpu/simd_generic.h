@@ -19,6 +19,7 @@ namespace {
 struct Generic {
     static constexpr int lanes = 16;
     static constexpr int kTileColumns = 0;
+    static constexpr int kFloatColumns = 4;
     typedef float F __attribute__((vector_size(64)));
     typedef int32_t I __attribute__((vector_size(64)));
     typedef uint8_t W __attribute__((vector_size(64)));
@@ -86,17 +87,11 @@ struct Generic {
         bits += 0xfffu + (bits >> 13 & 1);
         return static_cast<uint16_t>(sign | ((bits - 0x38000000u) >> 13));
     }
-    static F load_bf16(const uint8_t* p) {
-        F v;
-        for (int i = 0; i < lanes; i++) {
-            uint16_t h;
-            std::memcpy(&h, p + 2 * bf16_place(i), 2);
-            const uint32_t bits = static_cast<uint32_t>(h) << 16;
-            float f;
-            std::memcpy(&f, &bits, 4);
-            v[i] = f;
-        }
-        return v;
+    static void load_bf16(const uint8_t* p, F& first, F& second) {
+        const I words = load(reinterpret_cast<const int32_t*>(p));
+        const I low = words << 16, high = words & set1(-65536);
+        first = reinterpret_cast<F>(low);
+        second = reinterpret_cast<F>(high);
     }
     static F load_f16(const uint8_t* p) {
         F v;

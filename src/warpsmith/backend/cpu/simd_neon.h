@@ -12,6 +12,7 @@ namespace {
 struct Neon {
     static constexpr int lanes = 16;
     static constexpr int kTileColumns = 0;
+    static constexpr int kFloatColumns = 4;
     struct F { float32x4_t v[4]; };
     struct I { int32x4_t v[4]; };
     struct W { uint8x16_t v[4]; };
@@ -44,11 +45,10 @@ struct Neon {
     template <int J>
     static F fma_x(F acc, F w, X4 x) { return each<F>([&](int i) { return vfmaq_laneq_f32(acc.v[i], w.v[i], x, J); }); }
 
-    static F load_bf16(const uint8_t* p) {
-        const uint32x4_t low = vld1q_u32(reinterpret_cast<const uint32_t*>(p));
-        const uint32x4_t high = vld1q_u32(reinterpret_cast<const uint32_t*>(p + 16)), mask = vdupq_n_u32(0xffff0000u);
-        return {{vreinterpretq_f32_u32(vshlq_n_u32(low, 16)), vreinterpretq_f32_u32(vandq_u32(low, mask)),
-                 vreinterpretq_f32_u32(vshlq_n_u32(high, 16)), vreinterpretq_f32_u32(vandq_u32(high, mask))}};
+    static void load_bf16(const uint8_t* p, F& first, F& second) {
+        const I words = load(reinterpret_cast<const int32_t*>(p));
+        first = each<F>([&](int i) { return vreinterpretq_f32_s32(vshlq_n_s32(words.v[i], 16)); });
+        second = each<F>([&](int i) { return vreinterpretq_f32_s32(vandq_s32(words.v[i], vdupq_n_s32(-65536))); });
     }
     static F load_f16(const uint8_t* p) {
         const float16x8_t low = vreinterpretq_f16_u16(vld1q_u16(reinterpret_cast<const uint16_t*>(p)));
@@ -136,8 +136,8 @@ struct Neon {
     }
     template <int J>
     static I dot_signed(I acc, W w, X16 x) { return dot<J>(acc, w, x); }
-    static void prefetch(const uint8_t* p) { __builtin_prefetch(p); }
-    static void prefetch_far(const uint8_t* p) { __builtin_prefetch(p, 0, 2); }
+    static WARPSMITH_INLINE void prefetch(const uint8_t* p) { __builtin_prefetch(p); }
+    static WARPSMITH_INLINE void prefetch_far(const uint8_t* p) { __builtin_prefetch(p, 0, 2); }
 };
 
 }  // namespace
