@@ -7,9 +7,10 @@ import dataclasses
 import numpy as np
 
 from warpsmith.backend.tree import Tree
-from warpsmith.checkpoint.blocks import TYPES
+from warpsmith.checkpoint.blocks import LAYOUTS, TYPES, dequantize
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.model.config import Config
+from warpsmith.model.synthetic import random_blocks
 from warpsmith.model.weights import expected_shapes
 
 SMALL = Config(
@@ -56,3 +57,27 @@ def random_tree(rng: np.random.Generator, nodes: int, vocab: int) -> Tree:
     """A tree whose parents are drawn anywhere before their children: chains, stars and everything between."""
     parents = [-1] + [int(rng.integers(max(0, i - 4), i)) for i in range(1, nodes)]
     return Tree(rng.integers(0, vocab, nodes), np.array(parents))
+
+
+def random_rows(kind: str, rows: int, cols: int, deviation: float = 1.0) -> np.ndarray:
+    """Random rows of a quantised type, all its bits in use, whose weights have about this standard deviation."""
+    block_type, count = TYPES[kind], rows * cols // TYPES[kind].elems
+    if kind[0] == "Q" or kind.startswith("IQ4"):
+        return random_blocks(block_type, np.random.SFC64(9), count, deviation).reshape(rows, -1)
+    raw = np.random.default_rng(9).integers(0, 256, (rows, count // rows * block_type.bytes), np.uint8)
+    blocks = raw.view(LAYOUTS[kind])
+    with np.errstate(over="ignore"):
+
+        def scale(by: float) -> None:
+            half = np.float16(by)
+            if kind == "MXFP4":
+                blocks["e"] = 127 + round(np.log2(by))
+            elif kind == "IQ1_M":  # a nibble of it above each four scales
+                nibbles = int(half.view(np.uint16)) >> 4 * np.arange(4) & 15
+                blocks["sc"] = (blocks["sc"] & 0xFFF) | nibbles << 12
+            else:
+                blocks["d"] = half
+
+        scale(1.0)
+        scale(deviation / dequantize(block_type, raw).std())
+    return raw

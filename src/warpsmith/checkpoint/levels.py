@@ -39,6 +39,16 @@ class Levels(NamedTuple):
     levels: NDArray[np.int8]  # [nb, 256]
 
 
+def alphabet(name: str) -> NDArray[np.int8]:
+    """The levels that a format's weights can have, at most sixteen, in rising order."""
+    if name.startswith("IQ4"):
+        return IQ4_LEVELS
+    if name.startswith("IQ1"):
+        return np.array([-9, -7, -1, 1, 7, 9], dtype=np.int8)
+    points = lattice(name)
+    return np.unique([points, -points])
+
+
 def levels_of(name: str, blocks: np.ndarray) -> Levels:
     """The whole numbers of stored blocks (`blocks.LAYOUTS[name]`)."""
     return _READERS[name](blocks)

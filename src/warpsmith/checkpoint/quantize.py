@@ -177,7 +177,7 @@ def _lines(
     return levels, scales.astype(np.uint8), mins.astype(np.uint8)
 
 
-def _pack_two_bits(levels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def pack_two_bits(levels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The reverse of `blocks.two_bits`, of the low two bits: [nb, 256] -> [nb, 64]."""
     runs = (levels & 3).reshape(-1, 2, 4, 32)
     return np.bitwise_or.reduce(runs << np.arange(0, 8, 2, dtype=np.uint8)[:, None], axis=2).reshape(-1, 64)
@@ -186,7 +186,7 @@ def _pack_two_bits(levels: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def _q2_k(x: Floats, out: np.ndarray) -> None:
     levels, scales, mins = _lines(x, out, 16, 3, 15)
     out["sc"] = scales | mins << 4
-    out["qs"] = _pack_two_bits(levels)
+    out["qs"] = pack_two_bits(levels)
 
 
 def pack_k_scales(scales: NDArray[np.uint8], mins: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -251,7 +251,7 @@ def _q3_k(x: Floats, out: np.ndarray) -> None:
     out["sc"][:, :8] = (six[:, :8] & 15) | six[:, 8:] << 4
     pairs = (six >> 4).reshape(-1, 4, 4)
     out["sc"][:, 8:] = pairs[:, 0] | pairs[:, 1] << 2 | pairs[:, 2] << 4 | pairs[:, 3] << 6
-    out["qs"] = _pack_two_bits(levels)
+    out["qs"] = pack_two_bits(levels)
     out["qh"] = np.packbits((levels >> 2).reshape(-1, 8, 32), axis=1, bitorder="little").reshape(-1, 32)
 
 
@@ -259,7 +259,7 @@ def _q6_k(x: Floats, out: np.ndarray) -> None:
     levels, out["sc"] = _centred(x, out, 32, 128)
     q = levels.reshape(-1, 2, 4, 32)
     out["ql"] = (q[:, :, 0:2] & 15 | q[:, :, 2:4] << 4).reshape(-1, 128)
-    out["qh"] = _pack_two_bits(levels >> np.uint8(4))
+    out["qh"] = pack_two_bits(levels >> np.uint8(4))
 
 
 _ENCODERS: dict[str, Callable[[Floats, np.ndarray], None]] = {

@@ -46,7 +46,7 @@ class CpuDraft(BlockDraft):
             if name not in matrices:
                 self._native.add_vector(name, np.ascontiguousarray(tensor.float32(), np.float32))
                 continue
-            stored = tensor.raw() if kinds[name] == tensor.type.name else loading.as_q8(tensor)
+            stored = tensor.raw() if kinds[name] == tensor.type.name else loading.held(tensor)
             rows, cols = tensor.shape
             self._native.add_matrix(name, kinds[name], rows, cols, np.ascontiguousarray(stored))
         self._native.finish()

@@ -120,6 +120,13 @@ struct Vector {
         for (int i = 0; i < count; i += 4) std::memcpy(to + 4 * i, bytes + i, 4);
     }
 
+    // A sum as 64 * high + low, for dot products of bytes.
+    static void split(int32_t sum, int8_t& high, int8_t& low) {
+        const int32_t sixty_fours = (sum + 32) >> 6;
+        high = static_cast<int8_t>(sixty_fours);
+        low = static_cast<int8_t>(sum - 64 * sixty_fours);
+    }
+
     static void quantize(const float* x, int column, int forms, Acts& to) {
         alignas(64) int8_t q[256];
         int32_t sums[16];
@@ -128,13 +135,13 @@ struct Vector {
                 const size_t at = static_cast<size_t>(b) * to.n + column;
                 to.d256[at] = quantize_run(x + 256 * b, 256, q, sums);
                 place(q, 256, b, column, to, to.q256);
-                int8_t split[16];
-                for (int i = 0; i < 8; i++) {
-                    const int32_t sum = sums[2 * i] + sums[2 * i + 1], high = (sum + 32) >> 6;
-                    split[i] = static_cast<int8_t>(high);
-                    split[8 + i] = static_cast<int8_t>(sum - 64 * high);
+                int8_t parts[32];
+                for (int i = 0; i < 8; i++) split(sums[2 * i] + sums[2 * i + 1], parts[i], parts[8 + i]);
+                place(parts, 16, b, column, to, to.sums);
+                if (forms & kSums16) {
+                    for (int i = 0; i < 16; i++) split(sums[i], parts[i], parts[16 + i]);
+                    place(parts, 32, b, column, to, to.sums16);
                 }
-                place(split, 16, b, column, to, to.sums);
                 for (int i = 0; i < 16; i++) to.minus32[at * 16 + i] = -32 * sums[i];
             }
         }
@@ -278,8 +285,10 @@ constexpr Kernels kernels_of(const char* name) {
         name,
         {P::template floats<typename P::LoadF32>, P::template floats<typename P::LoadF16>,
          P::template floats<typename P::LoadBF16>, P::template small_blocks<Type::Q8_0>,
-         P::template small_blocks<Type::Q4_0>, P::template large_blocks<Type::Q4_K>,
-         P::template large_blocks<Type::Q5_K>, P::template large_blocks<Type::Q6_K>},
+         P::template small_blocks<Type::Q4_0>, P::template large_blocks<Type::Q2_K>,
+         P::template large_blocks<Type::Q3_K>, P::template large_blocks<Type::Q4_K>,
+         P::template large_blocks<Type::Q5_K>, P::template large_blocks<Type::Q6_K>,
+         P::template large_blocks<Type::Levels>},
         V::rms_norm, V::quantize, V::silu_mul, V::sigmoid_mul, V::add, V::conv, V::l2_norm, V::delta_step,
         V::gated_norm, V::to_f16, V::from_f16, V::attend, V::merge, V::exp_sum,
     };

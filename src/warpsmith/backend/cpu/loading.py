@@ -4,24 +4,42 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 
+from warpsmith.backend.cores import usable_cores
 from warpsmith.backend.cpu import _cpu
-from warpsmith.checkpoint.blocks import LAYOUTS, TYPES, dequantize
+from warpsmith.checkpoint.blocks import LAYOUTS, MXFP4_LEVELS, TYPES, dequantize, ternary
 from warpsmith.checkpoint.canonical import Tensor
-from warpsmith.checkpoint.levels import IQ4_LEVELS
-from warpsmith.checkpoint.quantize import quantize
-from warpsmith.errors import WarpsmithError
+from warpsmith.checkpoint.levels import IQ4_LEVELS, UNITS, alphabet, levels_of
+from warpsmith.checkpoint.quantize import pack_two_bits, quantize
+from warpsmith.errors import BadFile, WarpsmithError
 from warpsmith.model.config import Config
 from warpsmith.model.plan import forward_plan, mtp_plan
 from warpsmith.model.weights import expected_shapes
 
 log = logging.getLogger(__name__)
 
-# Types with kernels of their own. The others become Q8_0, which holds them exactly or nearly so.
-PACKED = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K")
+# Types with kernels of their own.
+PACKED = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+# What the others are kept as: exactly, but for Q4_1 and Q5_1, which are rounded to eight bits.
+HELD = {
+    "Q4_1": "Q8_0",
+    "Q5_0": "Q8_0",
+    "Q5_1": "Q8_0",
+    "IQ4_NL": "Q8_0",
+    "MXFP4": "Q8_0",
+    "TQ1_0": "Q2_K",
+    "TQ2_0": "Q2_K",
+    **dict.fromkeys(UNITS, "LEVELS"),
+}
+# The engine's own type: a nibble numbers one of sixteen levels, sixteen weights share a scale.
+LEVELS = np.dtype(
+    [("d", "<f2"), ("gap", "u1", 2), ("unit", "<f4"), ("levels", "i1", 16), ("scales", "i1", 16), ("qs", "u1", 128)]
+)
+_WEIGHTS_AT_A_TIME = 1 << 22  # converted while the rest of a matrix is still in its file
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
@@ -29,7 +47,7 @@ def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def packed_type(tensor: Tensor) -> str:
-    return tensor.type.name if tensor.type.name in PACKED else "Q8_0"
+    return HELD.get(tensor.type.name, tensor.type.name)
 
 
 def weight_bytes(config: Config, tensors: Mapping[str, Tensor], every_token: bool = False) -> int:
@@ -73,9 +91,9 @@ def load(
     for name, shape in shapes.items():
         tensor = tensors[name]
         if is_matrix(name, shape):
-            if tensor.type.name not in PACKED:
+            if tensor.type.name in HELD:
                 converted[tensor.type.name] = converted.get(tensor.type.name, 0) + 1
-            raw = np.ascontiguousarray(tensor.raw() if tensor.type.name in PACKED else as_q8(tensor))
+            raw = np.ascontiguousarray(held(tensor) if tensor.type.name in HELD else tensor.raw())
             engine.add_matrix(name, packed_type(tensor), shape[0], shape[1], raw)
         else:
             values = tensor.float32()
@@ -87,33 +105,74 @@ def load(
             progress(done, total)
     engine.finish()
     for kind, count in converted.items():
-        log.warning("%d tensors of type %s are held as Q8_0, which takes more memory than their file.", count, kind)
+        container = "four bits a weight" if HELD[kind] == "LEVELS" else HELD[kind]
+        log.warning(
+            "%d tensors of type %s are held as %s, which takes more memory than their file.", count, kind, container
+        )
 
 
-def as_q8(tensor: Tensor) -> np.ndarray:
-    """A tensor without kernels of its own as stored Q8_0 blocks. Levels that are whole numbers stay what they are:
-    Q5_0 and IQ4_NL keep every bit, IQ4_XS rounds only its scales to half precision."""
-    kind = tensor.type.name
-    raw = np.ascontiguousarray(tensor.raw())
-    if kind not in ("Q5_0", "IQ4_NL", "IQ4_XS"):
-        return quantize(TYPES["Q8_0"], dequantize(tensor.type, raw))
+def held(tensor: Tensor) -> np.ndarray:
+    """A matrix without kernels of its own as rows of the type it is kept as."""
+    kind, raw = tensor.type.name, tensor.raw()
+    convert = {"Q8_0": as_q8, "Q2_K": as_q2, "LEVELS": as_levels}[HELD[kind]]
+    step = max(1, _WEIGHTS_AT_A_TIME // tensor.shape[1])
+
+    def rows(first: int) -> np.ndarray:
+        piece = np.ascontiguousarray(raw[first : first + step])
+        with np.errstate(all="ignore"):  # scales of a broken file may be anything
+            return convert(kind, piece).view(np.uint8).reshape(len(piece), -1)
+
+    with ThreadPoolExecutor(usable_cores()) as threads:
+        try:
+            return np.concatenate(list(threads.map(rows, range(0, len(raw), step))))
+        except OverflowError as error:
+            raise BadFile(
+                f"Tensor {tensor.name!r} is {kind} with a scale that half precision cannot hold.",
+                "Use another quantisation of the model.",
+            ) from error
+
+
+def as_levels(kind: str, raw: np.ndarray) -> np.ndarray:
+    """The IQ types: whole levels, scales and the block's factor stay what they are."""
+    d, scales, levels = levels_of(kind, raw.reshape(-1).view(LAYOUTS[kind]))
+    known = alphabet(kind)
+    number = np.zeros(256, np.uint8)
+    number[known.view(np.uint8)] = np.arange(len(known))
+    numbers = number[levels.view(np.uint8)].reshape(-1, 8, 2, 16)
+    blocks = np.zeros(len(d), LEVELS)
+    blocks["d"], blocks["unit"], blocks["scales"] = d, UNITS[kind], scales
+    blocks["levels"][:, : len(known)] = known
+    blocks["qs"] = (numbers[:, :, 0] | numbers[:, :, 1] << 4).reshape(-1, 128)
+    return blocks
+
+
+def as_q2(kind: str, raw: np.ndarray) -> np.ndarray:
+    """Ternary weights, exactly: levels 0, 1, 2 under scales of one, less a min of one."""
     stored = raw.reshape(-1).view(LAYOUTS[kind])
-    with np.errstate(all="ignore"):
-        nibbles: np.ndarray
-        if kind == "IQ4_XS":
-            s = np.arange(8)
-            low = stored["sc_l"][:, s // 2] >> (4 * (s % 2)) & 15
-            high = stored["sc_h"][:, None] >> 2 * s & 3
-            scale = stored["d"].astype(np.float32)[:, None] * ((low | high << 4).astype(np.float32) - 32)
-            nibbles = stored["qs"].reshape(-1, 16)
-        else:
-            scale, nibbles = stored["d"], stored["qs"]
-        levels = np.concatenate([nibbles & 15, nibbles >> 4], axis=1)
-        blocks = np.empty(len(levels), LAYOUTS["Q8_0"])
-        blocks["d"] = scale.reshape(-1)
+    blocks = np.empty(len(stored), LAYOUTS["Q2_K"])
+    blocks["sc"] = 0x11
+    blocks["d"] = blocks["dmin"] = stored["d"]
+    blocks["qs"] = stored["qs"] if kind == "TQ2_0" else pack_two_bits(ternary(stored))
+    return blocks
+
+
+def as_q8(kind: str, raw: np.ndarray) -> np.ndarray:
+    """Levels that are whole numbers stay what they are: Q5_0, IQ4_NL and MXFP4 keep every bit."""
+    if kind in ("Q4_1", "Q5_1"):
+        return quantize(TYPES["Q8_0"], dequantize(TYPES[kind], raw))
+    stored = raw.reshape(-1).view(LAYOUTS[kind])
+    blocks = np.empty(len(stored), LAYOUTS["Q8_0"])
+    numbers = np.concatenate([stored["qs"] & 15, stored["qs"] >> 4], axis=1)
     if kind == "Q5_0":
         fifth = np.unpackbits(np.ascontiguousarray(stored["qh"]), axis=1, bitorder="little")
-        blocks["qs"] = (levels | fifth << np.uint8(4)).astype(np.int8) - 16
+        blocks["qs"] = (numbers | fifth << np.uint8(4)).astype(np.int8) - 16
     else:
-        blocks["qs"] = IQ4_LEVELS.astype(np.int8)[levels]
-    return blocks.view(np.uint8).reshape(len(raw), -1)
+        blocks["qs"] = (IQ4_LEVELS if kind == "IQ4_NL" else MXFP4_LEVELS)[numbers]
+    if kind == "MXFP4":
+        scales = np.ldexp(np.float32(1), stored["e"].astype(np.int32) - 128)
+        blocks["d"] = scales
+        if (blocks["d"] != scales).any():
+            raise OverflowError
+    else:
+        blocks["d"] = stored["d"]
+    return blocks

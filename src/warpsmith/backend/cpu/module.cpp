@@ -54,9 +54,8 @@ Config config_from(nb::handle o) {
 }
 
 Type type_of(const std::string& name) {
-    static const char* const names[kTypes] = {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K"};
     for (int i = 0; i < kTypes; i++) {
-        if (name == names[i]) return static_cast<Type>(i);
+        if (name == kTypeNames[i]) return static_cast<Type>(i);
     }
     throw nb::value_error(("no kernels for " + name).c_str());
 }

@@ -112,11 +112,17 @@ struct Avx2 {
     template <int N>
     static W shr(W x) { return each<W>([&](int i) { return masked(_mm256_srli_epi16(x.v[i], N), 0xff >> N); }); }
     template <int N>
-    static W bit_to_4(W x) {
-        if constexpr (N < 4) return each<W>([&](int i) { return _mm256_slli_epi16(x.v[i], 4 - N); });
-        else return each<W>([&](int i) { return _mm256_srli_epi16(x.v[i], N - 4); });
+    static W shift(W x) {
+        return each<W>([&](int i) {
+            return N < 0 ? _mm256_slli_epi16(x.v[i], N < 0 ? -N : 0) : _mm256_srli_epi16(x.v[i], N < 0 ? 0 : N);
+        });
     }
-    static W insert_bit(W x, W bit) { return each<W>([&](int i) { return _mm256_or_si256(x.v[i], masked(bit.v[i], 16)); }); }
+    template <int M>
+    static W insert(W x, W bits) { return each<W>([&](int i) { return _mm256_or_si256(x.v[i], masked(bits.v[i], M)); }); }
+    static W lookup(const uint8_t* table, W x) {
+        const __m256i levels = _mm256_broadcastsi128_si256(load16(table));
+        return each<W>([&](int i) { return _mm256_shuffle_epi8(levels, x.v[i]); });
+    }
 
     // Bytes in 0 .. 63: the product of two of them with signed bytes fits in 16 bits.
     static constexpr int kSixScale = 1, kSixOffset = 1;

@@ -75,8 +75,12 @@ struct Avx512 {
     template <int N>
     static W shr(W w) { return and_n(_mm512_srli_epi16(w, N), static_cast<uint8_t>(0xff >> N)); }
     template <int N>
-    static W bit_to_4(W w) { return N < 4 ? _mm512_slli_epi16(w, N < 4 ? 4 - N : 0) : _mm512_srli_epi16(w, N < 4 ? 0 : N - 4); }
-    static W insert_bit(W w, W bit) { return _mm512_or_si512(w, and_n(bit, 16)); }
+    static W shift(W w) { return N < 0 ? _mm512_slli_epi16(w, N < 0 ? -N : 0) : _mm512_srli_epi16(w, N < 0 ? 0 : N); }
+    template <int M>
+    static W insert(W w, W bits) { return _mm512_ternarylogic_epi32(w, bits, _mm512_set1_epi8(M), 0xf8); }  // w | bits & M
+    static W lookup(const uint8_t* table, W w) {
+        return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load16(table)), w);
+    }
 
     // Unsigned bytes, four times the weight: the dot product instruction does not saturate.
     static constexpr int kSixScale = 4, kSixOffset = 4;

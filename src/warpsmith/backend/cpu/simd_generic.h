@@ -4,8 +4,10 @@
 // 4r .. 4r+3).
 // dot<J>(acc, w, x): lane r gains the product of w's row r with bytes 4J .. 4J+3 of x; w is unsigned and below 64
 // (dot_signed: a signed byte). unpack6 turns the planes of a Q6_K sub-block into quads that dot multiplies: kSixScale
-// times the weight less 32, once kSixOffset times -32 sum(x) is added. bit_to_4<N> brings bit N of a byte to bit 4, and
-// insert_bit(x, bit) takes bit 4 from `bit`. fma_x<J>(acc, w, x): lane r gains w[r] * x[J]. kTileColumns: from how many
+// times the weight less 32, once kSixOffset times -32 sum(x) is added. shift<N> moves the bits of a byte N to the right,
+// or left where N is negative; what comes in from a neighbour is for a mask to take away. insert<M>(x, bits) takes the
+// bits M, zero in x, from `bits`. lookup: a byte below 16 numbers one of a table's. fma_x<J>(acc, w, x): lane r gains
+// w[r] * x[J]. kFloatColumns: columns that float weights multiply at a time. kTileColumns: from how many
 // columns on quads are paired (pair_quads) and multiplied several columns at a time (tile); 0 for never.
 #pragma once
 #include <cstdint>
@@ -132,8 +134,13 @@ struct Generic {
     template <int N>
     static W shr(W w) { return w >> N; }
     template <int N>
-    static W bit_to_4(W w) { return N < 4 ? w << (N < 4 ? 4 - N : 0) : w >> (N < 4 ? 0 : N - 4); }
-    static W insert_bit(W w, W bit) { return (w & static_cast<uint8_t>(~16)) | (bit & 16); }
+    static W shift(W w) { return N < 0 ? w << (N < 0 ? -N : 0) : w >> (N < 0 ? 0 : N); }
+    template <int M>
+    static W insert(W w, W bits) { return w | (bits & static_cast<uint8_t>(M)); }
+    static W lookup(const uint8_t* table, W w) {
+        for (int i = 0; i < 64; i++) w[i] = table[w[i]];
+        return w;
+    }
     static constexpr int kSixScale = 4, kSixOffset = 0;
     static void unpack6(W p0, W p1, W p2, W* w) {
         w[0] = p0 & 0xfc, w[1] = p1 & 0xfc, w[2] = p2 & 0xfc;

@@ -116,12 +116,17 @@ struct Neon {
     template <int N>
     static W shr(W x) { return each<W>([&](int i) { return vshrq_n_u8(x.v[i], N); }); }
     template <int N>
-    static W bit_to_4(W x) {
-        if constexpr (N < 4) return each<W>([&](int i) { return vshlq_n_u8(x.v[i], 4 - N); });
-        else if constexpr (N == 4) return x;
-        else return shr<N - 4>(x);
+    static W shift(W x) {
+        if constexpr (N < 0) return each<W>([&](int i) { return vshlq_n_u8(x.v[i], -N); });
+        else if constexpr (N == 0) return x;
+        else return shr<N>(x);
     }
-    static W insert_bit(W x, W bit) { return each<W>([&](int i) { return vbslq_u8(vdupq_n_u8(16), bit.v[i], x.v[i]); }); }
+    template <int M>
+    static W insert(W x, W bits) { return each<W>([&](int i) { return vbslq_u8(vdupq_n_u8(M), bits.v[i], x.v[i]); }); }
+    static W lookup(const uint8_t* table, W x) {
+        const uint8x16_t levels = vld1q_u8(table);
+        return each<W>([&](int i) { return vqtbl1q_u8(levels, x.v[i]); });
+    }
     static constexpr int kSixScale = 4, kSixOffset = 0;
     static void unpack6(W p0, W p1, W p2, W* w) {
         w[0] = and_n(p0, 0xfc);

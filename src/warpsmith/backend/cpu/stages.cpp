@@ -13,7 +13,7 @@ Stages::Stages(Pool& pool, const Kernels& kernels, int wide, size_t scratch)
     const auto take = [&](size_t bytes) { const size_t at = total; total += (bytes + 63) / 64 * 64; return at; };
     const size_t nodes = kMaxNodes, blocks256 = wide / 256 * nodes, blocks32 = wide / 32 * nodes;
     const size_t at_f = take(nodes * round_up(wide, kPanel) * 4), at_q256 = take(blocks256 * 256), at_d256 = take(blocks256 * 4);
-    const size_t at_sum = take(blocks256 * 16), at_minus32 = take(blocks256 * 64);
+    const size_t at_sum = take(blocks256 * 16), at_sums16 = take(blocks256 * 32), at_minus32 = take(blocks256 * 64);
     const size_t at_q32 = take(blocks32 * 32), at_d32 = take(blocks32 * 4), at_minus8 = take(blocks32 * 4);
     memory_ = Memory(total);
     uint8_t* base = memory_.data();
@@ -21,6 +21,7 @@ Stages::Stages(Pool& pool, const Kernels& kernels, int wide, size_t scratch)
     room_.q256 = reinterpret_cast<int8_t*>(base + at_q256);
     room_.d256 = reinterpret_cast<float*>(base + at_d256);
     room_.sums = reinterpret_cast<int8_t*>(base + at_sum);
+    room_.sums16 = reinterpret_cast<int8_t*>(base + at_sums16);
     room_.minus32 = reinterpret_cast<int32_t*>(base + at_minus32);
     room_.q32 = reinterpret_cast<int8_t*>(base + at_q32);
     room_.d32 = reinterpret_cast<float*>(base + at_d32);

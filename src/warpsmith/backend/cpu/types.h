@@ -8,16 +8,20 @@ namespace warpsmith {
 constexpr int kPanel = 16;     // rows of a matrix that are stored, and computed, together
 constexpr int kMaxNodes = 64;  // columns of one pass
 
-enum class Type : int { F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K };
-constexpr int kTypes = 8;
+// Levels is what the IQ types become: a nibble names one of sixteen whole levels, sixteen weights share a scale.
+enum class Type : int { F32, F16, BF16, Q8_0, Q4_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, Levels };
+constexpr int kTypes = 11;
+constexpr const char* kTypeNames[kTypes] = {"F32",  "F16",  "BF16", "Q8_0", "Q4_0",  "Q2_K",
+                                            "Q3_K", "Q4_K", "Q5_K", "Q6_K", "LEVELS"};
 
 // Forms of the activations that a matrix multiplication may read. A stage prepares those its weights need.
-enum Form : int { kFloat = 1, kQ8Per256 = 2, kQ8Per32 = 4 };
+enum Form : int { kFloat = 1, kQ8Per256 = 2, kQ8Per32 = 4, kSums16 = 8 };
 
 constexpr int form_of(Type type) {
     switch (type) {
         case Type::F32: case Type::F16: case Type::BF16: return kFloat;
         case Type::Q8_0: case Type::Q4_0: return kQ8Per32;
+        case Type::Q2_K: return kQ8Per256 | kSums16;
         default: return kQ8Per256;
     }
 }
@@ -37,7 +41,8 @@ struct Matrix {
 //   q256    bytes, value = d256[k/256][n] * byte. A single column is as it comes. More lie in fours side by side, four
 //           bytes of each in turn, so that one load serves four columns: [k/256][n/4][256/4][4][4], n rounded up
 //   sums    sums of 32 such bytes as 64 * h + l: h of the eight, then l of the eight, laid out like q256 with 16 for 256
-//   minus32 int32 [k/256][n][16], -32 times the sums of 16 of them (what Q6_K's offset takes away)
+//   sums16  the same for sums of 16: h of the sixteen, then l of the sixteen, 32 for 256
+//   minus32 int32 [k/256][n][16], -32 times the sums of 16 of them (what the offsets of Q6_K and Q3_K take away)
 //   q32     bytes like q256 with 32 for 256, value = d32[k/32][n] * byte
 //   minus8  int32 [k/32][n], -8 times the sums of 32 of them
 struct Acts {
@@ -46,6 +51,7 @@ struct Acts {
     int8_t* q256 = nullptr;
     float* d256 = nullptr;
     int8_t* sums = nullptr;
+    int8_t* sums16 = nullptr;
     int32_t* minus32 = nullptr;
     int8_t* q32 = nullptr;
     float* d32 = nullptr;
