@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 
 from random_models import random_tensors, random_tree, small_config
 from warpsmith.backend.base import ARGMAX
-from warpsmith.backend.cores import usable_cores
+from warpsmith.backend.cores import physical_cores, usable_cores
 from warpsmith.backend.cpu import CpuBackend
 
 TASKS = Path("/proc/self/task")
@@ -64,6 +65,18 @@ def test_as_many_threads_as_cores_we_may_use() -> None:
         os.sched_setaffinity(0, allowed)
     assert CpuBackend(config, random_tensors(config)).threads == usable_cores()
     assert CpuBackend(config, random_tensors(config), threads=3).threads == 3
+
+
+@pytest.mark.parametrize(
+    ("processors", "cores"), [(range(8), 4), ({0, 4}, 1), ({0, 1, 5}, 2), ({3}, 1), (range(10), 6)]
+)
+def test_threads_of_a_core_count_once(tmp_path: Path, processors: Iterable[int], cores: int) -> None:
+    """Eight processors, n and n + 4 on one core; of two more the system tells nothing."""
+    for n in range(8):
+        folder = tmp_path / f"cpu{n}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{n % 4},{n % 4 + 4}\n")
+    assert physical_cores(processors, tmp_path) == cores
 
 
 @pytest.mark.parametrize("call", ["chain", "trees"])

@@ -1,5 +1,6 @@
 // The table of hot functions, one for each instruction set. They are written once, as templates over a Simd struct
-// (kernels_matmul.h, kernels_vector.h), and compiled in one translation unit per instruction set with its own flags.
+// (kernels_matmul.h, kernels_large.h, kernels_vector.h), and compiled in one translation unit per instruction set with
+// its own flags.
 //
 // Every function computes a column (a token, a head, a query) by itself and in an order that depends on nothing but
 // its sizes. That is where row invariance comes from; nothing above needs to care.

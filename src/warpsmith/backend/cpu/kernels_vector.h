@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "kernels.h"
-#include "kernels_matmul.h"
+#include "kernels_large.h"
 
 namespace warpsmith {
 namespace {
@@ -280,15 +280,16 @@ struct Vector {
 template <class S>
 constexpr Kernels kernels_of(const char* name) {
     using P = Panel<S>;
+    using L = LargePanel<S>;
     using V = Vector<S>;
     return {
         name,
         {P::template floats<typename P::LoadF32>, P::template floats<typename P::LoadF16>,
          P::template floats<typename P::LoadBF16>, P::template small_blocks<Type::Q8_0>,
-         P::template small_blocks<Type::Q4_0>, P::template large_blocks<Type::Q2_K>,
-         P::template large_blocks<Type::Q3_K>, P::template large_blocks<Type::Q4_K>,
-         P::template large_blocks<Type::Q5_K>, P::template large_blocks<Type::Q6_K>,
-         P::template large_blocks<Type::Levels>},
+         P::template small_blocks<Type::Q4_0>, L::template large_blocks<Type::Q2_K>,
+         L::template large_blocks<Type::Q3_K>, L::template large_blocks<Type::Q4_K>,
+         L::template large_blocks<Type::Q5_K>, L::template large_blocks<Type::Q6_K>,
+         L::template large_blocks<Type::Levels>},
         V::rms_norm, V::quantize, V::silu_mul, V::sigmoid_mul, V::add, V::conv, V::l2_norm, V::delta_step,
         V::gated_norm, V::to_f16, V::from_f16, V::attend, V::merge, V::exp_sum,
     };

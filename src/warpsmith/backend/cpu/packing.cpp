@@ -143,7 +143,8 @@ void pack_floats(const uint8_t* stored, int first, int count, int cols, uint8_t*
     for (int k0 = 0; k0 < cols; k0 += kTile) {
         const int k1 = k0 + kTile < cols ? k0 + kTile : cols;
         for (int r = 0; r < count; r++) {
-            for (int k = k0; k < k1; k++) out[static_cast<size_t>(k) * kPanel + r] = rows[static_cast<size_t>(r) * cols + k];
+            const T* row = rows + static_cast<size_t>(r) * cols;
+            for (int k = k0; k < k1; k++) out[static_cast<size_t>(k) * kPanel + r] = row[k];
         }
         for (int r = count; r < kPanel; r++) {
             for (int k = k0; k < k1; k++) out[static_cast<size_t>(k) * kPanel + r] = 0;
@@ -251,8 +252,9 @@ void unpack_row(const Matrix& matrix, int row, float* out) {
                 for (int s = 0; s < 16; s++) {
                     const float scale = d * static_cast<int8_t>(block[kScales + 16 * s + r]);
                     for (int k = 0; k < 16; k++) {
-                        const int name = block[kWeights + 256 * (s / 2) + 64 * (k / 4) + 4 * r + k % 4] >> 4 * (s % 2) & 15;
-                        y[16 * s + k] = scale * static_cast<float>(static_cast<int8_t>(block[kLevels + name]));
+                        const int at = 256 * (s / 2) + 64 * (k / 4) + 4 * r + k % 4;
+                        const int number = block[kWeights + at] >> 4 * (s % 2) & 15;
+                        y[16 * s + k] = scale * static_cast<float>(static_cast<int8_t>(block[kLevels + number]));
                     }
                 }
                 break;

@@ -118,7 +118,9 @@ struct Avx2 {
         });
     }
     template <int M>
-    static W insert(W x, W bits) { return each<W>([&](int i) { return _mm256_or_si256(x.v[i], masked(bits.v[i], M)); }); }
+    static W insert(W x, W bits) {
+        return each<W>([&](int i) { return _mm256_or_si256(x.v[i], masked(bits.v[i], M)); });
+    }
     static W lookup(const uint8_t* table, W x) {
         const __m256i levels = _mm256_broadcastsi128_si256(load16(table));
         return each<W>([&](int i) { return _mm256_shuffle_epi8(levels, x.v[i]); });
@@ -156,8 +158,13 @@ struct Avx2 {
             return add_products(acc.v[i], _mm256_abs_epi8(w.v[i]), _mm256_sign_epi8(quad(x, J), w.v[i]));
         });
     }
-    static WARPSMITH_INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
-    static WARPSMITH_INLINE void prefetch_far(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
+    // Forced inline: GCC deems a function that does nothing but prefetch to do nothing, and leaves out calls of it.
+    static WARPSMITH_INLINE void prefetch(const uint8_t* p) {
+        _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+    }
+    static WARPSMITH_INLINE void prefetch_far(const uint8_t* p) {
+        _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
+    }
 };
 
 }  // namespace

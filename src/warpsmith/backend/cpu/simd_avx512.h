@@ -77,7 +77,9 @@ struct Avx512 {
     template <int N>
     static W shift(W w) { return N < 0 ? _mm512_slli_epi16(w, N < 0 ? -N : 0) : _mm512_srli_epi16(w, N < 0 ? 0 : N); }
     template <int M>
-    static W insert(W w, W bits) { return _mm512_ternarylogic_epi32(w, bits, _mm512_set1_epi8(M), 0xf8); }  // w | bits & M
+    static W insert(W w, W bits) {
+        return _mm512_ternarylogic_epi32(w, bits, _mm512_set1_epi8(M), 0xf8);  // w | bits & M
+    }
     static W lookup(const uint8_t* table, W w) {
         return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load16(table)), w);
     }
@@ -107,8 +109,13 @@ struct Avx512 {
         const __m512i signs = _mm512_mask_sub_epi8(v, _mm512_movepi8_mask(w), zero(), v);
         return _mm512_dpbusd_epi32(acc, _mm512_abs_epi8(w), signs);
     }
-    static WARPSMITH_INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
-    static WARPSMITH_INLINE void prefetch_far(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
+    // Forced inline: GCC deems a function that does nothing but prefetch to do nothing, and leaves out calls of it.
+    static WARPSMITH_INLINE void prefetch(const uint8_t* p) {
+        _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+    }
+    static WARPSMITH_INLINE void prefetch_far(const uint8_t* p) {
+        _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
+    }
 };
 
 }  // namespace

@@ -141,6 +141,7 @@ struct Neon {
     }
     template <int J>
     static I dot_signed(I acc, W w, X16 x) { return dot<J>(acc, w, x); }
+    // Forced inline: GCC deems a function that does nothing but prefetch to do nothing, and leaves out calls of it.
     static WARPSMITH_INLINE void prefetch(const uint8_t* p) { __builtin_prefetch(p); }
     static WARPSMITH_INLINE void prefetch_far(const uint8_t* p) { __builtin_prefetch(p, 0, 2); }
 };
