@@ -4,15 +4,18 @@
     pip install llama-cpp-python
     python bench/compare_llamacpp.py 0.8B-q4_k_m.gguf --threads 2
 
-Prints medians, the read bandwidth measured in the same run, and the part of it that decoding reaches. Run it on an
-otherwise idle machine. Without llama-cpp-python only our side is measured, and the table says so.
+`--llama-bench PROGRAM` measures with llama.cpp's own benchmark instead of its Python package. Prints medians, the read
+bandwidth measured in the same run, and the part of it that decoding reaches. Run it on an otherwise idle machine.
+Without either only our side is measured, and the table says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import statistics
+import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
@@ -82,6 +85,16 @@ def theirs(path: str, threads: int, prompt: int, generate: int, repetitions: int
     return median_rate(prompt, repetitions, read), median_rate(generate, repetitions, write)
 
 
+def theirs_by_llama_bench(
+    program: str, path: str, threads: int, prompt: int, generate: int, repetitions: int
+) -> tuple[float, float]:
+    numbers = ["-t", threads, "-p", prompt, "-n", generate, "-r", repetitions, "-ngl", 0]
+    command = [program, "-m", path, "-o", "json", *map(str, numbers)]
+    results = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    prefill, decode = (statistics.median(result["samples_ts"]) for result in results)
+    return prefill, decode
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a GGUF file")
@@ -89,6 +102,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--generate", type=int, default=32)
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--llama-bench", metavar="PROGRAM", help="llama.cpp's benchmark, built for this machine")
     args = parser.parse_args()
     sizes = (args.threads, args.prompt, args.generate, args.repetitions)
 
@@ -99,10 +113,13 @@ def main() -> None:
     )
     print(f"| engine | pp{args.prompt}, tok/s | tg{args.generate}, tok/s |\n|---|---|---|")
     print(f"| warpsmith | {prefill:.1f} | {decode:.1f} |")
-    if importlib.util.find_spec("llama_cpp") is None:
+    if args.llama_bench:
+        their_prefill, their_decode = theirs_by_llama_bench(args.llama_bench, args.model, *sizes)
+    elif importlib.util.find_spec("llama_cpp") is None:
         print("| llama.cpp | not measured: llama-cpp-python is not installed | |")
         return
-    their_prefill, their_decode = theirs(args.model, *sizes)
+    else:
+        their_prefill, their_decode = theirs(args.model, *sizes)
     print(f"| llama.cpp | {their_prefill:.1f} | {their_decode:.1f} |")
     print(f"| ratio | {prefill / their_prefill:.2f} | {decode / their_decode:.2f} |")
 
