@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpsmith.backend.cuda.shape import WARPS, WIDE, chunks_of
-from warpsmith.checkpoint.blocks import IQ4_LEVELS, LAYOUTS, TYPES, BlockType, dequantize
+from warpsmith.checkpoint.blocks import LAYOUTS, TYPES, BlockType, dequantize
+from warpsmith.checkpoint.levels import IQ4_LEVELS
 from warpsmith.checkpoint.quantize import quantize
 
 Convert = Callable[[NDArray[np.uint8]], NDArray[np.uint8]]
