@@ -25,6 +25,8 @@ from warpsmith.backend.cuda.compiler import sources
 
 HERE = Path(__file__).parent
 ARGUMENTS = {"forward": ["Params", "Request"], "commit": ["Params", "Path"], "pack": ["Pack"]}
+ARGUMENTS |= {"large": ["Params", "Request"], "large_commit": ["Params", "Path"], "large_pack": ["Pack"]}
+ENTRIES = {"large": "forward", "large_commit": "commit", "large_pack": "pack"}  # kernels not named as their file
 FLAGS = ["-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-ffp-contract=off"]
 
 
@@ -55,7 +57,7 @@ def _compiled(name: str, kernel: str, architecture: str, constants: tuple[tuple[
     defined = [f"#define {key} {value}" for key, value in constants]
     if architecture == "sm_90a":
         defined.append("#define __CUDA_ARCH_FEAT_SM90_ALL 1")
-    nodes = dict(constants).get("NODES")
+    nodes, entry = dict(constants).get("NODES"), ENTRIES.get(kernel, kernel)
     types = [*ARGUMENTS[kernel], *(["Draw"] if kernel == "forward" and nodes == "1" else [])]
     passed = ", ".join(f"*(const {kind}*)arguments[{i}]" for i, kind in enumerate(types))
     text = "\n".join(
@@ -65,7 +67,7 @@ def _compiled(name: str, kernel: str, architecture: str, constants: tuple[tuple[
             '#include "machine.h"',
             f'#include "{name}"',
             'extern "C" int launch(int grid, int threads, int shared, unsigned seed, void** arguments) {',
-            f"    return machine::run(grid, threads, shared, seed, [&] {{ {kernel}({passed}); }});",
+            f"    return machine::run(grid, threads, shared, seed, [&] {{ {entry}({passed}); }});",
             "}",
         ]
     )

@@ -45,8 +45,8 @@ struct Warp {
 struct Block {
     std::vector<unsigned char> shared;
     std::vector<Warp> warps;
-    int waiting[2] = {0, 0};
-    unsigned long generation[2] = {0, 0};
+    int waiting[3] = {0, 0, 0};
+    unsigned long generation[3] = {0, 0, 0};
 };
 struct Fiber {
     void* stack_pointer = nullptr;
@@ -322,6 +322,13 @@ inline int atomicExch(int* at, int v) {
     *at = v;
     return old;
 }
+template <class T>
+inline T atomicMax(T* at, T v) {
+    const T old = *at;
+    if (v > old) *at = v;
+    return old;
+}
+inline void __threadfence() {}
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
