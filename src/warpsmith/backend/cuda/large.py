@@ -82,7 +82,9 @@ class LargeStage:
 def deal_groups(blocks: int, sms: int) -> list[Group]:
     """Groups of at most GROUP_BLOCKS superblocks, and SMs for each in proportion."""
     count = -(-blocks // GROUP_BLOCKS)
-    sizes = [blocks * (i + 1) // count - blocks * i // count for i in range(count)]
+    pairs = [blocks // 2 * (i + 1) // count - blocks // 2 * i // count for i in range(count)]
+    sizes = [2 * n for n in pairs]  # even: both groups of warps have as much to do
+    sizes[-1] += blocks % 2
     shares = [1] * count
     for _ in range(sms - count):  # always where an SM has most to do
         shares[max(range(count), key=lambda i: sizes[i] / shares[i])] += 1
@@ -222,7 +224,8 @@ class LargeLayout:
         for i, deal in enumerate(self.deals):
             stage = deal.stage
             stages[i, :3] = at, stage.tiles, len(deal.groups)
-            tiles.append(deal.tables.astype(np.uint16).reshape(-1))
+            table = deal.tables.astype(np.uint16).reshape(-1)
+            tiles.append(np.pad(table, (0, table.size % 2)))  # read two at a time
             at += tiles[-1].size
             starts = np.cumsum([0, *(p.tiles for p in stage.parts)])
             ends = [int(starts[min(j, len(stage.parts))]) if j <= len(stage.parts) else 1 << 30 for j in (1, 2)]
@@ -243,6 +246,7 @@ class LargeLayout:
             "KV_HEADS": c.kv_heads, "KEY_HEADS": c.key_heads, "VALUE_HEADS": c.value_heads, "EPS": f"{c.eps!r}f",
             "SLAB_TYPE_MASK": mask, "EMBEDDING_TYPE": EMBEDDINGS.index(self.stored["token_embd.weight"]),
             "GROUP_BLOCKS": GROUP_BLOCKS, "SMS": self.sms, "NODES": nodes,
+            "TABLE_ENTRIES": 1 + max(deal.tables.size for deal in self.deals[:-1]),
         }  # fmt: skip
 
 

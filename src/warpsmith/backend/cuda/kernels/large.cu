@@ -41,14 +41,16 @@ __device__ __forceinline__ void project(Block& b, int stage_index, Source from) 
     prepare_operands(b, run, from);
     b.mark();
     multiply(b, run);
+    if (stage_index < 4 * LAYERS) load_table(b, stage_index);
     b.mark();
 }
 
 // The sums of a stage added to the residual stream.
-__device__ __forceinline__ void add_to_residual(Block& b, int stage_index, const float* norm, float* feature) {
-    const Sums sums(b.p, b.p.stages[stage_index]);
+template <int GROUPS>
+__device__ __forceinline__ void add_to_residual(Block& b, const float* norm, float* feature) {
+    const Sums<GROUPS> sums(b, RESIDUAL_ROWS);
     b.wait_for_all();
-    update_residual(b, norm, feature, [&](float x, int node, int k) { return x + sums.at(node, k); });
+    update_residual(b, norm, feature, [&](float4 x, int node, int k) { return Sums<GROUPS>::add(x, sums.at(node, k)); });
     b.step_done();
     b.mark();
 }
@@ -62,26 +64,28 @@ __device__ __forceinline__ void forward_pass(Block& b) {
         const bool recurrent = b.p.recurrent[layer];
         const int in = layer * 4;
         project(b, in, {b.p.x, HIDDEN, true, false});
-        const Stage stage = b.p.stages[in];
         b.wait_for_all();
         if (recurrent) {
-            delta_mix(b, stage);
+            delta_mix(b);
         } else {
-            attention_rows(b, stage, layer);
+            attention_rows(b, layer);
             b.step_done();
             b.wait_for_all();
             attention_parts(b, layer);
             b.step_done();
             b.wait_for_all();
-            attention_merge(b, stage);
+            attention_merge(b);
         }
         b.step_done();
         b.mark();
         project(b, in + 1, {b.p.y, Y_DIM, false, recurrent});
-        add_to_residual(b, in + 1, b.vectors + MLP_NORM, nullptr);
+        if (groups_of(VALUE_DIM) == groups_of(ATTENTION_DIM) || recurrent)
+            add_to_residual<groups_of(VALUE_DIM)>(b, b.vectors + MLP_NORM, nullptr);
+        else
+            add_to_residual<groups_of(ATTENTION_DIM)>(b, b.vectors + MLP_NORM, nullptr);
         project(b, in + 2, {b.p.x, HIDDEN, true, false});
         b.wait_for_all();
-        activate(b, b.p.stages[in + 2]);
+        activate(b);
         b.step_done();
         b.mark();
         project(b, in + 3, {b.p.h, FFN, false, false});
@@ -91,11 +95,11 @@ __device__ __forceinline__ void forward_pass(Block& b) {
 #pragma unroll 1
         for (int i = 0; i < b.r.features; i++)
             if (b.r.feature_layers[i] == layer) feature = b.p.out_features + (size_t)i * b.nodes * HIDDEN;
-        add_to_residual(b, in + 3, b.vectors + MIX_NORM, feature);
+        add_to_residual<INNER_GROUPS>(b, b.vectors + MIX_NORM, feature);
     }
     project(b, 4 * LAYERS, {b.p.x, HIDDEN, true, false});
     b.wait_for_all();
-    rank_logits(b, b.p.stages[4 * LAYERS]);
+    rank_logits(b);
     b.step_done();
     b.wait_for_all();
     choose_tokens(b);

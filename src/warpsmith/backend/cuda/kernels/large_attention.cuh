@@ -25,16 +25,15 @@ __device__ __forceinline__ int attention_index(const Block& b, int layer) { retu
 
 // --- rows -----------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void attention_rows(Block& b, const Stage& stage, int layer) {
-    const Sums sums(b.p, stage);
+__device__ __forceinline__ void attention_rows(Block& b, int layer) {
+    const Sums<HIDDEN_GROUPS> sums(b, ATTENTION_IN_ROWS);
 #pragma unroll 1
     for (int task = b.warp * SMS + b.sm; task < b.nodes * ATTENTION_ROWS; task += WARPS * SMS) {
         const int node = task / ATTENTION_ROWS, row = task % ATTENTION_ROWS, position = node_position(b, node);
         const bool is_query = row < HEADS, is_value = row >= HEADS + KV_HEADS;
         const int from = is_query ? row * 2 * HEAD_DIM : is_value ? VALUES_AT + (row - HEADS - KV_HEADS) * HEAD_DIM : KEYS_AT + (row - HEADS) * HEAD_DIM;
-        float v[8];
-#pragma unroll
-        for (int j = 0; j < 8; j++) v[j] = sums.at(node, from + b.lane * 8 + j);
+        const float4 v0 = sums.at(node, from + b.lane * 8), v1 = sums.at(node, from + b.lane * 8 + 4);
+        float v[8] = {v0.x, v0.y, v0.z, v0.w, v1.x, v1.y, v1.z, v1.w};
         if (is_value) {
 #pragma unroll
             for (int j = 0; j < 8; j++) v[j] = fminf(fmaxf(v[j], -LARGEST_HALF), LARGEST_HALF);
@@ -256,13 +255,15 @@ __device__ __forceinline__ void attention_parts(Block& b, int layer) {
 // --- merge ----------------------------------------------------------------------------------------------------------
 
 // A warp a node's head, a lane eight dimensions.
-__device__ __forceinline__ void attention_merge(Block& b, const Stage& stage) {
-    const Sums sums(b.p, stage);
+__device__ __forceinline__ void attention_merge(Block& b) {
+    const Sums<HIDDEN_GROUPS> sums(b, ATTENTION_IN_ROWS);
 #pragma unroll 1
     for (int task = b.warp * SMS + b.sm; task < b.nodes * HEADS; task += WARPS * SMS) {
         const int node = task / HEADS, head = task % HEADS, position = node_position(b, node), common = shared_chunks(position);
         const int splits = min(common, SPLITS), tails = (common + 1) * CHUNK <= position ? 2 : 1, count = splits + tails;
         const size_t at = (size_t)task * PARTS;
+        const int gate_row = head * 2 * HEAD_DIM + HEAD_DIM + b.lane * 8;
+        const float4 gate0 = sums.at(node, gate_row), gate1 = sums.at(node, gate_row + 4);
         const auto place = [&](int i) { return i < splits ? i : SPLITS + i - splits; };
         float peak = MINUS_INFINITY;
 #pragma unroll 1
@@ -284,12 +285,10 @@ __device__ __forceinline__ void attention_merge(Block& b, const Stage& stage) {
         }
         const float inverse = reciprocal(weight);
         u32 out[4];
-        float gated[8];
+        const float gates[8] = {gate0.x, gate0.y, gate0.z, gate0.w, gate1.x, gate1.y, gate1.z, gate1.w};
 #pragma unroll
-        for (int j = 0; j < 8; j++)
-            gated[j] = sum[j] * inverse * sigmoid(sums.at(node, head * 2 * HEAD_DIM + HEAD_DIM + b.lane * 8 + j));
-#pragma unroll
-        for (int j = 0; j < 4; j++) out[j] = pack_bf16(gated[2 * j], gated[2 * j + 1]);
+        for (int j = 0; j < 4; j++)
+            out[j] = pack_bf16(sum[2 * j] * inverse * sigmoid(gates[2 * j]), sum[2 * j + 1] * inverse * sigmoid(gates[2 * j + 1]));
         *((uint4*)(b.p.y + (size_t)node * Y_DIM + head * HEAD_DIM) + b.lane) = {out[0], out[1], out[2], out[3]};
     }
 }

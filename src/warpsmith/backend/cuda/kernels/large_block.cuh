@@ -57,22 +57,46 @@ struct Block {
 };
 
 // What a tile of results has been summed to: all groups of K, and where SMs share a group's tile, all its parts, in order.
+// The stage's table of tiles is in shared memory, where `load_table` put it. GROUPS: as many groups as K has at most.
+template <int GROUPS>
 struct Sums {
     const float* sums;
     const u16* tiles;
-    int groups, stride;
+    int stride;
 
-    __device__ Sums(const Params& p, const Stage& stage)
-        : sums(p.sums), tiles(p.tiles + stage.tiles_at), groups(stage.groups), stride(stage.tile_rows + 1) {}
+    __device__ Sums(const Block& b, const u16* table, const Stage& stage) : sums(b.p.sums), tiles(table), stride(stage.tile_rows + 1) {}
+    __device__ Sums(const Block& b, int rows) : sums(b.p.sums), tiles(b.s.tiles), stride(rows / ROWS + 1) {}
 
-    __device__ float at(int node, int row) const {
+    // Rows `row` .. + 3, a multiple of 4: every part is asked for at once.
+    __device__ float4 at(int node, int row) const {
         const u16* from = tiles + row / ROWS;
-        float total = 0.0f;
-#pragma unroll 3
-        for (int g = 0; g < groups; g++) {
-            const int first = __ldg(from + g * stride), end = __ldg(from + g * stride + 1);
-            for (int tile = first; tile < end; tile++) total += __ldcg(sums + ((size_t)tile * NODES + node) * ROWS + row % ROWS);
+        const float4* first = (const float4*)(sums + node * ROWS + row % ROWS);
+        int tile[GROUPS], end[GROUPS];
+        float4 v[GROUPS][2];
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) tile[g] = from[g * stride], end[g] = from[g * stride + 1];
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) {
+            v[g][0] = __ldcg(first + (size_t)tile[g] * (NODES * ROWS / 4));
+            v[g][1] = tile[g] + 1 < end[g] ? __ldcg(first + (size_t)(tile[g] + 1) * (NODES * ROWS / 4)) : float4{};
+        }
+        float4 total = {};
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) {
+            total = add(add(total, v[g][0]), v[g][1]);
+#pragma unroll 1
+            for (int i = tile[g] + 2; i < end[g]; i++) total = add(total, __ldcg(first + (size_t)i * (NODES * ROWS / 4)));
         }
         return total;
     }
+    static __device__ __forceinline__ float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 };
+
+// The stage's table of tiles to shared memory; it is there after the next barrier.
+__device__ __forceinline__ void load_table(Block& b, int stage_index) {
+    const Stage stage = b.p.stages[stage_index];
+    const u32* from = (const u32*)(b.p.tiles + stage.tiles_at);
+    const int words = (stage.groups * (stage.tile_rows + 1) + 1) / 2;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < words; i += CONSUMERS) ((u32*)b.s.tiles)[i] = __ldg(from + i);
+}

@@ -44,50 +44,61 @@ struct DeltaShare {
     }
 };
 
-// Projections, convolution, gates.
-__device__ __forceinline__ void delta_inputs(Block& b, const Stage& stage, const DeltaShare& share) {
+// Projections, convolution, gates. A thread has four channels at a time.
+__device__ __forceinline__ void delta_inputs(Block& b, const DeltaShare& share) {
     float* rows = (float*)b.scratch;
-    const Sums sums(b.p, stage);
-    const int channels = share.channels();
+    const Sums<HIDDEN_GROUPS> sums(b, DELTA_ROWS);
+    const int quads = share.channels() / 4, z_quads = share.units * 2;
     const float* history = b.p.history + (size_t)b.deltas * HISTORY * CONV_CHANNELS;
 #pragma unroll 2
-    for (int i = threadIdx.x; i < channels * b.nodes; i += CONSUMERS) {
-        const int channel = i % channels, node = i / channels, row = share.row(channel);
-        const float raw = sums.at(node, row);
-        rows[node * MIX_ROW + channel] = raw;
-        if (share.keeps(channel)) {
-            if (b.decoding())
-                b.p.history[((size_t)b.deltas * HISTORY + b.length % HISTORY) * CONV_CHANNELS + row] = raw;
-            else
-                b.p.pending_raw[((size_t)b.deltas * MAX_NODES + node) * CONV_CHANNELS + row] = raw;
+    for (int i = threadIdx.x; i < (quads + z_quads) * b.nodes; i += CONSUMERS) {
+        const int node = i / (quads + z_quads), quad = i - node * (quads + z_quads), channel = quad * 4;
+        const bool is_z = quad >= quads;
+        const int row = is_z ? Z_AT + share.first * 8 + (quad - quads) * 4 : share.row(channel);
+        const float4 raw = sums.at(node, row);
+        float* own = rows + node * MIX_ROW;
+        if (is_z) {
+            *(float4*)(own + SILU_Z + (quad - quads) * 4) = {silu(raw.x), silu(raw.y), silu(raw.z), silu(raw.w)};
+        } else {
+            *(float4*)(own + channel) = raw;
+            if (share.keeps(channel)) {
+                float* to = b.decoding() ? b.p.history + ((size_t)b.deltas * HISTORY + b.length % HISTORY) * CONV_CHANNELS
+                                         : b.p.pending_raw + ((size_t)b.deltas * MAX_NODES + node) * CONV_CHANNELS;
+                *(float4*)(to + row) = raw;
+            }
         }
-    }
-#pragma unroll 1
-    for (int i = threadIdx.x; i < share.units * 8 * b.nodes; i += CONSUMERS) {
-        const int column = i % (share.units * 8), node = i / (share.units * 8);
-        rows[node * MIX_ROW + SILU_Z + column] = silu(sums.at(node, Z_AT + share.first * 8 + column));
     }
 #pragma unroll 1
     for (int i = threadIdx.x; i < share.heads * b.nodes; i += CONSUMERS) {
         const int mine = i % share.heads, node = i / share.heads, head = share.head + mine;
         float* gates = rows + node * MIX_ROW + GATES + mine * 8;
-        const float alpha = sums.at(node, GATES_AT + VALUE_HEADS + head) + __ldg(b.vectors + DT_AT + head);
-        gates[BETA] = sigmoid(sums.at(node, GATES_AT + head));
+        const auto one = [&](int row) {
+            const float4 v = sums.at(node, row / 4 * 4);
+            return row % 4 == 0 ? v.x : row % 4 == 1 ? v.y : row % 4 == 2 ? v.z : v.w;
+        };
+        const float beta = one(GATES_AT + head), alpha = one(GATES_AT + VALUE_HEADS + head) + __ldg(b.vectors + DT_AT + head);
+        gates[BETA] = sigmoid(beta);
         gates[FADE] = exponential(__ldg(b.vectors + A_AT + head) * softplus(alpha));
     }
     b.sync();
 #pragma unroll 2
-    for (int i = threadIdx.x; i < channels * b.nodes; i += CONSUMERS) {
-        const int channel = i % channels, node = i / channels, row = share.row(channel);
-        const float4 w = __ldg((const float4*)(b.vectors + CONV_AT) + row);
-        float x[4];
+    for (int i = threadIdx.x; i < quads * b.nodes; i += CONSUMERS) {
+        const int node = i / quads, channel = (i - node * quads) * 4, row = share.row(channel);
+        const float4* conv = (const float4*)(b.vectors + CONV_AT) + row;
+        const float4 w[4] = {__ldg(conv), __ldg(conv + 1), __ldg(conv + 2), __ldg(conv + 3)};
+        float4 x[4];
 #pragma unroll
         for (int age = 0; age < 4; age++) {
             const int source = b.s.path[node][age];
-            x[age] = source >= 0 ? rows[source * MIX_ROW + channel]
-                                 : __ldcg(history + (b.length + source + HISTORY) % HISTORY * CONV_CHANNELS + row);
+            x[age] = source >= 0 ? *(const float4*)(rows + source * MIX_ROW + channel)
+                                 : __ldcg((const float4*)(history + (b.length + source + HISTORY) % HISTORY * CONV_CHANNELS + row));
         }
-        rows[node * MIX_ROW + AFTER + channel] = silu(fmaf(w.w, x[0], fmaf(w.z, x[1], fmaf(w.y, x[2], w.x * x[3]))));
+        const auto mixed = [&](float4 w, float x0, float x1, float x2, float x3) {
+            return silu(fmaf(w.w, x0, fmaf(w.z, x1, fmaf(w.y, x2, w.x * x3))));
+        };
+        *(float4*)(rows + node * MIX_ROW + AFTER + channel) = {
+            mixed(w[0], x[0].x, x[1].x, x[2].x, x[3].x), mixed(w[1], x[0].y, x[1].y, x[2].y, x[3].y),
+            mixed(w[2], x[0].z, x[1].z, x[2].z, x[3].z), mixed(w[3], x[0].w, x[1].w, x[2].w, x[3].w)};
     }
     b.sync();
 #pragma unroll 1
@@ -178,9 +189,9 @@ __device__ __forceinline__ void delta_unit(Block& b, const DeltaShare& share, in
     }
 }
 
-__device__ __forceinline__ void delta_mix(Block& b, const Stage& stage) {
+__device__ __forceinline__ void delta_mix(Block& b) {
     const DeltaShare share(b.sm);
-    delta_inputs(b, stage, share);
+    delta_inputs(b, share);
     b.mark();
 #pragma unroll 1
     for (int mine = b.warp; mine < share.units; mine += WARPS) delta_unit(b, share, mine);

@@ -47,6 +47,8 @@ __device__ __forceinline__ int slab_bytes_of(int type) {
 
 // --- the ring's warp ------------------------------------------------------------------------------------------------
 
+constexpr int MOST_ON_WAY = IN_FLIGHT < SLOTS ? IN_FLIGHT : SLOTS;  // what is waited for must be the ring's last round
+
 struct Producer {
     Barriers bars;
     const u8* source;
@@ -69,7 +71,7 @@ struct Producer {
             const int type = tile_type(run, walk.tile), at_once = slot_blocks_of(type), block_bytes = 4 * slab_bytes_of(type);
 #pragma unroll 1
             for (int left = walk.count(); left > 0; left -= at_once) {
-                if (on_way >= IN_FLIGHT) land_one();
+                if (on_way >= MOST_ON_WAY) land_one();
                 Watchdog dog;
                 while (!barrier_done(bars.empty + 8 * slot, phase ^ 1)) {
                     if (*stopped) return false;
@@ -116,11 +118,16 @@ struct Source {
 
 // 1 / rms of every node's residual stream.
 __device__ __forceinline__ void measure_residual(Block& b) {
-#pragma unroll 1
-    for (int node = b.warp; node < b.nodes; node += WARPS) {
-        float square = 0.0f;
-#pragma unroll 1
-        for (int i = b.lane; i < SMS; i += 32) square += __ldcg(b.p.x_squares + node * SMS + i);
+#pragma unroll
+    for (int i = 0; i < OCTETS; i++) {
+        const int node = i * WARPS + b.warp;
+        if (node >= b.nodes) break;
+        constexpr int EACH = (SMS + 31) / 32;
+        float got[EACH], square = 0.0f;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) got[i] = i * 32 + b.lane < SMS ? __ldcg(b.p.x_squares + node * SMS + i * 32 + b.lane) : 0.0f;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) square += got[i];
         const float inverse = inverse_root(warp_sum(square) / HIDDEN + EPS);
         if (b.lane == 0) b.s.inverse[node] = inverse;
     }
@@ -240,38 +247,45 @@ __device__ __forceinline__ void multiply_tile(const SlabHere& slab, float (&acc)
     }
 }
 
-// A slot's superblocks, added to `total`.
+__device__ __forceinline__ void give_back(u32 empty, int lane) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(empty);
+}
+
+// A slot's superblocks, added to `total`. The next one is loaded while the sums of this one are still made; the slot is given back
+// once its last words have been used.
 template <int TYPE>
 __device__ __forceinline__ void multiply_slot(u32 at, u64 operands, int blocks, u32 empty, int lane, float (&total)[OCTETS * 4]) {
     typedef Slab<TYPE> Here;
     constexpr int MOST = slot_blocks(TYPE);
+    Here slab[MOST];
+    slab[0].load(at, lane);
 #pragma unroll
     for (int block = 0; block < MOST; block++) {
         if (block >= blocks) break;
-        Here slab;
-        slab.load(at + block * 4 * slab_bytes(TYPE), lane);
-        slab.scales();
+        const bool last = block == MOST - 1 || block == blocks - 1;
+        slab[block].scales();
         const u64 here = operands + block * (BLOCK_BYTES >> 4);
         float acc[OCTETS * 4], mins[OCTETS * 4];
         u32 a[2][4][4], m[4];
         if constexpr (Here::MINS) {
-            slab.mins(m);
+            slab[block].mins(m);
             products_begin();
             multiply_group(mins, m, here + 16 * (STEP_BYTES >> 4), 0);
             products_queued();
         }
-        multiply_tile<0>(slab, acc, a[0], here);
-        multiply_tile<1>(slab, acc, a[1], here);
+        multiply_tile<0>(slab[block], acc, a[0], here);
+        multiply_tile<1>(slab[block], acc, a[1], here);
         products_done<1>();
-        multiply_tile<2>(slab, acc, a[0], here);
+        multiply_tile<2>(slab[block], acc, a[0], here);
+        if (block + 1 < MOST && !last) slab[block + 1 < MOST ? block + 1 : 0].load(at + (block + 1) * 4 * slab_bytes(TYPE), lane);
         products_done<1>();
-        multiply_tile<3>(slab, acc, a[1], here);
-        const float4 f = slab.factors();
+        multiply_tile<3>(slab[block], acc, a[1], here);
+        // an operand below 2 has bit 30 clear: the arrival waits for it, so for the last load
+        if (Here::EARLY && last) give_back(empty + (a[1][3][3] >> 30 & 1), lane);
+        const float4 f = slab[block].factors();
         products_done<0>();
-        if (block == MOST - 1 || block == blocks - 1) {  // every word has been used
-            __syncwarp();
-            if (lane == 0) barrier_arrive(empty);
-        }
+        if (!Here::EARLY && last) give_back(empty, lane);
 #pragma unroll
         for (int i = 0; i < OCTETS * 4; i++) {
             total[i] = fmaf(i & 2 ? f.z : f.x, acc[i], total[i]);

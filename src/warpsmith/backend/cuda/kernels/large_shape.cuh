@@ -1,8 +1,8 @@
 // The activations-first forward pass: what the host fixes when it builds, and what follows from it.
 //
 // Given with -D: HIDDEN FFN VOCAB LAYERS HEADS KV_HEADS KEY_HEADS VALUE_HEADS EPS (the model); SLAB_TYPE_MASK EMBEDDING_TYPE (how
-// its weights are stored); GROUP_BLOCKS (superblocks of K that an SM has at most); SMS SHARED_MEMORY (the chip); NODES (8, 16 or
-// 24: columns of this build).
+// its weights are stored); GROUP_BLOCKS (superblocks of K that an SM has at most); TABLE_ENTRIES (of the largest
+// table of tiles but the head's); SMS SHARED_MEMORY IN_FLIGHT (the chip); NODES (8, 16 or 24: columns of this build).
 #pragma once
 #include "slab.cuh"
 
@@ -14,6 +14,9 @@ constexpr int Y_DIM = VALUE_DIM > ATTENTION_DIM ? VALUE_DIM : ATTENTION_DIM;
 constexpr int MAX_NODES = 64, HISTORY = 4, COLUMNS = 16, BLOCKS = VALUE_DIM / COLUMNS, BLOCKS_PER_HEAD = STATE_DIM / COLUMNS;
 constexpr int MAX_STOPS = 16, MAX_FEATURES = 8;
 constexpr int OCTETS = NODES / 8;
+// Groups of K of projections from the residual stream, from the mixers and from the MLP's inner activation; rows of stages.
+__host__ __device__ constexpr int groups_of(int k) { return (k / BLOCK_K + GROUP_BLOCKS - 1) / GROUP_BLOCKS; }
+constexpr int HIDDEN_GROUPS = groups_of(HIDDEN), INNER_GROUPS = groups_of(FFN);
 
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 __host__ __device__ constexpr int up(int n, int to) { return (n + to - 1) / to * to; }
@@ -31,6 +34,9 @@ constexpr int SLOT_BYTES = up(largest_slot(), 128);
 // Rows of a stage, in the order of its parts; every part begins a tile of 64 rows.
 constexpr int Z_AT = up(CONV_CHANNELS, ROWS), GATES_AT = Z_AT + up(VALUE_DIM, ROWS);         // DeltaNet: qkv | z | beta, alpha
 constexpr int KEYS_AT = up(2 * ATTENTION_DIM, ROWS), VALUES_AT = KEYS_AT + up(KV_HEADS * HEAD_DIM, ROWS);  // q and gate | k | v
+
+constexpr int DELTA_ROWS = GATES_AT + up(2 * VALUE_HEADS, ROWS), ATTENTION_IN_ROWS = VALUES_AT + up(KV_HEADS * HEAD_DIM, ROWS);
+constexpr int RESIDUAL_ROWS = up(HIDDEN, ROWS), MLP_ROWS = up(2 * FFN, ROWS);
 
 // Who has which part of the residual stream: pieces of 8 rows, dealt in order.
 constexpr int PIECES = HIDDEN / 8, OWN_PIECES = (PIECES + SMS - 1) / SMS;
@@ -61,7 +67,7 @@ constexpr int SCRATCH_BYTES = up(larger(larger(OPERAND_BYTES, MIX_BYTES), ATTENT
 constexpr int SUM_BUFFERS = 2, SUM_BYTES = 2 * 4 * OCTETS * 512;  // of a tile of results: both groups of warps
 
 struct Shared {
-    float residual[OWN_PIECES * 8][NODES];
+    alignas(16) float residual[NODES][OWN_PIECES * 8];
     float scale[NODES];                  // of a token's sums
     float inverse[NODES];                // 1 / rms of its residual stream
     u32 exponent[WARPS][NODES];
@@ -71,6 +77,7 @@ struct Shared {
     int path[NODES][4];                  // a node and its ancestors; -1, -2, ...: committed tokens, newest first
     short parent[NODES], keeps[NODES];   // whether a node's state is fetched again later
     signed char ancestor[NODES][NODES];  // by depth
+    u16 tiles[TABLE_ENTRIES];            // of the stage whose sums are at work
     volatile int stopped;
     int deepest;
 };

@@ -5,27 +5,28 @@
 
 // --- the residual stream: every SM has some pieces of 8 rows ----------------------------------------------------------
 
-// Publish what the next projection reads: rows times the next norm's weight, and this SM's sum of squares. `update` gives a row's
-// new value for a node, from the old one.
+// Publish what the next projection reads: rows times the next norm's weight, and this SM's sum of squares. `update` gives four rows'
+// new values for a node, from the old ones.
 template <class Update>
 __device__ __forceinline__ void update_residual(Block& b, const float* norm, float* feature, Update update) {
-    const int first = first_of(PIECES, b.sm), pieces = first_of(PIECES, b.sm + 1) - first, count = pieces * b.nodes * 8;
+    const int first = first_of(PIECES, b.sm), pieces = first_of(PIECES, b.sm + 1) - first, count = pieces * b.nodes * 2;
 #pragma unroll 1
     for (int at = 0; at < count; at += CONSUMERS) {
-        const int i = at + threadIdx.x, row = i & 7, piece = (i >> 3) % pieces, node = (i >> 3) / pieces;
+        const int i = at + threadIdx.x, node = i / 2 / pieces, piece = i / 2 - node * pieces, row = piece * 8 + (i & 1) * 4;
         const bool live = i < count;
-        float x = 0.0f;
+        float square = 0.0f;
         if (live) {
-            const int k = (first + piece) * 8 + row;
-            x = update(b.s.residual[piece * 8 + row][node], node, k);
-            b.s.residual[piece * 8 + row][node] = x;
-            if (feature) feature[(size_t)node * HIDDEN + k] = x;
-            b.p.x[(size_t)node * HIDDEN + k] = (u16)pack_bf16(x * __ldg(norm + k), 0.0f);
+            const int k = first * 8 + row;
+            const float4 w = __ldg((const float4*)(norm + k));
+            float* own = &b.s.residual[node][row];
+            const float4 x = update(*(const float4*)own, node, k);
+            *(float4*)own = x;
+            if (feature) *(float4*)(feature + (size_t)node * HIDDEN + k) = x;
+            *(uint2*)(b.p.x + (size_t)node * HIDDEN + k) = {pack_bf16(x.x * w.x, x.y * w.y), pack_bf16(x.z * w.z, x.w * w.w)};
+            square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, x.w * x.w)));
         }
-        float square = x * x;
-#pragma unroll
-        for (int step = 1; step < 8; step *= 2) square += __shfl_xor_sync(~0u, square, step);
-        if (live && row == 0) b.s.squares[piece][node] = square;
+        square += __shfl_xor_sync(~0u, square, 1);
+        if (live && (i & 1) == 0) b.s.squares[piece][node] = square;
     }
     b.sync();
     if (threadIdx.x < b.nodes) {
@@ -80,46 +81,56 @@ __device__ __forceinline__ float embedding_value(const u8* row, int k) {
     return __fmul_rn(__fmul_rn(half_at(block + 208), (float)(signed char)block[192 + in / 16]), (float)n);
 }
 __device__ __forceinline__ void embed(Block& b) {
-    update_residual(b, b.p.vectors + MIX_NORM, nullptr, [&](float, int node, int k) {
-        return embedding_value(b.p.embedding + b.s.token[node] * embedding_row_bytes(), k);
+    update_residual(b, b.p.vectors + MIX_NORM, nullptr, [&](float4, int node, int k) -> float4 {
+        const u8* row = b.p.embedding + b.s.token[node] * embedding_row_bytes();
+        return {embedding_value(row, k), embedding_value(row, k + 1), embedding_value(row, k + 2), embedding_value(row, k + 3)};
     });
 }
 
 // --- the MLP's inner activation: silu(gate) * up. Rows come eight of the gate, then their eight of up ------------------
 
-__device__ __forceinline__ void activate(Block& b, const Stage& stage) {
-    const Sums sums(b.p, stage);
-    const int first = first_of(FFN / 8, b.sm), pieces = first_of(FFN / 8, b.sm + 1) - first, count = pieces * b.nodes * 8;
+__device__ __forceinline__ void activate(Block& b) {
+    const Sums<HIDDEN_GROUPS> sums(b, MLP_ROWS);
+    const int first = first_of(FFN / 8, b.sm), pieces = first_of(FFN / 8, b.sm + 1) - first, count = pieces * b.nodes * 2;
 #pragma unroll 2
     for (int i = threadIdx.x; i < count; i += CONSUMERS) {
-        const int piece = first + (i >> 3) % pieces, node = (i >> 3) / pieces, row = piece * 16 + (i & 7);
-        const float gate = sums.at(node, row), up = sums.at(node, row + 8);
-        b.p.h[(size_t)node * FFN + piece * 8 + (i & 7)] = (u16)pack_bf16(silu(gate) * up, 0.0f);
+        const int node = i / 2 / pieces, piece = first + i / 2 - node * pieces, in = (i & 1) * 4;
+        const float4 gate = sums.at(node, piece * 16 + in), up = sums.at(node, piece * 16 + 8 + in);
+        *(uint2*)(b.p.h + (size_t)node * FFN + piece * 8 + in) = {pack_bf16(silu(gate.x) * up.x, silu(gate.y) * up.y),
+                                                                  pack_bf16(silu(gate.z) * up.z, silu(gate.w) * up.w)};
     }
 }
 
 // --- the next token -------------------------------------------------------------------------------------------------
 
-// The best of this SM's logits, for every node.
-__device__ __forceinline__ void rank_logits(Block& b, const Stage& stage) {
-    const Sums sums(b.p, stage);
+// The best of this SM's logits, for every node. A thread has four rows at a time, of all nodes.
+__device__ __forceinline__ void rank_logits(Block& b) {
+    const Stage stage = b.p.stages[4 * LAYERS];
+    const Sums<HIDDEN_GROUPS> sums(b, b.p.tiles + stage.tiles_at, stage);
     if (threadIdx.x < NODES) b.s.best[threadIdx.x] = 0;
     b.sync();
     const int first = first_of(stage.tile_rows, b.sm), tiles = first_of(stage.tile_rows, b.sm + 1) - first;
 #pragma unroll 1
-    for (int node = 0; node < b.nodes; node++) {
-        u64 best = 0;
-#pragma unroll 2
-        for (int i = threadIdx.x; i < tiles * ROWS; i += CONSUMERS) {
-            const int row = first * ROWS + i;
-            if (row >= VOCAB) break;
-            const float logit = sums.at(node, row);
-            best = best_of(best, ranked(logit, row));
-            if (b.r.want_logits) b.p.out_logits[(size_t)node * VOCAB + row] = logit;
-        }
+    for (int at = 0; at < tiles * (ROWS / 4); at += CONSUMERS) {
+        const int i = at + threadIdx.x, row = first * ROWS + i * 4;
+        const bool live = i < tiles * (ROWS / 4) && row < VOCAB;
+#pragma unroll 4
+        for (int node = 0; node < b.nodes; node++) {
+            u64 best = 0;
+            if (live) {
+                const float4 v = sums.at(node, row);
+                const float logit[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-        for (int step = 1; step < 32; step *= 2) best = best_of(best, __shfl_xor_sync(~0u, best, step));
-        if (b.lane == 0) atomicMax(&b.s.best[node], best);
+                for (int j = 0; j < 4; j++)
+                    if (row + j < VOCAB) {
+                        best = best_of(best, ranked(logit[j], row + j));
+                        if (b.r.want_logits) b.p.out_logits[(size_t)node * VOCAB + row + j] = logit[j];
+                    }
+            }
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) best = best_of(best, __shfl_xor_sync(~0u, best, step));
+            if (b.lane == 0) atomicMax(&b.s.best[node], best);
+        }
     }
     b.sync();
     if (threadIdx.x < b.nodes) b.p.best[threadIdx.x * SMS + b.sm] = b.s.best[threadIdx.x];
@@ -129,7 +140,7 @@ __device__ __forceinline__ void rank_logits(Block& b, const Stage& stage) {
 #pragma unroll 1
         for (int i = threadIdx.x; i < b.nodes * rows; i += CONSUMERS) {
             const int node = i / rows, row = i % rows, k = own * 8 + row;
-            b.p.out_hidden[(size_t)node * HIDDEN + k] = b.s.residual[row][node] * b.s.inverse[node] * __ldg(norm + k);
+            b.p.out_hidden[(size_t)node * HIDDEN + k] = b.s.residual[node][row] * b.s.inverse[node] * __ldg(norm + k);
         }
     }
 }

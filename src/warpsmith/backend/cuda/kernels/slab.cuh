@@ -39,7 +39,7 @@ struct Slab;
 
 template <>
 struct Slab<SLAB_Q4_K> {
-    static constexpr bool MINS = true;
+    static constexpr bool MINS = true, EARLY = true;  // EARLY: all words are in registers before the last product
     static constexpr int TERMS = 1;
     uint4 w[4];
     uint2 scale_bytes, d;
@@ -103,7 +103,7 @@ struct Slab<SLAB_Q5_K> : Slab<SLAB_Q4_K> {
 
 template <>
 struct Slab<SLAB_Q6_K> {
-    static constexpr bool MINS = false;
+    static constexpr bool MINS = false, EARLY = true;
     static constexpr int TERMS = 1;
     u32 w[24];
     uint2 scale_bytes;
@@ -155,7 +155,7 @@ struct Slab<SLAB_Q6_K> {
 // A product of quant and fp16 scale has 19 bits: its upper part in one operand, the rest in a second one, both exact.
 template <>
 struct Slab<SLAB_Q8_0> {
-    static constexpr bool MINS = false;
+    static constexpr bool MINS = false, EARLY = false;
     static constexpr int TERMS = 2;
     u32 at;
     uint4 s;  // rows g, g + 8: tiles 0..3
@@ -188,7 +188,7 @@ struct Slab<SLAB_Q8_0> {
 
 template <>
 struct Slab<SLAB_HALF> {
-    static constexpr bool MINS = false;
+    static constexpr bool MINS = false, EARLY = false;
     static constexpr int TERMS = 1;
     u32 at;
     uint2 d;
