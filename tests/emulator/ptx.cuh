@@ -188,6 +188,7 @@ inline uint2 load_shared8(u32 address) { return *(const uint2*)shared_pointer(ad
 inline u32 load_shared4(u32 address) { return *(const u32*)shared_pointer(address); }
 inline u32 load_shared2(u32 address) { return *(const u16*)shared_pointer(address); }
 
+inline int uniform(int v) { return __shfl_sync(~0u, v, 0); }
 inline bool everywhere(bool here) { return __all_sync(~0u, here); }
 inline float warp_sum(float v) {
     for (int step = 1; step < 32; step *= 2) v += __shfl_xor_sync(~0u, v, step);
@@ -238,9 +239,8 @@ inline void sync_with_reducers() { machine::barrier(2, COUNT); }
 
 // --- wgmma: a warp's 16 rows, done at once ----------------------------------------------------------------------------
 
-inline u64 matrix_at(u32 at, u32 along_k, u32 along_n) {
-    return (u64)(at >> 4 & 0x3fff) | (u64)(along_k >> 4) << 16 | (u64)(along_n >> 4) << 32;
-}
+template <int ALONG_K, int ALONG_N>
+inline u64 matrix_at(u32 sixteens) { return (u64)(ALONG_N >> 4) << 32 | (sixteens | (u32)(ALONG_K >> 4) << 16); }
 inline void show_to_products() {}
 inline void products_begin() {}
 inline void products_queued() {}

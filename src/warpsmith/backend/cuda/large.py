@@ -218,7 +218,7 @@ class LargeLayout:
     def tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Stages, runs and tiles as the kernel reads them."""
         stages = np.zeros((len(self.deals), 4), np.int32)
-        runs = np.zeros((len(self.deals), self.sms, 8), np.int32)
+        runs = np.zeros((len(self.deals), self.sms, 12), np.int32)
         tiles: list[np.ndarray] = []
         at = 0
         for i, deal in enumerate(self.deals):
@@ -232,8 +232,9 @@ class LargeLayout:
             types = [SLABS.index(stage.parts[min(j, len(stage.parts) - 1)].type) for j in range(3)]
             for sm in range(self.sms):
                 group = deal.groups[deal.group_of[sm]]
-                runs[i, sm] = (
-                    group.first_block, group.blocks, deal.first[sm], deal.count[sm], deal.tile[sm], *ends,
+                tile, block = divmod(int(deal.first[sm]), group.blocks)
+                runs[i, sm, :9] = (
+                    group.first_block, group.blocks, tile, block, deal.count[sm], deal.tile[sm], *ends,
                     types[0] | types[1] << 8 | types[2] << 16,
                 )  # fmt: skip
         return stages, runs, np.concatenate(tiles)

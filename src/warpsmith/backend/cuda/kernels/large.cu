@@ -34,70 +34,80 @@ __device__ __forceinline__ void prepare_tree(Block& b) {
     b.sync();
 }
 
-__device__ __forceinline__ void project(Block& b, int stage_index, Source from) {
-    const Run run = b.p.runs[stage_index * SMS + b.sm];
-    b.wait_for_all();
-    b.mark();
-    prepare_operands(b, run, from);
-    b.mark();
-    multiply(b, run);
-    if (stage_index < 4 * LAYERS) load_table(b, stage_index);
-    b.mark();
-}
-
 // The sums of a stage added to the residual stream.
 template <int GROUPS>
 __device__ __forceinline__ void add_to_residual(Block& b, const float* norm, float* feature) {
     const Sums<GROUPS> sums(b, RESIDUAL_ROWS);
-    b.wait_for_all();
     update_residual(b, norm, feature, [&](float4 x, int node, int k) { return Sums<GROUPS>::add(x, sums.at(node, k)); });
-    b.step_done();
-    b.mark();
 }
 
+// An attention layer's mixer, apart from the rest: the compiler would give the products worse code beside it. Returns the steps
+// done so far.
+__device__ __noinline__ u32 attention_mix(const Params& p, const Request& r, u8* memory, int layer, int deltas, int length, const float* vectors,
+                                          u32 steps_done) {
+    Block b(p, r, memory);
+    b.deltas = deltas, b.length = length, b.vectors = vectors, b.steps_done = steps_done;
+    attention_rows(b, layer);
+    b.step_done();
+    b.wait_for_all();
+    attention_parts(b, layer);
+    b.step_done();
+    b.wait_for_all();
+    attention_merge(b);
+    return b.steps_done;
+}
+
+// Every layer and the head. All stages share one copy of the products' code: what is executed again and again must stay in the
+// instruction cache.
 __device__ __forceinline__ void forward_pass(Block& b) {
+    enum { IN, OUT, MLP_IN, MLP_OUT };
     b.vectors = b.p.vectors, b.deltas = 0;
     embed(b);
     b.step_done();
+    b.mark();
 #pragma unroll 1
-    for (int layer = 0; layer < LAYERS; layer++) {
-        const bool recurrent = b.p.recurrent[layer];
-        const int in = layer * 4;
-        project(b, in, {b.p.x, HIDDEN, true, false});
+    for (int i = 0; i <= 4 * LAYERS; i++) {
+        const int kind = i & 3, layer = i >> 2;
+        const bool head = i == 4 * LAYERS, recurrent = !head && uniform(b.p.recurrent[layer]);
+        const Run run = run_of(b.p, i);
+        const Source from = kind == OUT       ? Source{b.p.y, Y_DIM, false, recurrent}
+                            : kind == MLP_OUT ? Source{b.p.h, FFN, false, false}
+                                              : Source{b.p.x, HIDDEN, true, false};
         b.wait_for_all();
-        if (recurrent) {
-            delta_mix(b);
+        b.mark();
+        prepare_operands(b, run, from);
+        b.mark();
+        multiply(b, run);
+        b.mark();
+        if (head) break;
+        load_table(b, i);
+        b.wait_for_all();
+        b.mark();
+        if (kind == IN) {
+            if (recurrent)
+                delta_mix(b);
+            else
+                b.steps_done = attention_mix(b.p, b.r, b.scratch, layer, b.deltas, b.length, b.vectors, b.steps_done);
+        } else if (kind == OUT) {
+            if (groups_of(VALUE_DIM) == groups_of(ATTENTION_DIM) || recurrent)
+                add_to_residual<groups_of(VALUE_DIM)>(b, b.vectors + MLP_NORM, nullptr);
+            else
+                add_to_residual<groups_of(ATTENTION_DIM)>(b, b.vectors + MLP_NORM, nullptr);
+        } else if (kind == MLP_IN) {
+            activate(b);
         } else {
-            attention_rows(b, layer);
-            b.step_done();
-            b.wait_for_all();
-            attention_parts(b, layer);
-            b.step_done();
-            b.wait_for_all();
-            attention_merge(b);
-        }
-        b.step_done();
-        b.mark();
-        project(b, in + 1, {b.p.y, Y_DIM, false, recurrent});
-        if (groups_of(VALUE_DIM) == groups_of(ATTENTION_DIM) || recurrent)
-            add_to_residual<groups_of(VALUE_DIM)>(b, b.vectors + MLP_NORM, nullptr);
-        else
-            add_to_residual<groups_of(ATTENTION_DIM)>(b, b.vectors + MLP_NORM, nullptr);
-        project(b, in + 2, {b.p.x, HIDDEN, true, false});
-        b.wait_for_all();
-        activate(b);
-        b.step_done();
-        b.mark();
-        project(b, in + 3, {b.p.h, FFN, false, false});
-        b.vectors += recurrent ? DELTA_VECTORS : ATTENTION_VECTORS;
-        b.deltas += recurrent;
-        float* feature = nullptr;
+            b.vectors += recurrent ? DELTA_VECTORS : ATTENTION_VECTORS;
+            b.deltas += recurrent;
+            float* feature = nullptr;
 #pragma unroll 1
-        for (int i = 0; i < b.r.features; i++)
-            if (b.r.feature_layers[i] == layer) feature = b.p.out_features + (size_t)i * b.nodes * HIDDEN;
-        add_to_residual<INNER_GROUPS>(b, b.vectors + MIX_NORM, feature);
+            for (int f = 0; f < b.r.features; f++)
+                if (b.r.feature_layers[f] == layer) feature = b.p.out_features + (size_t)f * b.nodes * HIDDEN;
+            add_to_residual<INNER_GROUPS>(b, b.vectors + MIX_NORM, feature);
+        }
+        b.mark();
+        b.step_done();
+        b.mark();
     }
-    project(b, 4 * LAYERS, {b.p.x, HIDDEN, true, false});
     b.wait_for_all();
     rank_logits(b);
     b.step_done();
@@ -109,7 +119,7 @@ __device__ __forceinline__ void forward_pass(Block& b) {
 // All threads that compute or add up: whether there is another token.
 __device__ __forceinline__ bool token_done(const Block& b) {
     sync_with_reducers<CONSUMERS + REDUCERS * 32>();
-    const bool stopped = b.s.stopped;
+    const bool stopped = uniform(b.s.stopped);
     sync_with_reducers<CONSUMERS + REDUCERS * 32>();
     return stopped;
 }
@@ -146,7 +156,7 @@ __device__ __forceinline__ void add_up(Block& b, int which) {
     for (int step = 0; step < max(1, b.r.steps); step++) {
 #pragma unroll 1
         for (int i = 0; i <= 4 * LAYERS; i++, phase ^= 1) {
-            const Run run = b.p.runs[i * SMS + b.sm];
+            const Run run = run_of(b.p, i);
             reduce(b, which, run, phase, count);
         }
         if (token_done(b)) break;

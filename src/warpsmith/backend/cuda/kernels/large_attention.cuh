@@ -29,7 +29,7 @@ __device__ __forceinline__ void attention_rows(Block& b, int layer) {
     const Sums<HIDDEN_GROUPS> sums(b, ATTENTION_IN_ROWS);
 #pragma unroll 1
     for (int task = b.warp * SMS + b.sm; task < b.nodes * ATTENTION_ROWS; task += WARPS * SMS) {
-        const int node = task / ATTENTION_ROWS, row = task % ATTENTION_ROWS, position = node_position(b, node);
+        const int node = task / ATTENTION_ROWS, row = task % ATTENTION_ROWS, position = uniform(node_position(b, node));
         const bool is_query = row < HEADS, is_value = row >= HEADS + KV_HEADS;
         const int from = is_query ? row * 2 * HEAD_DIM : is_value ? VALUES_AT + (row - HEADS - KV_HEADS) * HEAD_DIM : KEYS_AT + (row - HEADS) * HEAD_DIM;
         const float4 v0 = sums.at(node, from + b.lane * 8), v1 = sums.at(node, from + b.lane * 8 + 4);
@@ -103,6 +103,7 @@ struct Cache {
 __device__ __forceinline__ void attend(Block& b, const Cache& cache, int kv_head, int first_row, int rows, int chunk, int step, int end,
                                        int node, int part) {
     const AttentionScratch at(b.scratch);
+    first_row = uniform(first_row), rows = uniform(rows), chunk = uniform(chunk), end = uniform(end), node = uniform(node + 1) - 1;
     const int tiles = (rows + 15) / 16, g = b.lane >> 2, q = b.lane & 3;
     b.sync();  // what the scratch holds may still be read
 #pragma unroll 1
@@ -234,7 +235,7 @@ __device__ __forceinline__ void attend(Block& b, const Cache& cache, int kv_head
 
 // Every SM some items: shared chunks first, then nodes' own.
 __device__ __forceinline__ void attention_parts(Block& b, int layer) {
-    const int most = shared_chunks(b.length + b.s.deepest), splits = min(most, SPLITS), all_rows = b.nodes * GROUP;
+    const int most = shared_chunks(b.length + uniform(b.s.deepest)), splits = min(most, SPLITS), all_rows = b.nodes * GROUP;
     constexpr int AT_ONCE = QUERY_TILES * 16;
     const int batches = (all_rows + AT_ONCE - 1) / AT_ONCE, shared_items = splits * batches * KV_HEADS;
 #pragma unroll 1
@@ -245,7 +246,7 @@ __device__ __forceinline__ void attention_parts(Block& b, int layer) {
             const int split = item / KV_HEADS % splits, first = item / KV_HEADS / splits * AT_ONCE;
             attend(b, cache, kv_head, first, min(AT_ONCE, all_rows - first), split, SPLITS, most, -1, split);
         } else {
-            const int own = (item - shared_items) / KV_HEADS, node = own / TAILS, tail = own % TAILS, position = node_position(b, node);
+            const int own = (item - shared_items) / KV_HEADS, node = own / TAILS, tail = own % TAILS, position = uniform(node_position(b, node));
             const int chunk = shared_chunks(position) + tail;
             if (chunk * CHUNK <= position) attend(b, cache, kv_head, node * GROUP, GROUP, chunk, 1, chunk + 1, node, SPLITS + tail);
         }
@@ -259,7 +260,7 @@ __device__ __forceinline__ void attention_merge(Block& b) {
     const Sums<HIDDEN_GROUPS> sums(b, ATTENTION_IN_ROWS);
 #pragma unroll 1
     for (int task = b.warp * SMS + b.sm; task < b.nodes * HEADS; task += WARPS * SMS) {
-        const int node = task / HEADS, head = task % HEADS, position = node_position(b, node), common = shared_chunks(position);
+        const int node = task / HEADS, head = task % HEADS, position = uniform(node_position(b, node)), common = shared_chunks(position);
         const int splits = min(common, SPLITS), tails = (common + 1) * CHUNK <= position ? 2 : 1, count = splits + tails;
         const size_t at = (size_t)task * PARTS;
         const int gate_row = head * 2 * HEAD_DIM + HEAD_DIM + b.lane * 8;

@@ -13,7 +13,7 @@ struct Block {
     Shared& s;
     u8* scratch;
     u32 base;  // address of the shared memory
-    int sm = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    int sm = blockIdx.x, warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31;
     int nodes, length;
     u32 steps_done = 0;
     // the consumers' places in the ring and in the buffers of sums
@@ -36,6 +36,7 @@ struct Block {
             Watchdog dog;
             while ((int)(load_acquire(p.counter) - steps_done * ARRIVALS) < 0) dog.check();
         }
+        __syncwarp();
         sync();
     }
     // This SM is done with a step that its consumers do.
@@ -48,11 +49,24 @@ struct Block {
     }
     __device__ void mark() {
 #ifdef PROFILE
-        if (threadIdx.x == 0 && marks < PROFILE) p.profile[sm * PROFILE + marks++] = clock64();
+        if (threadIdx.x == 0 && marks + 1 < PROFILE) p.profile[sm * PROFILE + marks++] = clock64(), p.profile[sm * PROFILE + marks++] = waited;
+        waited = 0;
+#endif
+    }
+    // Clocks this warp has waited while it multiplied, from the last mark on.
+    __device__ void begin_wait() {
+#ifdef PROFILE
+        waited -= clock64();
+#endif
+    }
+    __device__ void end_wait() {
+#ifdef PROFILE
+        waited += clock64();
 #endif
     }
 #ifdef PROFILE
     int marks = 0;
+    long long waited = 0;
 #endif
 };
 

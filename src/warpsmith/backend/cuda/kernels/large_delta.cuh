@@ -121,15 +121,22 @@ __device__ __forceinline__ void delta_inputs(Block& b, const DeltaShare& share) 
     b.sync();
 }
 
-// Sums over the 32 lanes of sixteen numbers each. Lane l gets the one with index l / 2.
+// Sums over the 32 lanes of 2 COUNT numbers each: a lane keeps half of them and gives the others away, and so on.
+template <int COUNT>
+__device__ __forceinline__ void keep_half(float (&v)[16], int lane) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        const bool upper = lane & 2 * COUNT;
+        const float give = upper ? v[i] : v[i + COUNT], keep = upper ? v[i + COUNT] : v[i];
+        v[i] = keep + __shfl_xor_sync(~0u, give, 2 * COUNT);
+    }
+}
+// Of sixteen numbers; lane l gets the one with index l / 2.
 __device__ __forceinline__ float sum_sixteen(float (&v)[16], int lane) {
-#pragma unroll
-    for (int count = 8, bit = 16; count >= 1; count /= 2, bit /= 2)
-#pragma unroll
-        for (int i = 0; i < count; i++) {
-            const float give = lane & bit ? v[i] : v[i + count], keep = lane & bit ? v[i + count] : v[i];
-            v[i] = keep + __shfl_xor_sync(~0u, give, bit);
-        }
+    keep_half<8>(v, lane);
+    keep_half<4>(v, lane);
+    keep_half<2>(v, lane);
+    keep_half<1>(v, lane);
     return v[0] + __shfl_xor_sync(~0u, v[0], 1);
 }
 
@@ -146,7 +153,7 @@ __device__ __forceinline__ void delta_unit(Block& b, const DeltaShare& share, in
     int last = -1;  // the node whose state `s` is
 #pragma unroll 1
     for (int node = 0; node < b.nodes; node++) {
-        const int parent = b.s.parent[node];
+        const int parent = uniform(b.s.parent[node] + 1) - 1;
         if (parent != last) {
 #pragma unroll
             for (int c = 0; c < 8; c++) s[c] = kept[(parent * 8 + c) * (STATE_DIM / 4)];
@@ -167,7 +174,7 @@ __device__ __forceinline__ void delta_unit(Block& b, const DeltaShare& share, in
         const float out = fmaf(gates[QK], write, fade * (gates[RQ] * qs)), scaled = write * rk;
 #pragma unroll
         for (int c = 0; c < 8; c++) s[c] = update_state(s[c], fade, k, __shfl_sync(~0u, scaled, c * 2));
-        if (b.s.keeps[node]) {
+        if (uniform(b.s.keeps[node])) {
 #pragma unroll
             for (int c = 0; c < 8; c++) kept[(node * 8 + c) * (STATE_DIM / 4)] = s[c];
         }
@@ -192,7 +199,6 @@ __device__ __forceinline__ void delta_unit(Block& b, const DeltaShare& share, in
 __device__ __forceinline__ void delta_mix(Block& b) {
     const DeltaShare share(b.sm);
     delta_inputs(b, share);
-    b.mark();
 #pragma unroll 1
     for (int mine = b.warp; mine < share.units; mine += WARPS) delta_unit(b, share, mine);
 }

@@ -23,12 +23,17 @@ struct Barriers {
     }
 };
 
+// An SM's run of a stage, the same for all its threads.
+__device__ __forceinline__ Run run_of(const Params& p, int stage) {
+    const Run& at = p.runs[stage * SMS + blockIdx.x];
+    return {uniform(at.first_block), uniform(at.blocks), uniform(at.tile),   uniform(at.block),          uniform(at.count),
+            uniform(at.result),      uniform(at.second), uniform(at.third), (u32)uniform((int)at.types)};
+}
+
 // The pieces of a run: all superblocks of a tile of rows that are this SM's.
 struct Walk {
     int tile, block, blocks, left;
-    __device__ explicit Walk(const Run& run) : blocks(run.blocks), left(run.count) {
-        tile = run.first / blocks, block = run.first - tile * blocks;
-    }
+    __device__ explicit Walk(const Run& run) : tile(run.tile), block(run.block), blocks(run.blocks), left(run.count) {}
     __device__ bool more() const { return left > 0; }
     __device__ int count() const { return min(blocks - block, left); }
     __device__ void next() { left -= count(), block = 0, tile++; }
@@ -232,7 +237,7 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Sourc
 // --- the consumers --------------------------------------------------------------------------------------------------
 
 template <int T, class SlabHere>
-__device__ __forceinline__ void multiply_tile(const SlabHere& slab, float (&acc)[OCTETS * 4], u32 (&a)[4][4], u64 operands) {
+__device__ __forceinline__ void multiply_tile(const SlabHere& slab, float (&acc)[OCTETS * 4], u32 (&a)[4][4], u32 operands) {
 #pragma unroll
     for (int term = 0; term < SlabHere::TERMS; term++) {
         slab.template operand<T, 0>(a[0], term);
@@ -241,7 +246,7 @@ __device__ __forceinline__ void multiply_tile(const SlabHere& slab, float (&acc)
         slab.template operand<T, 3>(a[3], term);
         products_begin();
 #pragma unroll
-        for (int j = 0; j < 4; j++) multiply_group(acc, a[j], operands + (T * 4 + j) * (STEP_BYTES >> 4), T + j + term > 0);
+        for (int j = 0; j < 4; j++) multiply_group(acc, a[j], matrix_at<128, 256>(operands + (T * 4 + j) * (STEP_BYTES >> 4)), T + j + term > 0);
         products_queued();
         if (term + 1 < SlabHere::TERMS) products_done<0>();
     }
@@ -255,7 +260,7 @@ __device__ __forceinline__ void give_back(u32 empty, int lane) {
 // A slot's superblocks, added to `total`. The next one is loaded while the sums of this one are still made; the slot is given back
 // once its last words have been used.
 template <int TYPE>
-__device__ __forceinline__ void multiply_slot(u32 at, u64 operands, int blocks, u32 empty, int lane, float (&total)[OCTETS * 4]) {
+__device__ __forceinline__ void multiply_slot(u32 at, u32 operands, int blocks, u32 empty, int lane, float (&total)[OCTETS * 4]) {
     typedef Slab<TYPE> Here;
     constexpr int MOST = slot_blocks(TYPE);
     Here slab[MOST];
@@ -265,13 +270,13 @@ __device__ __forceinline__ void multiply_slot(u32 at, u64 operands, int blocks, 
         if (block >= blocks) break;
         const bool last = block == MOST - 1 || block == blocks - 1;
         slab[block].scales();
-        const u64 here = operands + block * (BLOCK_BYTES >> 4);
+        const u32 here = operands + block * (BLOCK_BYTES >> 4);
         float acc[OCTETS * 4], mins[OCTETS * 4];
         u32 a[2][4][4], m[4];
         if constexpr (Here::MINS) {
             slab[block].mins(m);
             products_begin();
-            multiply_group(mins, m, here + 16 * (STEP_BYTES >> 4), 0);
+            multiply_group(mins, m, matrix_at<128, 256>(here + 16 * (STEP_BYTES >> 4)), 0);
             products_queued();
         }
         multiply_tile<0>(slab[block], acc, a[0], here);
@@ -294,35 +299,42 @@ __device__ __forceinline__ void multiply_slot(u32 at, u64 operands, int blocks, 
     }
 }
 
+template <int TYPE>
+__device__ __forceinline__ void multiply_piece(Block& b, const Barriers& bars, const Walk& walk, int group, float (&total)[OCTETS * 4]) {
+    constexpr int AT_ONCE = slot_blocks(TYPE);
+    const int count = walk.count(), slots = (count + AT_ONCE - 1) / AT_ONCE, quarter = b.warp & 3;
+#pragma unroll 1
+    for (int i = (b.slot ^ group) & 1; i < slots; i += 2) {
+        int slot = b.slot + i;
+        u32 phase = b.slot_phase;
+        while (slot >= SLOTS) slot -= SLOTS, phase ^= 1;
+        b.begin_wait();
+        barrier_wait(bars.full + 8 * slot, phase);
+        b.end_wait();
+        multiply_slot<TYPE>(b.base + RING_AT + slot * SLOT_BYTES + quarter * slab_bytes(TYPE),
+                            (b.base >> 4) + (walk.block + i * AT_ONCE) * (BLOCK_BYTES >> 4), min(AT_ONCE, count - i * AT_ONCE),
+                            bars.empty + 8 * slot, b.lane, total);
+    }
+    b.slot += slots;
+    while (b.slot >= SLOTS) b.slot -= SLOTS, b.slot_phase ^= 1;
+}
+
 __device__ __forceinline__ void multiply(Block& b, const Run& run) {
     const Barriers bars(b.base);
-    const int group = b.warp >> 2, quarter = b.warp & 3;
-    const u64 operands = matrix_at(b.base, 128, 256);
+    const int group = b.warp >> 2;
+    __syncwarp();  // for the compiler: descriptors of operands stay in registers of the whole warp only if its lanes are together
 #pragma unroll 1
     for (Walk walk(run); walk.more(); walk.next()) {
-        const int type = tile_type(run, walk.tile), at_once = slot_blocks_of(type);
+        const int type = tile_type(run, walk.tile);
         float total[OCTETS * 4] = {};
-#pragma unroll 1
-        for (int block = walk.block, end = walk.block + walk.count(); block < end; block += at_once) {
-            if ((b.slot & 1) == group) {
-                barrier_wait(bars.full + 8 * b.slot, b.slot_phase);
-                const u32 at = b.base + RING_AT + b.slot * SLOT_BYTES, empty = bars.empty + 8 * b.slot;
-                const u64 here = operands + block * (BLOCK_BYTES >> 4);
-                const int count = min(at_once, end - block);
-                if (has_type(SLAB_Q4_K) && type == SLAB_Q4_K)
-                    multiply_slot<SLAB_Q4_K>(at + quarter * slab_bytes(SLAB_Q4_K), here, count, empty, b.lane, total);
-                if (has_type(SLAB_Q5_K) && type == SLAB_Q5_K)
-                    multiply_slot<SLAB_Q5_K>(at + quarter * slab_bytes(SLAB_Q5_K), here, count, empty, b.lane, total);
-                if (has_type(SLAB_Q6_K) && type == SLAB_Q6_K)
-                    multiply_slot<SLAB_Q6_K>(at + quarter * slab_bytes(SLAB_Q6_K), here, count, empty, b.lane, total);
-                if (has_type(SLAB_Q8_0) && type == SLAB_Q8_0)
-                    multiply_slot<SLAB_Q8_0>(at + quarter * slab_bytes(SLAB_Q8_0), here, count, empty, b.lane, total);
-                if (has_type(SLAB_HALF) && type == SLAB_HALF)
-                    multiply_slot<SLAB_HALF>(at + quarter * slab_bytes(SLAB_HALF), here, count, empty, b.lane, total);
-            }
-            if (++b.slot == SLOTS) b.slot = 0, b.slot_phase ^= 1;
-        }
+        if (has_type(SLAB_Q4_K) && type == SLAB_Q4_K) multiply_piece<SLAB_Q4_K>(b, bars, walk, group, total);
+        if (has_type(SLAB_Q5_K) && type == SLAB_Q5_K) multiply_piece<SLAB_Q5_K>(b, bars, walk, group, total);
+        if (has_type(SLAB_Q6_K) && type == SLAB_Q6_K) multiply_piece<SLAB_Q6_K>(b, bars, walk, group, total);
+        if (has_type(SLAB_Q8_0) && type == SLAB_Q8_0) multiply_piece<SLAB_Q8_0>(b, bars, walk, group, total);
+        if (has_type(SLAB_HALF) && type == SLAB_HALF) multiply_piece<SLAB_HALF>(b, bars, walk, group, total);
+        b.begin_wait();
         barrier_wait(bars.sums_empty + 8 * b.buffer, b.buffer_phase ^ 1);
+        b.end_wait();
         float4* to = (float4*)(b.scratch + SUMS_AT + b.buffer * SUM_BYTES) + b.warp * OCTETS * 32 + b.lane;
 #pragma unroll
         for (int o = 0; o < OCTETS; o++) to[o * 32] = {total[o * 4], total[o * 4 + 1], total[o * 4 + 2], total[o * 4 + 3]};
@@ -340,14 +352,14 @@ __device__ __forceinline__ void reduce(Block& b, int which, const Run& run, u32 
     const Barriers bars(b.base);
     barrier_wait(bars.begun, phase);
     const int g = b.lane >> 2, q = b.lane & 3;
-    int tile = run.tile;
+    int result = run.result;
 #pragma unroll 1
-    for (Walk walk(run); walk.more(); walk.next(), tile++, count++) {
+    for (Walk walk(run); walk.more(); walk.next(), result++, count++) {
         if ((int)(count % REDUCERS) != which) continue;
         const u32 buffer = count % SUM_BUFFERS;
         barrier_wait(bars.sums_full + 8 * buffer, count / SUM_BUFFERS & 1);
         const float4* from = (const float4*)(b.scratch + SUMS_AT + buffer * SUM_BYTES) + b.lane;
-        float* out = b.p.sums + (size_t)tile * NODES * ROWS + g;
+        float* out = b.p.sums + (size_t)result * NODES * ROWS + g;
 #pragma unroll 1
         for (int quarter = 0; quarter < 4; quarter++)
 #pragma unroll

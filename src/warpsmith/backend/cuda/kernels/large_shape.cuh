@@ -92,13 +92,14 @@ static_assert(BARRIERS_AT + 8 * (2 * SLOTS + 2 * SUM_BUFFERS + 1) <= SHARED_MEMO
 struct Stage {
     int tiles_at, tile_rows, groups, pad;  // where its table of tiles begins; tiles of 64 rows; groups of K
 };
-// What an SM does of a stage: of (tile, superblock) pairs of its group of K, tile by tile, `count` from `first` on.
+// What an SM does of a stage: of (tile, superblock) pairs of its group of K, tile by tile, `count` from the first on.
 struct Run {
     int first_block, blocks;  // the group's superblocks
-    int first, count;
-    int tile;                 // where its first result goes
+    int tile, block, count;   // the first pair, `block` counted from the group's first
+    int result;               // where its first result goes
     int second, third;        // tiles of rows where the stage's second and third part begin
     u32 types;                // of the parts, a byte each
+    int pad[3];
 };
 struct Request {
     int nodes, length, steps, stops, features, want_logits, want_hidden, pad;

@@ -253,6 +253,9 @@ __device__ __forceinline__ u32 load_shared2(u32 address) {
     return v;
 }
 
+// The same number in every lane, which the compiler then knows: it may keep it in a register of the whole warp.
+__device__ __forceinline__ int uniform(int v) { return (int)__reduce_max_sync(~0u, (unsigned)v); }
+
 // True when it is in every lane. Polling until then keeps the warp together.
 __device__ __forceinline__ bool everywhere(bool here) { return __all_sync(~0u, here); }
 
@@ -359,9 +362,9 @@ __device__ __forceinline__ u32 load_acquire(const u32* at) {
 // --- wgmma: 64 rows, four warps with 16 each; A in registers, B in shared memory ---------------------------------------
 
 // 8 x 8 matrices of 128 contiguous bytes (row: a column of B, 8 k); bytes from one to the next along k and along the columns.
-__device__ __forceinline__ u64 matrix_at(u32 at, u32 along_k, u32 along_n) {
-    return (u64)(at >> 4 & 0x3fff) | (u64)(along_k >> 4) << 16 | (u64)(along_n >> 4) << 32;
-}
+// Named by where they begin, in 16 bytes; ALONG_K is below 1 MB.
+template <int ALONG_K, int ALONG_N>
+__device__ __forceinline__ u64 matrix_at(u32 sixteens) { return (u64)(ALONG_N >> 4) << 32 | (sixteens | (u32)(ALONG_K >> 4) << 16); }
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // What this thread has written to shared memory is seen by products and bulk copies.
 __device__ __forceinline__ void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
