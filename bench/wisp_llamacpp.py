@@ -22,10 +22,11 @@ from pathlib import Path
 import numpy as np
 
 from warpsmith.backend.base import LOGITS, Backend
+from warpsmith.backend.devices import backend_for
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.canonical import Checkpoint, open_checkpoint
 from warpsmith.checkpoint.convert import to_gguf
-from warpsmith.llm import LLM, backend_for
+from warpsmith.llm import LLM
 from warpsmith.measure.prompts import read_prompts
 from warpsmith.model.weights import read_config
 from warpsmith.wisp import WISP
@@ -42,10 +43,10 @@ def ours(backend: Backend) -> Feed:
         if state.length == 0:
             output = backend.prefill(state, tokens, LOGITS)
         else:
-            output = backend.forward(state, Tree.chain(list(tokens)), LOGITS)
+            output = backend.forward([(state, Tree.chain(list(tokens)))], LOGITS)
             backend.commit(state, list(range(len(tokens))))
         assert output.logits is not None
-        return output.logits[-1].astype(np.float64)
+        return output.logits.numpy()[-1].astype(np.float64)
 
     return feed
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from warpsmith.backend.base import LOGITS
+from random_models import random_tree
+from warpsmith.backend.base import LOGITS, Output, Want
+from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
+from warpsmith.errors import BadRequest
 from warpsmith.model.config import Config
 
 
@@ -17,7 +21,7 @@ def plain_run(backend, state, tokens) -> np.ndarray:
     """Logits of one token after the other, each committed."""
     rows = []
     for token in tokens:
-        rows.append(backend.forward(state, Tree.chain([token]), LOGITS).logits)
+        rows.append(backend.forward([(state, Tree.chain([token]))], LOGITS).logits.numpy())
         backend.commit(state, [0])
     return np.concatenate(rows)
 
@@ -38,3 +42,68 @@ def same_state(config: Config, a, b) -> bool:
         and np.array_equal(rows(a, a.keys), rows(b, b.keys))
         and np.array_equal(rows(a, a.values), rows(b, b.values))
     )
+
+
+def check_interleaved(cuda, sizes: list[int], decoded: int) -> None:
+    """Trees of several sequences in one forward, as each alone; and what is drafted on one of them outlives the passes,
+    the decoding and the commits of the others."""
+    config, rng = cuda.config, np.random.default_rng(len(sizes))
+    trees = [random_tree(rng, nodes, config.vocab) for nodes in sizes]
+    prompts = [rng.integers(0, config.vocab, 9 + 4 * i) for i in range(len(sizes))]
+    path, last = trees[0].path(sizes[0] - 1), len(sizes) - 1
+
+    def started(which: int):
+        state = cuda.new_state(64 + decoded)
+        cuda.prefill(state, prompts[which])
+        return state
+
+    def rows(output: Output) -> tuple[np.ndarray, ...]:
+        return output.argmax, output.logits.numpy(), output.features.numpy(), output.hidden.numpy()
+
+    want = Want("logits", features=(2, 0), hidden=True)
+    alone = [rows(cuda.forward([(started(i), tree)], want)) for i, tree in enumerate(trees)]
+    states = [started(i) for i in range(len(sizes))]
+    together, start = cuda.forward(list(zip(states, trees, strict=True)), want), 0
+    for nodes, expected in zip(sizes, alone, strict=True):
+        for got, exact in zip(rows(together[start : start + nodes]), expected, strict=True):
+            np.testing.assert_array_equal(got, exact)
+        start += nodes
+    kept = together[path].features.groups([1], of=2).keep()
+    cuda.commit(states[last], [0])
+    tokens, others = cuda.decode(states[last], 3, decoded), cuda.decode(started(0), 5, decoded)
+    heard = [next(tokens)]
+    next(others)  # takes the ring that the first was writing to
+    heard += [next(tokens), next(tokens)]
+    others.close()
+    heard += tokens
+    cuda.commit(states[0], path)
+    with pytest.raises(BadRequest, match="are gone"):
+        together.logits.numpy()
+    np.testing.assert_array_equal(kept.numpy(), alone[0][2][path, config.hidden :])
+    twin, plain = started(last), started(0)
+    cuda.forward([(twin, trees[last])])
+    cuda.commit(twin, [0])
+    assert heard == list(cuda.decode(twin, 3, decoded))
+    assert same_state(config, states[last], twin)
+    plain_run(cuda, plain, trees[0].tokens[path])
+    assert same_state(config, states[0], plain)
+
+
+def check_verified(cuda, how: Sampling, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A walk through a sampled tree is plain decoding, and brings so many rows of logits to the host."""
+    from warpsmith.backend.cuda.memory.driver import Buffer
+
+    text = np.random.default_rng(8).integers(0, cuda.config.vocab, 12).tolist()
+    state, twin, other = (cuda.new_state(64) for _ in range(3))
+    for each in (state, twin):
+        cuda.prefill(each, text)
+    truth = list(cuda.decode(twin, 3, 3, sampling=how, history=[*text, 3]))
+    wrong = [(token + 1) % cuda.config.vocab for token in truth]
+    tree = Tree(np.array([3, wrong[0], *truth[:2], wrong[1], wrong[0]]), np.array([-1, 0, 0, 2, 2, 0]))
+    cuda.forward([(other, Tree.chain([5, 6])), (state, tree)], LOGITS)
+    read, sizes = Buffer.read, []
+    with monkeypatch.context() as patch:
+        patch.setattr(Buffer, "read", lambda self, *args, **more: sizes.append(args[1]) or read(self, *args, **more))
+        assert cuda.verify(state, tree, how, [*text, 3]) == ([0, 2, 3], truth)
+    assert sizes.count((cuda.config.vocab,)) == rows
+    assert sum(map(np.prod, sizes)) < (rows + 1) * cuda.config.vocab * 4

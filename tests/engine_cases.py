@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,7 @@ from random_models import SMALL, random_tensors, random_tree
 from warpsmith.backend.base import Backend, State, Want
 from warpsmith.backend.cpu import CpuBackend
 from warpsmith.backend.reference import ReferenceBackend, ReferenceState
+from warpsmith.backend.rows import Rows
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
 from warpsmith.draft.base import Context, Proposer
@@ -64,7 +66,15 @@ def states_equal(a: State, b: State) -> bool:
     )
 
 
-class Scripted(Proposer):
+@dataclass
+class Heard:
+    """What a proposer was told of a sequence."""
+
+    tokens: list[int] = field(default_factory=list)
+    rows: list[np.ndarray] = field(default_factory=list)
+
+
+class Scripted(Proposer[Heard]):
     """Draws trees by a rule, and keeps what it observes."""
 
     name = "scripted"
@@ -72,33 +82,36 @@ class Scripted(Proposer):
 
     def __init__(self, rule: Callable[[Context], Tree | None]) -> None:
         self.rule = rule
-        self.reset()
 
-    def propose(self, context: Context) -> Tree | None:
-        assert list(context.ids[:-1]) == self.tokens, "every committed token is observed, in order, once"
-        assert context.state.length == len(self.tokens)
+    def new_memory(self) -> Heard:
+        return Heard()
+
+    def propose(self, memory: Heard, context: Context) -> Tree | None:
+        assert list(context.ids[:-1]) == memory.tokens, "every committed token is observed, in order, once"
+        assert context.state.length == len(memory.tokens)
         return self.rule(context)
 
     def observe(
-        self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
+        self,
+        memory: Heard,
+        tokens: Sequence[int],
+        position: int,
+        features: Rows | None,
+        hidden: Rows | None,
     ) -> None:
-        assert position == len(self.tokens)
+        assert position == len(memory.tokens)
         assert features is not None
         assert hidden is not None
         assert features.shape == (len(tokens), 2 * SMALL.hidden)
         assert hidden.shape == (len(tokens), SMALL.hidden)
-        self.tokens += tokens
-        self.rows += [*np.concatenate([features, hidden], axis=1)]
+        memory.tokens += tokens
+        memory.rows += [*np.concatenate([features.numpy(), hidden.numpy()], axis=1)]
 
-    def reset(self) -> None:
-        self.tokens: list[int] = []
-        self.rows: list[np.ndarray] = []
+    def snapshot(self, memory: Heard) -> Any:
+        return list(memory.tokens), list(memory.rows)
 
-    def snapshot(self) -> Any:
-        return list(self.tokens), list(self.rows)
-
-    def restore(self, saved: Any) -> None:
-        self.tokens, self.rows = list(saved[0]), list(saved[1])
+    def restore(self, memory: Heard, saved: Any) -> None:
+        memory.tokens, memory.rows = list(saved[0]), list(saved[1])
 
 
 class Resting(Scripted):
@@ -109,22 +122,26 @@ class Resting(Scripted):
         self.rng = np.random.default_rng(seed)
         self.told: list[tuple[int, float, float | None]] = []
 
-    @property
-    def rest(self) -> int:
+    def rest(self, memory: Heard) -> int:
         return int(self.rng.integers(1, 9)) if self.rng.random() < 0.3 else 0
 
-    def spent(self, tokens: int, seconds: float, forward_seconds: float | None) -> None:
+    def spent(self, memory: Heard, tokens: int, seconds: float, forward_seconds: float | None) -> None:
         self.told.append((tokens, seconds, forward_seconds))
 
     def observe(
-        self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
+        self,
+        memory: Heard,
+        tokens: Sequence[int],
+        position: int,
+        features: Rows | None,
+        hidden: Rows | None,
     ) -> None:
         if features is not None:
-            super().observe(tokens, position, features, hidden)
+            super().observe(memory, tokens, position, features, hidden)
         else:
             assert hidden is None
-            assert position == len(self.tokens)
-            self.tokens += tokens
+            assert position == len(memory.tokens)
+            memory.tokens += tokens
 
 
 def guessing(truth: Sequence[int], right: float, nodes: int, seed: int = 0) -> Callable[[Context], Tree]:
@@ -214,5 +231,5 @@ class RunsAhead(ReferenceBackend):
             if given < len(made):
                 self.restore(state, before)
                 for fed in [token, *made][:given]:
-                    self.forward(state, Tree.chain([fed]))
+                    self.forward([(state, Tree.chain([fed]))])
                     self.commit(state, [0])

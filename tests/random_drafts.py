@@ -13,8 +13,8 @@ import numpy as np
 
 from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.checkpoint.dflash import DFlashConfig, DraftFile, expected_shapes, open_draft
 from warpsmith.checkpoint.gguf_writer import GGUFWriter, Typed, write_gguf
-from warpsmith.draft.dflash_files import DFlashConfig, DraftFile, expected_shapes, open_draft
 from warpsmith.model.config import Config
 
 FORMATS = ("safetensors", "lucebox", "llama.cpp")

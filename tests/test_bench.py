@@ -13,6 +13,7 @@ import pytest
 
 from warpsmith.backend.base import ARGMAX
 from warpsmith.backend.reference.backend import ReferenceBackend
+from warpsmith.backend.sampling import Sampling
 from warpsmith.measure import machine
 from warpsmith.measure.speed import PASSES, Case, Result, against_one_node, measure, reached
 from warpsmith.measure.table import record, table
@@ -122,14 +123,36 @@ def test_trees_are_compared_with_one_node_at_their_depth() -> None:
 
 def test_every_pass_of_a_tree_starts_from_the_same_state() -> None:
     class Counting(ReferenceBackend):
-        def forward(self, state, tree, want=ARGMAX):  # type: ignore[no-untyped-def]
+        def forward(self, batch, want=ARGMAX):  # type: ignore[no-untyped-def]
+            ((state, tree),) = batch
             calls.append((state.length, len(tree)))
-            return super().forward(state, tree, want)
+            return super().forward(batch, want)
 
     calls: list[tuple[int, int]] = []
     result = measure(Counting(SIZES["tiny"], tiny_model().tensors), Case(0, 0, 6, 5), 2)
     assert calls == [(6, 5)] * (1 + 2 * PASSES)
     assert len(result.samples_ns) == 2
+
+
+def test_sequences_side_by_side_all_make_a_token_in_every_pass() -> None:
+    class Counting(ReferenceBackend):
+        def forward(self, batch, want=ARGMAX):  # type: ignore[no-untyped-def]
+            calls.append(([state.length for state, _ in batch], want.tokens))
+            return super().forward(batch, want)
+
+    calls: list[tuple[list[int], str]] = []
+    backend = Counting(SIZES["tiny"], tiny_model().tensors)
+    for sampling, tokens in ((None, "argmax"), (Sampling(temperature=1.0), "logits")):
+        calls.clear()
+        result = measure(backend, Case(0, 2, 5, sampling=sampling, sequences=3), 2)
+        assert calls == [([5] * 3, tokens), *[([5] * 3, tokens), ([6] * 3, tokens)] * 2]
+        assert result.samples_ts == [2 * 3 * 1e9 / ns for ns in result.samples_ns]
+    assert result.test.name == "tg2 x 3 sampled @ d5"
+    assert reached(result, backend, 1e9) is None
+    lines = table([record(Result(Case(0, 2, sequences=n), [10**9]), FACTS) for n in (1, 4)], "md").splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [row[5:7] for row in (cells[0], *cells[2:])] == [["sequences", "test"], ["1", "tg2"], ["4", "tg2 x 4"]]
+    assert [row[8] for row in cells[2:]] == ["2.00", "8.00"]
 
 
 def test_units() -> None:
@@ -170,6 +193,10 @@ def test_the_command_in_every_format() -> None:
     assert records[0]["sampling"] is None
     assert (records[1]["sampling"]["temperature"], records[1]["sampling"]["top_k"]) == (0.8, 20)
 
+    result = bench("-p", "0", "-n", "2", "-b", "1,4", "-r", "1", "-o", "json", "--device", "cpu")
+    assert result.returncode == 0, result.stderr
+    assert [(r["test"], r["n_seq"]) for r in json.loads(result.stdout)] == [("tg2", 1), ("tg2 x 4", 4)]
+
     lines = bench("-p", "4", "-n", "0", "-r", "1", "-o", "jsonl").stdout.splitlines()
     assert [json.loads(line)["n_prompt"] for line in lines] == [4]
     assert bench("-p", "4", "-n", "0", "-r", "1").stdout.startswith("| model")
@@ -177,7 +204,16 @@ def test_the_command_in_every_format() -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    [["-p", "0", "-n", "0"], ["-p", "-4"], ["-r", "0"], ["-o", "xml"], ["-p", "x"], ["--tree", "65"], ["--top-p", "2"]],
+    [
+        ["-p", "0", "-n", "0"],
+        ["-p", "-4"],
+        ["-r", "0"],
+        ["-o", "xml"],
+        ["-p", "x"],
+        ["--tree", "65"],
+        ["-b", "65"],
+        ["--top-p", "2"],
+    ],
 )
 def test_nonsense_is_a_usage_error(flags: list[str]) -> None:
     result = bench(*flags)
@@ -192,6 +228,3 @@ def test_facts_about_the_machine() -> None:
     assert not memory or 0 < memory["available"] <= memory["total"]
     assert machine.package_version("numpy")
     assert machine.package_version("no-such-package-anywhere") is None
-    found, driver = machine.gpus()
-    assert isinstance(found, list)
-    assert driver

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from budget_cases import DEAR, FLAT, GENTLE
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.draft.base import ScoredTree
-from warpsmith.draft.budget import (
+from warpsmith.draft.costs import Costs
+from warpsmith.draft.economy import (
     CHANCE,
     MOST,
     REFILL,
@@ -23,7 +24,6 @@ from warpsmith.draft.budget import (
     least_probabilities,
     path_probabilities,
 )
-from warpsmith.draft.costs import Costs
 
 probabilities = st.lists(st.floats(0, 1), max_size=63).map(lambda p: sorted(p, reverse=True))
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect
+from typing import Any
 
 import numpy as np
 import pytest
 
 from budget_cases import DEAR, FLAT, GENTLE
+from draft_cases import Alone
 from warpsmith.backend.base import Want
 from warpsmith.draft.base import Context, Draft, ScoredTree
-from warpsmith.draft.budget import (
-    BINS,
-    LISTENS,
-    MOST,
-    Budgeted,
-    Calibration,
-)
+from warpsmith.draft.budget import LISTENS, Budgeted
 from warpsmith.draft.costs import Costs
+from warpsmith.draft.economy import BINS, MOST, Calibration
 
 
 class World:
@@ -28,6 +25,7 @@ class World:
         self.rng = np.random.default_rng(seed)
         self.draft = Oracle(self)
         self.budget = Budgeted(self.draft, costs)
+        self.held = Alone(self.budget)
         self.ids = [0]
         self.sizes: list[int] = []
 
@@ -36,12 +34,12 @@ class World:
         start, end = self.now, len(self.ids) + tokens
         while len(self.ids) < end:
             before = self.now
-            if rest := self.budget.rest:
+            if rest := self.held.rest:
                 rest = min(rest, end - len(self.ids))
                 committed = [self.ids[-1], *range(len(self.ids), len(self.ids) + rest - 1)]
                 self.now += rest * self.costs.plain
-                self.budget.observe(committed, len(self.ids) - 1, None, None)
-                self.budget.spent(rest, self.now - before, None)
+                self.held.observe(committed, len(self.ids) - 1, None, None)
+                self.held.spent(rest, self.now - before, None)
                 self.sizes += [0] * rest
             else:
                 committed = self.step()
@@ -50,7 +48,7 @@ class World:
 
     def step(self) -> list[int]:
         before = self.now
-        tree = self.budget.propose(Context(self.ids, None, 1000))  # type: ignore[arg-type]
+        tree = self.held.propose(Context(self.ids, None, 1000))  # type: ignore[arg-type]
         nodes = 1 if tree is None else len(tree)
         self.sizes.append(nodes - 1)
         self.now += self.costs.seconds[nodes - 1] + self.host
@@ -58,8 +56,8 @@ class World:
         while tree is not None and right < nodes - 1 and self.rng.random() < self.rate:
             right += 1
         committed = [self.ids[-1], *([] if tree is None else tree.tokens[1 : right + 1].tolist())]
-        self.budget.observe(committed, len(self.ids) - 1, None, None)
-        self.budget.spent(len(committed), self.now - before, self.costs.seconds[nodes - 1])
+        self.held.observe(committed, len(self.ids) - 1, None, None)
+        self.held.spent(len(committed), self.now - before, self.costs.seconds[nodes - 1])
         return committed
 
 
@@ -72,7 +70,7 @@ class Oracle(Draft):
     def __init__(self, world: World) -> None:
         self.world, self.calls = world, 0
 
-    def propose(self, context: Context) -> ScoredTree:
+    def propose(self, memory: Any, context: Context) -> ScoredTree:
         self.calls += 1
         self.world.now += self.world.draft_seconds
         chain = np.arange(min(context.depth, 8) + 1)
@@ -204,7 +202,7 @@ def test_a_hiccup_of_the_machine_does_not_end_a_good_draft(tokens: int) -> None:
     world.step()
     world.draft_seconds = seconds
     assert world.budget.account.open
-    world.budget.missed(2, 500.0)
+    world.budget.missed(world.held.memory, 2, 500.0)
     assert world.budget.account.open, "nor when another was heard"
 
 
@@ -215,9 +213,9 @@ def test_how_deep_a_draft_is_asked_follows_how_deep_it_was_right() -> None:
     class Deep(Oracle):
         confidence = 0.99
 
-        def propose(self, context: Context) -> ScoredTree:
+        def propose(self, memory: Any, context: Context) -> ScoredTree:
             asked.append(context.depth)
-            return super().propose(context)
+            return super().propose(memory, context)
 
     world = World(FLAT, 0.0, 1.0)
     world.budget.draft = Deep(world)
@@ -235,7 +233,7 @@ def test_no_step_loses_more_than_the_account_holds() -> None:
     class Long(Oracle):
         confidence = 0.99
 
-        def propose(self, context: Context) -> ScoredTree:
+        def propose(self, memory: Any, context: Context) -> ScoredTree:
             chain = np.arange(min(context.depth, 63) + 1)
             tokens = [context.root, *(len(context.ids) + chain[:-1]).tolist()]
             return ScoredTree(np.array(tokens), chain - 1, chain * np.log(self.confidence))
@@ -262,12 +260,12 @@ def test_a_draft_that_rests_is_tried_on_another_text(how: str) -> None:
     world.rate = 0.0
     while world.budget.account.open:
         world.ids += world.step()[1:]
-    assert world.budget.rest > 20
+    assert world.held.rest > 20
     if how == "reset":
-        world.budget.reset()
+        world.held.reset()
     else:
-        world.budget.restore(world.budget.snapshot())
-    assert world.budget.rest == 0
+        world.held.restore(world.held.snapshot())
+    assert world.held.rest == 0
     assert world.budget.off is None
 
 
@@ -277,10 +275,11 @@ def test_a_draft_that_needs_rows_listens_before_it_is_tried_again() -> None:
 
     world = World(GENTLE, 3.0, 0.0)
     world.budget = Budgeted(Listening(world), GENTLE)
+    world.held = Alone(world.budget)
     rows: list[int] = []
     while len(rows) < 5000:
-        if world.budget.rest:
-            world.budget.spent(world.budget.rest, float(world.budget.rest), None)
+        if world.held.rest:
+            world.held.spent(world.held.rest, float(world.held.rest), None)
             rows.append(0)
             continue
         calls = world.budget.draft.calls  # type: ignore[attr-defined]
@@ -293,7 +292,7 @@ def test_a_draft_that_needs_rows_listens_before_it_is_tried_again() -> None:
 
 def test_guesses_are_judged_where_their_parent_was_right() -> None:
     class Branching(Oracle):
-        def propose(self, context: Context) -> ScoredTree:
+        def propose(self, memory: Any, context: Context) -> ScoredTree:
             scores = np.log([1.0, 0.65, 0.25, 0.65 * 0.93, 0.25 * 0.45])
             return ScoredTree(np.array([context.root, 11, 12, 13, 14]), np.array([-1, 0, 0, 1, 2]), scores)
 
@@ -301,8 +300,8 @@ def test_guesses_are_judged_where_their_parent_was_right() -> None:
     world.run(5)
     world.budget.draft = Branching(world)
     world.budget.calibration = Calibration()
-    world.budget.propose(Context([1, 2, 3], None, 10))  # type: ignore[arg-type]
-    world.budget.observe([3, 11], 2, None, None)
+    world.held.propose(Context([1, 2, 3], None, 10))  # type: ignore[arg-type]
+    world.held.observe([3, 11], 2, None, None)
     tried, right = world.budget.calibration._tried, world.budget.calibration._right
     kinds = [bisect(BINS, confidence) for confidence in (0.65, 0.25, 0.93)]
     assert [tried[kind] for kind in kinds] == [1, 1, 1]
@@ -315,9 +314,9 @@ def test_a_step_that_was_not_finished_teaches_nothing() -> None:
     world = World(GENTLE, 0.1, 0.5)
     world.run(10)
     before = list(world.budget.calibration._tried)
-    world.budget.propose(Context([1, 2, 3], None, 10))  # type: ignore[arg-type]
-    world.budget.observe([5, 6, 7], 0, None, None)  # another prompt
-    world.budget.propose(Context([1, 2, 3], None, 10))  # type: ignore[arg-type]
-    world.budget.reset()
-    world.budget.observe([3], 2, None, None)
+    world.held.propose(Context([1, 2, 3], None, 10))  # type: ignore[arg-type]
+    world.held.observe([5, 6, 7], 0, None, None)  # another prompt
+    world.held.propose(Context([1, 2, 3], None, 10))  # type: ignore[arg-type]
+    world.held.reset()
+    world.held.observe([3], 2, None, None)
     assert world.budget.calibration._tried == before

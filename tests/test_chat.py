@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from warpsmith.errors import BadFile, BadRequest
 from warpsmith.model import sandbox
-from warpsmith.model.chat import default_sampling, default_template, render
+from warpsmith.model.chat import declared_sampling, default_template, render
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "look", "description": "<b> & é", "parameters": {"type": "object"}}}
@@ -313,9 +313,9 @@ def test_long_conversations_are_within_the_budget():
 
 
 def test_sampling_that_a_file_declares():
-    assert default_sampling() == {"top_k": 20, "top_p": 0.95}
-    declared = default_sampling({"general.sampling.temp": 0.6, "general.sampling.top_k": 40, "general.name": "x"})
-    assert declared == {"top_k": 40, "top_p": 0.95, "temperature": 0.6}
+    assert declared_sampling() == {}
+    declared = declared_sampling({"general.sampling.temp": 0.6, "general.sampling.top_k": 40, "general.name": "x"})
+    assert declared == {"top_k": 40, "temperature": 0.6}
     for value in (-1, "20", True, float("nan"), [1]):
         with pytest.raises(BadFile, match=r"general\.sampling\.top_p"):
-            default_sampling({"general.sampling.top_p": value})
+            declared_sampling({"general.sampling.top_p": value})

@@ -392,7 +392,8 @@ def test_doctor_knows_what_auto_would_use() -> None:
     assert answer["stats"]["device"] == facts["device"]
     for device, problem in facts["devices"].items():
         if problem:
-            assert problem in fails(4, "run", "-p", "x", "-n", "1", "--device", device)
+            said = fails(4, "run", "-p", "x", "-n", "1", "--device", device)
+            assert problem in said.replace("\n  fix:", ""), "with the fix"
 
 
 # The documents

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from random_models import SMALL, random_tensors
-from warpsmith.backend.base import ARGMAX, Output, State, Want
+from warpsmith.backend.base import ARGMAX, Batch, Output, Want
+from warpsmith.backend.cpu import CpuBackend
+from warpsmith.backend.cpu.backend import CacheType
 from warpsmith.backend.reference import ReferenceBackend, ReferenceState
-from warpsmith.backend.tree import Tree
 from warpsmith.draft import costs as costs_module
 from warpsmith.draft.base import Context, Draft, ScoredTree
-from warpsmith.draft.budget import best_size
 from warpsmith.draft.costs import ROUNDS, SIZES, Costs, Measured, costs_of, measure, plain_seconds, tokens_of_a_guess
+from warpsmith.draft.economy import best_size
 from warpsmith.errors import DoesNotFit
 
 BACKEND = ReferenceBackend(SMALL, random_tensors(SMALL))
@@ -34,12 +36,13 @@ class Clock:
         clock = self
 
         class Timed(ReferenceBackend):
-            def forward(self, state: State, tree: Tree, want: Want = ARGMAX) -> Output:
+            def forward(self, batch: Batch, want: Want = ARGMAX) -> Output:
+                ((_, tree),) = batch
                 if want.hidden:  # not a plain token
                     clock.sizes += [len(tree)]
                 factor = clock.first if len(tree) not in clock.sizes[:-1] else 2.0 if len(clock.sizes) > 40 else 1.0
                 clock.now += len(tree) * 0.001 * clock.slow * (factor if want.hidden else 0.9)
-                return super().forward(state, tree, want)
+                return super().forward(batch, want)
 
         return Timed(SMALL, BACKEND.tensors)
 
@@ -98,6 +101,17 @@ def test_costs_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(calls) == 5, "what was not settled is not kept"
 
 
+def test_what_speed_depends_on_has_its_own_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs_module, "measure", lambda backend, wants: Measured({1: 0.5, 64: 2.0}, 0.4, True))
+    types: list[CacheType] = ["f16", "q8_0"]
+    backends = [CpuBackend(SMALL, BACKEND.tensors, threads=n, cache_type_k=kind) for n in (1, 2) for kind in types]
+    for backend in (BACKEND, *backends, *backends):
+        costs_of(backend, Want(tokens="none"), tmp_path)
+    assert len(list(tmp_path.iterdir())) == 5
+    assert backends[1].settings["type_k"] == "q8_0"
+    assert "F32" in str(backends[0].settings["weight_types"])
+
+
 def test_costs_from_a_busy_time_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = [Measured({1: 5.0, 64: 9.0}, 5.0, True), Measured({1: 1.0, 64: 2.0}, 1.0, True)]
     now = [4.0, 1.0, 0.9]  # seconds of a token when it is looked at again
@@ -122,7 +136,7 @@ def test_a_guess_is_measured_in_tokens() -> None:
     class Slow(Draft):
         name, calls = "slow", 0
 
-        def propose(self, context: Context) -> ScoredTree | None:
+        def propose(self, memory: Any, context: Context) -> ScoredTree | None:
             assert context.depth == 1
             self.calls += 1
             clock.now += 0.0027 if self.calls > 1 else 5.0

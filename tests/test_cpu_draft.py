@@ -10,18 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from draft_cases import OneBlock
 from random_drafts import FORMATS, draft_config, draft_in_memory, fill_holes, random_weights, write_holes
 from random_models import random_tensors, small_config
-from warpsmith.backend.base import BlockDraft, Want
+from warpsmith.backend.base import Want
 from warpsmith.backend.cpu import CpuBackend
 from warpsmith.backend.cpu.draft import CpuDraft
+from warpsmith.backend.reference.dflash import NumpyDraft
+from warpsmith.backend.rows import HostRows
 from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.checkpoint.dflash import DFlashConfig, DraftFile, open_draft
 from warpsmith.checkpoint.quantize import quantize
 from warpsmith.draft.dflash import DFlash
-from warpsmith.draft.dflash_files import DFlashConfig, DraftFile, check_fits, open_draft
-from warpsmith.draft.dflash_numpy import NumpyDraft
 from warpsmith.model.config import SIZES
+from warpsmith.model.dflash import check_fits
 
 TARGET = small_config(vocab=100)
 WIDE = small_config(vocab=100, hidden=256)
@@ -54,17 +57,17 @@ def features_of(count: int, config: DFlashConfig, seed: int = 0) -> np.ndarray:
     return rng.standard_normal((count, len(config.target_layers) * config.hidden)).astype(np.float32) * 2
 
 
-def both(file: DraftFile, rows: int = 50, wide: bool = False, threads: int = 2) -> tuple[BlockDraft, BlockDraft]:
+def both(file: DraftFile, rows: int = 50, wide: bool = False, threads: int = 2) -> tuple[OneBlock, OneBlock]:
     on, config = backend(wide, threads), file.config
     capacity = [rows if window is None else min(window, rows) for window in config.windows]
     native = on.block_draft(config, file.tensors, capacity)
     assert isinstance(native, CpuDraft)
-    return native, NumpyDraft(file, on, capacity)
+    return OneBlock(native), OneBlock(NumpyDraft(file, on, capacity))
 
 
-def check_same(native: BlockDraft, numpy: BlockDraft, root: int, position: int, rows: int, tolerance: float) -> None:
+def check_same(native: OneBlock, numpy: OneBlock, root: int, position: int, rows: int, tolerance: float) -> None:
     ours, expected = native.fill(root, position, rows, TOP), numpy.fill(root, position, rows, TOP)
-    assert distance(ours.hidden, expected.hidden) < tolerance
+    assert distance(ours.hidden.numpy(), expected.hidden.numpy()) < tolerance
     assert distance(ours.top_logits, expected.top_logits) < tolerance
     assert distance(ours.logsumexp, expected.logsumexp) < tolerance
     assert ours.top_ids is not None
@@ -79,7 +82,7 @@ def distance(a: np.ndarray | None, b: np.ndarray | None) -> float:
 
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
 def test_the_engine_s_network_equals_numpy_s(config: DFlashConfig) -> None:
-    """Rings that fill up and wrap, rows in pieces of every size, gaps, and blocks that are cut short."""
+    """Caches that fill up and wrap, rows in pieces of every size, gaps, and blocks that are cut short."""
     native, numpy = both(draft_in_memory(config))
     check_same(native, numpy, 5, 0, config.block - 1, 1e-3)
     position = 0
@@ -87,7 +90,7 @@ def test_the_engine_s_network_equals_numpy_s(config: DFlashConfig) -> None:
         position += gap
         features = features_of(count, config, position)
         for draft in (native, numpy):
-            draft.append(features, position)
+            draft.append(HostRows(features), position)
         position += count
         for rows in (config.block - 1, 2):
             check_same(native, numpy, position % 90, position, rows, 1e-3)
@@ -109,7 +112,7 @@ def test_every_weight_type_is_computed(kind: str, tolerance: float) -> None:
     native, numpy = both(DraftFile(config, tensors), wide=True)
     features = features_of(30, config)
     for draft in (native, numpy):
-        draft.append(features, 0)
+        draft.append(HostRows(features), 0)
     check_same(native, numpy, 5, 30, config.block - 1, tolerance)
 
 
@@ -119,10 +122,10 @@ def test_threads_change_nothing() -> None:
     outputs = []
     for threads in (1, 2, 3):
         native, _ = both(draft_in_memory(config), threads=threads)
-        native.append(features, 0)
+        native.append(HostRows(features), 0)
         outputs.append(native.fill(3, 90, config.block - 1, TOP))
     for output in outputs[1:]:
-        assert np.array_equal(output.hidden, outputs[0].hidden)
+        assert np.array_equal(output.hidden.numpy(), outputs[0].hidden.numpy())
         assert np.array_equal(output.top_logits, outputs[0].top_logits)
 
 
@@ -130,35 +133,52 @@ def test_a_block_leaves_nothing_behind() -> None:
     config = SHAPES["sliding and full"]
     native, _ = both(draft_in_memory(config))
     features = features_of(40, config)
-    native.append(features[:20], 0)
+    native.append(HostRows(features[:20]), 0)
     once = native.fill(3, 20, config.block - 1, TOP)
     again = native.fill(3, 20, config.block - 1, TOP)
-    assert np.array_equal(once.hidden, again.hidden)
-    native.append(features[20:], 20)
+    assert np.array_equal(once.hidden.numpy(), again.hidden.numpy())
+    native.append(HostRows(features[20:]), 20)
     fresh, _ = both(draft_in_memory(config))
-    fresh.append(features, 0)
+    fresh.append(HostRows(features), 0)
     assert np.array_equal(
-        native.fill(3, 40, 4, TOP).hidden,  # type: ignore[arg-type]
-        fresh.fill(3, 40, 4, TOP).hidden,  # type: ignore[arg-type]
+        native.fill(3, 40, 4, TOP).hidden.numpy(),  # type: ignore[arg-type]
+        fresh.fill(3, 40, 4, TOP).hidden.numpy(),  # type: ignore[arg-type]
     )
 
 
 @pytest.mark.parametrize("count", [0, 10, 49, 50, 51, 130])
-def test_snapshots_bring_the_rings_back(count: int) -> None:
+def test_snapshots_bring_the_caches_back(count: int) -> None:
     """Before they are full, when they just are, and after they wrapped."""
     config = SHAPES["sliding and full"]
     native, _ = both(draft_in_memory(config))
     if count:
-        native.append(features_of(count, config), 0)
+        native.append(HostRows(features_of(count, config)), 0)
     saved = native.snapshot()
-    expected = native.fill(3, count, 4, TOP).hidden
-    native.append(features_of(70, config, 1), count)
-    assert not np.array_equal(native.fill(3, count + 70, 4, TOP).hidden, expected)  # type: ignore[arg-type]
+    expected = native.fill(3, count, 4, TOP).hidden.numpy()
+    native.append(HostRows(features_of(70, config, 1)), count)
+    assert not np.array_equal(native.fill(3, count + 70, 4, TOP).hidden.numpy(), expected)  # type: ignore[arg-type]
     native.restore(saved)
-    assert np.array_equal(native.fill(3, count, 4, TOP).hidden, expected)  # type: ignore[arg-type]
+    assert np.array_equal(native.fill(3, count, 4, TOP).hidden.numpy(), expected)  # type: ignore[arg-type]
     native.forget()
     empty, _ = both(draft_in_memory(config))
-    assert np.array_equal(native.fill(3, 0, 4, TOP).hidden, empty.fill(3, 0, 4, TOP).hidden)  # type: ignore[arg-type]
+    assert np.array_equal(native.fill(3, 0, 4, TOP).hidden.numpy(), empty.fill(3, 0, 4, TOP).hidden.numpy())  # type: ignore[arg-type]
+
+
+def test_two_sequences_share_weights_and_nothing_else() -> None:
+    """Rows come by turns, and caches wrap while the other's are still empty."""
+    config = SHAPES["sliding and full"]
+    native, numpy = both(draft_in_memory(config))
+    second, expected = OneBlock(native.network), OneBlock(numpy.network)
+    for start, count in ((0, 30), (30, 1), (31, 64), (95, 7)):
+        for draft in (native, numpy):
+            draft.append(HostRows(features_of(count, config, start)), start)
+        if start:
+            for draft in (second, expected):
+                draft.append(HostRows(features_of(count + 3, config, start + 1)), start)
+        check_same(native, numpy, 5, start + count, config.block - 1, 1e-3)
+        check_same(second, expected, 7, start + count + 3, config.block - 1, 1e-3)
+    native.forget()
+    check_same(second, expected, 7, 105, config.block - 1, 1e-3)
 
 
 def test_drafts_of_the_27b_shape_run_in_every_format(tmp_path: Path) -> None:
@@ -180,12 +200,13 @@ def test_drafts_of_the_27b_shape_run_in_every_format(tmp_path: Path) -> None:
         runnable = dataclasses.replace(file.config, mask_token=7)  # of the target's few tokens
         native = on.block_draft(runnable, file.tensors, [2048])
         assert native is not None
-        native.append(features, 0)
-        outputs.append(native.fill(3, 20, 15, TOP))
-        del native
+        one = OneBlock(native)
+        one.append(HostRows(features), 0)
+        outputs.append(one.fill(3, 20, 15, TOP))
+        del native, one
     assert outputs[0].hidden is not None
-    assert outputs[0].hidden.std() > 0.1
-    assert all(np.array_equal(output.hidden, outputs[0].hidden) for output in outputs[1:])
+    assert outputs[0].hidden.numpy().std() > 0.1
+    assert all(np.array_equal(output.hidden.numpy(), outputs[0].hidden.numpy()) for output in outputs[1:])
 
 
 def test_the_engine_is_used_where_it_can() -> None:

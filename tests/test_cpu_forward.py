@@ -52,11 +52,19 @@ def compare(config: Config, tensors: dict[str, Tensor], bound: float, **options:
     for backend in (reference, cpu):
         state = backend.new_state(128)
         prompt = backend.prefill(state, ids, want)
-        first = backend.forward(state, tree, LOGITS)
+        first = backend.forward([(state, tree)], LOGITS)
         backend.commit(state, tree.path(11))
-        second = backend.forward(state, tree, LOGITS)
+        second = backend.forward([(state, tree)], LOGITS)
         assert state.length == 70 + len(tree.path(11))
-        results.append((prompt.logits, prompt.hidden, prompt.features, first.logits, second.logits))
+        results.append(
+            (
+                prompt.logits.numpy(),
+                prompt.hidden.numpy(),
+                prompt.features.numpy(),
+                first.logits.numpy(),
+                second.logits.numpy(),
+            )
+        )
     for expected, found in zip(*results, strict=True):
         assert found.shape == expected.shape
         assert relative(found, expected) < bound
@@ -66,7 +74,7 @@ def compare(config: Config, tensors: dict[str, Tensor], bound: float, **options:
 @pytest.mark.parametrize("ratio", [1, 2, 3])
 def test_agrees_with_the_reference(ratio: int, kernels: list[str] | None) -> None:
     config = small_config(ratio)
-    compare(config, random_tensors(config, seed=ratio), 3e-5, features=kernels, **F32_CACHE)
+    compare(config, random_tensors(config, seed=ratio), 3e-5, cpu_features=kernels, **F32_CACHE)
 
 
 # What a layer adds to the residual stream, and by which projection of its own.
@@ -88,15 +96,15 @@ def test_every_stage_agrees_with_the_reference(ratio: int, part: str, kernels: l
     ids, tree = rng.integers(0, config.vocab, 67), random_tree(rng, 20, config.vocab)
     want = Want(features=tuple(range(config.layers)), hidden=True)
     results = []
-    for backend in pair(config, tensors, features=kernels, **F32_CACHE):
+    for backend in pair(config, tensors, cpu_features=kernels, **F32_CACHE):
         state = backend.new_state(128)
         for tokens, output in (
             (ids, backend.prefill(state, ids, want)),
-            (tree.tokens, backend.forward(state, tree, want)),
+            (tree.tokens, backend.forward([(state, tree)], want)),
         ):
-            stream = output.features.reshape(len(tokens), config.layers, config.hidden)
+            stream = output.features.numpy().reshape(len(tokens), config.layers, config.hidden)
             before = np.concatenate([backend.embed(tokens)[:, None], stream[:, :-1]], axis=1)
-            results.append([*np.moveaxis(stream - before, 1, 0), output.hidden])
+            results.append([*np.moveaxis(stream - before, 1, 0), output.hidden.numpy()])
     speaking = {"delta": config.recurrent_layers, "attention": config.attention_layers, "mlp": range(config.layers)}
     for expected, found in ((results[0], results[2]), (results[1], results[3])):
         assert relative(found[-1], expected[-1]) < 1e-5
@@ -127,8 +135,8 @@ def test_true_shapes_agree_with_the_reference(recipe: str, ratio: int, bound: fl
     logits = []
     for backend in (ReferenceBackend(config, tensors), CpuBackend(config, tensors, threads=2)):
         state = backend.new_state(32)
-        prompt = backend.prefill(state, ids, Want("logits", every_row=True)).logits
-        logits.append(np.concatenate([prompt, backend.forward(state, tree, LOGITS).logits]))
+        prompt = backend.prefill(state, ids, Want("logits", every_row=True)).logits.numpy()
+        logits.append(np.concatenate([prompt, backend.forward([(state, tree)], LOGITS).logits.numpy()]))
     assert relative(logits[1], logits[0]) < bound
 
 
@@ -145,7 +153,7 @@ def test_an_untied_head_is_used() -> None:
     [("f32", 5e-4), ("f16", 5e-4), ("bf16", 5e-4), ("q8_0", 0.08), ("q4_0", 0.08), ("q4_k_m", 0.12)],
 )
 def test_every_recipe_agrees_with_the_reference(recipe: str, bound: float, kernels: list[str] | None) -> None:
-    compare(TINY, recipe_tensors(recipe), bound, features=kernels)
+    compare(TINY, recipe_tensors(recipe), bound, cpu_features=kernels)
 
 
 @pytest.mark.parametrize("kind", ["Q5_K", "Q6_K", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "IQ4_XS"])
@@ -178,7 +186,7 @@ def test_a_long_past_is_attended_to() -> None:
     reference, cpu = pair(config, random_tensors(config), **F32_CACHE)
     ids = np.random.default_rng(0).integers(0, config.vocab, 1100)
     found, expected = (
-        backend.prefill(backend.new_state(1100), ids, Want("logits", every_row=True)).logits
+        backend.prefill(backend.new_state(1100), ids, Want("logits", every_row=True)).logits.numpy()
         for backend in (cpu, reference)
     )
     assert relative(found[1000:], expected[1000:]) < 1e-4
@@ -187,7 +195,7 @@ def test_a_long_past_is_attended_to() -> None:
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_mtp_agrees_with_the_reference(kernels: list[str] | None) -> None:
     config = small_config(2, mtp_layers=1)
-    reference, cpu = pair(config, random_tensors(config), features=kernels, **F32_CACHE)
+    reference, cpu = pair(config, random_tensors(config), cpu_features=kernels, **F32_CACHE)
     rng = np.random.default_rng(2)
     ids, hidden = rng.integers(0, config.vocab, 70), rng.standard_normal((70, config.hidden)).astype(np.float32)
     want = Want("top", top=7, hidden=True, every_row=True)
@@ -198,7 +206,7 @@ def test_mtp_agrees_with_the_reference(kernels: list[str] | None) -> None:
         assert np.array_equal(last.top_ids, backend.mtp(state, ids, hidden, 0, want).top_ids[-1:])
         outputs.append(backend.mtp(state, ids[:2], hidden[:2], 40, want))  # over what was there
     expected, found = outputs
-    assert relative(found.hidden, expected.hidden) < 3e-5
+    assert relative(found.hidden.numpy(), expected.hidden.numpy()) < 3e-5
     assert relative(found.top_logits, expected.top_logits) < 3e-5
     assert (found.top_ids == expected.top_ids).all()
     with pytest.raises(BadRequest, match="outside a context"):
@@ -214,14 +222,14 @@ def test_top_is_the_best_of_the_logits_and_ties_go_to_the_lower_id() -> None:
     tensors["token_embd.weight"] = dataclasses.replace(tensors["token_embd.weight"], read=lambda: raw)
     cpu = CpuBackend(config, tensors, threads=3)
     state, tree = cpu.new_state(64), random_tree(np.random.default_rng(1), 9, config.vocab)
-    logits = cpu.forward(state, tree, LOGITS)
-    top = cpu.forward(state, tree, Want("top", top=20))
-    order = np.argsort(-logits.logits, axis=1, kind="stable")
+    logits = cpu.forward([(state, tree)], LOGITS)
+    top = cpu.forward([(state, tree)], Want("top", top=20))
+    order = np.argsort(-logits.logits.numpy(), axis=1, kind="stable")
     assert (top.top_ids == order[:, :20]).all()
-    assert (top.top_logits == np.take_along_axis(logits.logits, order[:, :20], axis=1)).all()
-    exact = np.log(np.exp(logits.logits.astype(np.float64)).sum(axis=1))
+    assert (top.top_logits == np.take_along_axis(logits.logits.numpy(), order[:, :20], axis=1)).all()
+    exact = np.log(np.exp(logits.logits.numpy().astype(np.float64)).sum(axis=1))
     np.testing.assert_allclose(top.logsumexp, exact, rtol=1e-6)
-    for output in (logits, top, cpu.forward(state, tree, ARGMAX)):
+    for output in (logits, top, cpu.forward([(state, tree)], ARGMAX)):
         assert (output.argmax == order[:, 0]).all()
 
 
@@ -233,13 +241,13 @@ def test_snapshots_bring_the_past_back() -> None:
     state, other = cpu.new_state(96), cpu.new_state(64)
     cpu.prefill(state, ids[:30])
     saved = cpu.snapshot(state)
-    expected = cpu.prefill(state, ids[30:], Want("logits", every_row=True)).logits
+    expected = cpu.prefill(state, ids[30:], Want("logits", every_row=True)).logits.numpy()
     assert saved.length == 30
-    assert saved.nbytes == saved.data.nbytes
+    assert saved.nbytes == saved.data.nbytes == cpu.snapshot_bytes(30)
     for target in (state, other):  # over a longer past, and in a state of another size
         cpu.restore(target, saved)
         assert target.length == 30
-        assert (cpu.prefill(target, ids[30:], Want("logits", every_row=True)).logits == expected).all()
+        assert (cpu.prefill(target, ids[30:], Want("logits", every_row=True)).logits.numpy() == expected).all()
     with pytest.raises(BadRequest, match="does not fit"):
         cpu.restore(cpu.new_state(29), saved)
 
@@ -257,7 +265,7 @@ def test_what_cannot_be_done_is_refused() -> None:
         cpu.prefill(state, [config.vocab])
     with pytest.raises(BadRequest, match="no forward pass"):
         cpu.commit(state, [0])
-    cpu.forward(state, Tree.chain([1, 2, 3]))
+    cpu.forward([(state, Tree.chain([1, 2, 3]))])
     for path in ([], [1], [0, 2], [0, 1, 2, 3], [-1]):
         with pytest.raises(BadRequest, match="not a path"):
             cpu.commit(state, path)
@@ -266,14 +274,14 @@ def test_what_cannot_be_done_is_refused() -> None:
         cpu.commit(state, [0])
     for want in (Want("top", top=0), Want("top", top=config.vocab + 1), Want(features=(4,))):
         with pytest.raises(BadRequest):
-            cpu.forward(state, Tree.chain([1]), want)
+            cpu.forward([(state, Tree.chain([1]))], want)
     with pytest.raises(BadRequest, match="MTP"):
         cpu.mtp(state, [1], np.zeros((1, config.hidden)), 0)
     with pytest.raises(BadRequest, match="no sse9"):
-        CpuBackend(config, tensors, features=["sse9"])
+        CpuBackend(config, tensors, cpu_features=["sse9"])
     if features := _cpu.features():
         with pytest.raises(BadRequest, match="alone"):
-            CpuBackend(config, tensors, features=features[:1])
+            CpuBackend(config, tensors, cpu_features=features[:1])
     with pytest.raises(BadRequest, match="threads"):
         CpuBackend(config, tensors, threads=0)
     with pytest.raises(BadRequest, match="kept as"):
@@ -314,7 +322,7 @@ def test_the_best_kernels_are_chosen() -> None:
     kinds = {"i8mm": "neon-i8mm", "dotprod": "neon", "avx512vnni": "avx512", "avx2": "avx2"}
     best = next((kernels for feature, kernels in kinds.items() if feature in here), "portable")
     assert CpuBackend(config, tensors, threads=1).kernels == best
-    assert CpuBackend(config, tensors, threads=1, features=["portable"]).kernels == "portable"
+    assert CpuBackend(config, tensors, threads=1, cpu_features=["portable"]).kernels == "portable"
 
 
 def test_embeddings_and_head_are_lent_as_the_reference_lends_them() -> None:
@@ -323,7 +331,7 @@ def test_embeddings_and_head_are_lent_as_the_reference_lends_them() -> None:
     tokens = [3, 9, 3]
     assert (cpu.embed(tokens) == reference.embed(tokens)).all()
     hidden = np.random.default_rng(0).standard_normal((5, config.hidden)).astype(np.float32)
-    assert relative(cpu.head(hidden, LOGITS).logits, reference.head(hidden, LOGITS).logits) < 1e-5
+    assert relative(cpu.head(hidden, LOGITS).logits.numpy(), reference.head(hidden, LOGITS).logits.numpy()) < 1e-5
     assert (cpu.head(hidden).argmax == reference.head(hidden).argmax).all()
     with pytest.raises(BadRequest, match="rows"):
         cpu.head(hidden[:, :-1])

@@ -29,7 +29,7 @@ def recipe_tensors(recipe: str) -> dict[str, Tensor]:
 def backend(
     recipe: str, threads: int = 2, portable: bool = False, cache: tuple[str, str] = ("f16", "f16")
 ) -> CpuBackend:
-    options = {"features": ["portable"] if portable else None, "cache_type_k": cache[0], "cache_type_v": cache[1]}
+    options = {"cpu_features": ["portable"] if portable else None, "cache_type_k": cache[0], "cache_type_v": cache[1]}
     if recipe == "small":  # short heads, three value heads a key head
         config = small_config(3)
         return CpuBackend(config, random_tensors(config), threads=threads, **options)
@@ -44,7 +44,7 @@ def started(cpu: CpuBackend, length: int, context: int = 1200) -> CpuState:
 
 
 def step(cpu: CpuBackend, state: CpuState, token: int) -> np.ndarray:
-    logits = cpu.forward(state, Tree.chain([token]), LOGITS).logits
+    logits = cpu.forward([(state, Tree.chain([token]))], LOGITS).logits.numpy()
     cpu.commit(state, [0])
     return logits[0]
 
@@ -52,7 +52,7 @@ def step(cpu: CpuBackend, state: CpuState, token: int) -> np.ndarray:
 def check_tree(cpu: CpuBackend, length: int, tree: Tree) -> None:
     """Every node's logits equal those of decoding its path one token at a time; so does what a commit leaves."""
     state = started(cpu, length)
-    logits = cpu.forward(state, tree, LOGITS).logits
+    logits = cpu.forward([(state, tree)], LOGITS).logits.numpy()
     saved = cpu.snapshot(state)
     deepest = int(tree.depths().argmax())
     leaves = sorted(set(range(len(tree))) - set(tree.parents.tolist()))
@@ -106,10 +106,10 @@ def test_prefill_is_decoding_and_can_be_cut_anywhere(recipe: str, portable: bool
     cpu = backend(recipe, portable=portable)
     ids = np.random.default_rng(5).integers(0, cpu.config.vocab, 150)
     whole = cpu.new_state(150)
-    logits = cpu.prefill(whole, ids, EVERY).logits
+    logits = cpu.prefill(whole, ids, EVERY).logits.numpy()
     for cuts in ([64], [128], [1, 2, 67], [100]):
         state = cpu.new_state(150)
-        pieces = [cpu.prefill(state, piece, EVERY).logits for piece in np.split(ids, cuts)]
+        pieces = [cpu.prefill(state, piece, EVERY).logits.numpy() for piece in np.split(ids, cuts)]
         assert (np.concatenate(pieces) == logits).all()
         assert (cpu.snapshot(state).data == cpu.snapshot(whole).data).all()
     state = cpu.new_state(150)
@@ -125,10 +125,10 @@ def test_threads_change_nothing(recipe: str) -> None:
         state = cpu.new_state(900)
         prompt = cpu.prefill(state, rng.integers(0, cpu.config.vocab, 700), EVERY)
         tree = random_tree(rng, 30, cpu.config.vocab)
-        output = cpu.forward(state, tree, Want("top", top=9, hidden=True))
+        output = cpu.forward([(state, tree)], Want("top", top=9, hidden=True))
         cpu.commit(state, tree.path(29))
-        results.append((prompt.logits, output.top_ids, output.top_logits, output.logsumexp, output.hidden,
-                        cpu.snapshot(state).data))  # fmt: skip
+        results.append((prompt.logits.numpy(), output.hidden.numpy(), output.top_ids, output.top_logits,
+                        output.logsumexp, cpu.snapshot(state).data))  # fmt: skip
     for other in results[1:]:
         for expected, found in zip(results[0], other, strict=True):
             assert (expected == found).all()

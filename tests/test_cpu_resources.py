@@ -66,7 +66,7 @@ def test_as_many_threads_as_cores_we_may_use() -> None:
     assert CpuBackend(config, random_tensors(config), threads=3).threads == 3
 
 
-@pytest.mark.parametrize("call", ["chain", "tree"])
+@pytest.mark.parametrize("call", ["chain", "trees"])
 def test_others_run_while_the_engine_computes(call: str) -> None:
     """A call lets go of the interpreter's lock: where nobody is asked to hand it over, others go on counting."""
     config = small_config(2)
@@ -80,10 +80,10 @@ def test_others_run_while_the_engine_computes(call: str) -> None:
         want = cpu._native_want(ARGMAX, cpu._output(ARGMAX, len(tree), len(tree)), 0, nodes, nodes)
         for _ in range(50):
             state = cpu.new_state(64).native
-            arguments = (tree.tokens, tree.parents, want) if call == "tree" else (tree.tokens, want)
-            run = getattr(cpu._engine, call)
+            trees = ([state], [len(tree)], tree.tokens, tree.parents, want)
+            run, arguments = getattr(cpu._engine, call), trees if call == "trees" else (state, tree.tokens, want)
             before = counted
-            run(state, *arguments)
+            run(*arguments)
             during += counted - before
 
     patience = sys.getswitchinterval()
@@ -129,7 +129,7 @@ tree = random_tree(np.random.default_rng(0), 64, config.vocab)
 state = cpu.new_state(64)
 for want in (Want("none"), ARGMAX, Want("top", top=1)):
     before = anonymous_bytes()
-    output = cpu.forward(state, tree, want)
+    output = cpu.forward([(state, tree)], want)
     print(anonymous_bytes() - before)
     assert output.logits is None
 """

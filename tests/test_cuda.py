@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from device_checks import plain_run, relative, same_state
+from device_checks import check_interleaved, check_verified, plain_run, relative, same_state
 from random_models import random_tensors, random_tree
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.reference import ReferenceBackend
+from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.canonical import Tensor
@@ -84,7 +85,7 @@ def test_every_stage_matches_the_reference(pair, prompt: int) -> None:
 @pytest.mark.parametrize("length", [1, 20, 100, 300])
 def test_logits_match_the_reference(pair, length: int) -> None:
     want = Want("logits", every_row=True)
-    got, expected = (b.prefill(b.new_state(512), ids(2, length), want).logits for b in pair)
+    got, expected = (b.prefill(b.new_state(512), ids(2, length), want).logits.numpy() for b in pair)
     agreement = float((got.argmax(axis=1) == expected.argmax(axis=1)).mean())
     print(f"length {length}: relative error {relative(got, expected):.5f}, top-1 agreement {agreement:.4f}")
     assert relative(got, expected) < 0.02
@@ -99,13 +100,13 @@ def test_a_node_depends_only_on_its_ancestors(pair, nodes: int) -> None:
     tree = random_tree(rng, nodes, SHAPE.vocab)
     state = cuda.new_state(256)
     cuda.prefill(state, prompt)
-    logits = cuda.forward(state, tree, LOGITS).logits
+    logits = cuda.forward([(state, tree)], LOGITS).logits.numpy()
     for node in {nodes - 1, int(rng.integers(nodes))}:
         path = tree.path(node)
         plain = cuda.new_state(256)
         cuda.prefill(plain, prompt)
         np.testing.assert_array_equal(logits[path], plain_run(cuda, plain, tree.tokens[path]))
-    cuda.forward(state, tree)  # only the last forward can be committed
+    cuda.forward([(state, tree)])  # only the last forward can be committed
     cuda.commit(state, path)
     assert same_state(SHAPE, state, plain)
 
@@ -120,7 +121,7 @@ def test_decoding_on_the_device_equals_stepping(pair) -> None:
     assert len(tokens) == 150
     expected, step = [], token
     for _ in range(150):
-        step = int(cuda.forward(twin, Tree.chain([step])).argmax[0])
+        step = int(cuda.forward([(twin, Tree.chain([step]))]).argmax[0])
         cuda.commit(twin, [0])
         expected.append(step)
     assert tokens == expected
@@ -143,11 +144,22 @@ def test_a_listener_who_leaves_early_finds_the_state_where_he_left(pair) -> None
     assert same_state(SHAPE, state, twin)
 
 
+def test_sequences_interleave(pair) -> None:
+    check_interleaved(pair[0], [22, 9, 1, 30], decoded=150)
+    check_interleaved(pair[0], [1] * 8, decoded=7)
+
+
+def test_a_sampled_tree_is_verified_without_its_logits(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_verified(pair[0], Sampling(temperature=0.9, top_k=20, presence_penalty=0.5, seed=7), 0, monkeypatch)
+    check_verified(pair[0], Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=8), 0, monkeypatch)
+    check_verified(pair[0], Sampling(temperature=0.5, seed=9), 3, monkeypatch)
+
+
 def test_features_and_hidden(pair) -> None:
     want = Want("argmax", features=(2, 0), hidden=True)
     outputs = [b.prefill(b.new_state(128), ids(5, 70), want) for b in pair]
-    assert relative(outputs[0].features, outputs[1].features) < 0.02
-    assert relative(outputs[0].hidden, outputs[1].hidden) < 0.02
+    assert relative(outputs[0].features.numpy(), outputs[1].features.numpy()) < 0.02
+    assert relative(outputs[0].hidden.numpy(), outputs[1].hidden.numpy()) < 0.02
 
 
 def test_snapshots(pair) -> None:
@@ -163,5 +175,5 @@ def test_snapshots(pair) -> None:
 def test_long_contexts_use_every_split(pair) -> None:
     """Past 16 keys x 64 splits, an item walks several chunks."""
     want = Want("logits")
-    got, expected = (b.prefill(b.new_state(2304), ids(8, 2200), want).logits for b in pair)
+    got, expected = (b.prefill(b.new_state(2304), ids(8, 2200), want).logits.numpy() for b in pair)
     assert relative(got, expected) < 0.02

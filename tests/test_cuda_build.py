@@ -16,10 +16,11 @@ import pytest
 
 from warpsmith.backend.cuda import shape, structures, top
 from warpsmith.backend.cuda.backend import VARIANTS, build_constants
-from warpsmith.backend.cuda.compiler import DIGEST_BYTES, build, cache_directory, compile_source, sources, target
-from warpsmith.backend.cuda.driver import Chip
-from warpsmith.backend.cuda.layout import Layout, busy_sms
-from warpsmith.backend.cuda.profiles import Profile, load_profiles
+from warpsmith.backend.cuda.build.compiler import DIGEST_BYTES, build, cache_directory, compile_source, sources, target
+from warpsmith.backend.cuda.build.profiles import Profile, load_profiles
+from warpsmith.backend.cuda.memory.driver import Chip
+from warpsmith.backend.cuda.memory.layout import Layout
+from warpsmith.backend.cuda.schedule import busy_sms
 from warpsmith.backend.cuda.shape import threads_of
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.errors import NoDevice, WarpsmithError
@@ -89,7 +90,7 @@ def _compiled(source: str, architecture: str, constants: tuple[tuple[str, object
 
 def problems(profile: Profile, nodes: int, file: str = "BF16") -> list[str]:
     """What is wrong with the forward kernel for that chip, trees of that many nodes and such a file."""
-    used = compiled("forward.cu", profile, nodes, file=file)
+    used = compiled("forward/forward.cu", profile, nodes, file=file)
     print(f"{profile.name}, {nodes} nodes, {file}: {used}")
     most = MAX_SPILL if nodes == 1 else MAX_TREE_SPILL
     wrong = {
@@ -110,20 +111,20 @@ def test_the_forward_kernel_builds_for_every_chip() -> None:
 
 
 def test_plain_decoding_on_an_h200_keeps_everything_in_registers() -> None:
-    used = compiled("forward.cu", load_profiles()["h200"], 1)
+    used = compiled("forward/forward.cu", load_profiles()["h200"], 1)
     assert (used.spill_stores, used.spill_loads) == (0, 0)
-    used = compiled("forward.cu", load_profiles()["h200"], 1, file="Q8_0")
+    used = compiled("forward/forward.cu", load_profiles()["h200"], 1, file="Q8_0")
     assert max(used.spill_stores, used.spill_loads) <= 40  # four numbers that every stage uses once
 
 
 def test_a_small_model_builds_for_the_largest_tree() -> None:
-    used = compiled("forward.cu", load_profiles()["h200"], VARIANTS[-1], SIZES["tiny"], "Q8_0")
+    used = compiled("forward/forward.cu", load_profiles()["h200"], VARIANTS[-1], SIZES["tiny"], "Q8_0")
     assert used.static_shared == 0  # its sizes are asserted in the source
 
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_the_small_kernels_build_for_every_chip(name: str) -> None:
-    for source in ("commit.cu", "pack.cu", "top.cu"):
+    for source in ("forward/commit.cu", "weights/pack.cu", "sample/top.cu"):
         used = compiled(source, load_profiles()[name], 1)
         assert used.registers * 512 <= REGISTERS
         assert used.spill_stores == 0
@@ -146,7 +147,7 @@ def test_every_build_for_every_chip_and_file(name: str, nodes: int, file: str) -
 
 def test_older_chips_get_neither_bulk_copies_nor_clusters() -> None:
     constants = constants_for(load_profiles()["generic"], 1)
-    ptx, _ = compile_source(sources()["forward.cu"], "forward.cu", "compute_80", constants)
+    ptx, _ = compile_source(sources()["forward/forward.cu"], "forward/forward.cu", "compute_80", constants)
     assert b".target sm_80" in ptx
     assert b".version 9.0" in ptx  # which every driver that the bindings work with reads
     assert b"cp.async." in ptx
@@ -154,9 +155,24 @@ def test_older_chips_get_neither_bulk_copies_nor_clusters() -> None:
     assert b"cluster" not in ptx
 
 
+def test_nothing_is_contracted_that_is_not_written_so() -> None:
+    """Builds for trees of different sizes must agree to the bit. What a compiler may contract has no rounding mode."""
+    for source, nodes in (("forward/forward.cu", 1), ("forward/forward.cu", 8), ("forward/commit.cu", 1)):
+        constants = constants_for(load_profiles()["h200"], nodes)
+        ptx = compile_source(sources()[source], source, "compute_90a", constants)[0].decode()
+        operations = set(re.findall(r"\b(?:add|sub|mul|fma)(?:\.\w+)*\.f(?:32|64)\b", ptx))
+        assert "fma.rn.f32" in operations
+        assert all(".rn." in operation for operation in operations), operations
+
+
+def test_no_line_of_a_kernel_is_longer_than_120_columns() -> None:
+    for name, text in sources().items():
+        assert not [line for line in text.splitlines() if len(line) > 120], name
+
+
 def test_compiling_changes_nothing_else() -> None:
     """NVRTC writes its log into memory we give it; an empty log is one byte, and Python has one object for each."""
-    compile_source(sources()["stream.cu"], "stream.cu", "sm_90", {})
+    compile_source(sources()["weights/stream.cu"], "weights/stream.cu", "sm_90", {})
     assert bytes([32]).isspace()
 
 
@@ -169,24 +185,24 @@ def test_a_chip_newer_than_the_compiler_gets_ptx() -> None:
 # -- what host and kernels both know -----------------------------------------------------------------------------------
 
 STRUCTURES = {
-    "params.cuh": {"Request": structures.Request, "Params": structures.Params, "Draw": structures.Draw},
-    "commit.cu": {"Path": structures.Path},
-    "top.cu": {"Top": structures.TopRequest},
-    "stream.cu": {"Stream": structures.Stream},
-    "pack.cu": {"Pack": structures.Pack},
+    "forward/params.cuh": {"Request": structures.Request, "Params": structures.Params, "Draw": structures.Draw},
+    "forward/commit.cu": {"Path": structures.Path},
+    "sample/top.cu": {"Top": structures.TopRequest},
+    "weights/stream.cu": {"Stream": structures.Stream},
+    "weights/pack.cu": {"Pack": structures.Pack},
 }
 NUMBERS = {
-    "params.cuh": {
+    "forward/params.cuh": {
         **{name: getattr(shape, name) for name in ("WARPS", "CHUNK_K", "WIDE", "NARROW", "MAX_STOPS", "MAX_FEATURES")},
         **{name: getattr(shape, name) for name in ("COLUMNS", "HISTORY", "STATE_DIM", "HEAD_DIM")},
-        **{name: number for number, name in enumerate(shape.STREAM_TYPES)},
-        "slot_bytes(BF16)": shape.SLOT_BYTES,
         "MAX_NODES": MAX_NODES,
     },
-    "shared.cuh": {"MAX_CHUNKS * CHUNK_K": shape.LARGEST_HIDDEN},
-    "sample.cuh": {name: getattr(shape, name) for name in ("MAX_STEPS", "CANDIDATES", "ROUNDS", "MAX_OWN_LOGITS")},
-    "top.cu": {name: getattr(top, name) for name in ("MAX_TOP", "SLICES", "SLICE_THREADS")},
-    "stream.cu": {"PIECES * PIECE_BYTES": shape.READ_AHEAD},
+    "forward/shared.cuh": {"MAX_CHUNKS * CHUNK_K": shape.LARGEST_HIDDEN},
+    "sample/sample.cuh": {
+        name: getattr(shape, name) for name in ("MAX_STEPS", "CANDIDATES", "ROUNDS", "MAX_OWN_LOGITS")
+    },
+    "sample/top.cu": {name: getattr(top, name) for name in ("MAX_TOP", "SLICES", "SLICE_THREADS")},
+    "weights/stream.cu": {"PIECES * PIECE_BYTES": shape.READ_AHEAD},
 }
 
 
@@ -224,7 +240,7 @@ CONSTANTS = constants_for(load_profiles()["generic"], 1)
 
 
 def build_pack(architecture: str = "sm_90") -> bytes:
-    return build("pack.cu", architecture, CONSTANTS)
+    return build("weights/pack.cu", architecture, CONSTANTS)
 
 
 @pytest.fixture

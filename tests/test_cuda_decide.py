@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from test_sampling import samplings
-from warpsmith.backend.cuda.compiler import SOURCES
-from warpsmith.backend.cuda.drawing import draw_of
+from warpsmith.backend.cuda.build.compiler import SOURCES
+from warpsmith.backend.cuda.sampler import draw_of
 from warpsmith.backend.cuda.shape import CANDIDATES, ROUNDS
 from warpsmith.backend.cuda.structures import Draw
 from warpsmith.backend.sampling import Sampling, choose, penalise, uniform
@@ -30,10 +30,7 @@ PROGRAM = """
 #define __device__
 #define __forceinline__ inline
 struct int2 { int x, y; };
-static float __fdiv_rn(float a, float b) { return a / b; }
-static float __fmul_rn(float a, float b) { return a * b; }
-static float __fsub_rn(float a, float b) { return a - b; }
-#include "decide.cuh"
+#include "sample/decide.cuh"
 extern "C" int draw_size() { return sizeof(Draw); }
 extern "C" double uniform_of(const Draw* d, int position) { return uniform_at(*d, position); }
 extern "C" float penalised_of(const Draw* d, float logit, int count) { return penalised(*d, logit, count); }

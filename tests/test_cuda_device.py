@@ -13,10 +13,10 @@ from random_models import random_tree
 from test_cuda import SHAPE, bf16_tensors, ids
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.cuda.backend import CudaBackend
-from warpsmith.backend.cuda.driver import Device
-from warpsmith.backend.cuda.memory import DRIVER_BYTES, memory_parts
-from warpsmith.backend.cuda.packing import STAGING_BYTES
-from warpsmith.backend.cuda.profiles import load_profiles
+from warpsmith.backend.cuda.build.profiles import load_profiles
+from warpsmith.backend.cuda.memory.driver import Device
+from warpsmith.backend.cuda.memory.plan import DRIVER_BYTES, memory_parts
+from warpsmith.backend.cuda.weights.loading import STAGING_BYTES
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.tree import Tree
 from warpsmith.errors import DoesNotFit, NoDevice, WarpsmithError
@@ -50,7 +50,7 @@ def older(device: Device) -> CudaBackend:
 def test_older_chips_compute_what_the_reference_does(older: CudaBackend, length: int) -> None:
     reference = ReferenceBackend(SHAPE, TENSORS)
     want = Want("logits", every_row=True)
-    got, expected = (b.prefill(b.new_state(512), ids(2, length), want).logits for b in (older, reference))
+    got, expected = (b.prefill(b.new_state(512), ids(2, length), want).logits.numpy() for b in (older, reference))
     print(f"length {length}: relative error {relative(got, expected):.5f}")
     assert relative(got, expected) < 0.02
 
@@ -62,10 +62,10 @@ def test_older_chips_run_trees_as_they_run_text(older: CudaBackend, nodes: int) 
     states = [older.new_state(256) for _ in range(2)]
     for state in states:
         older.prefill(state, ids(3, 45))
-    logits = older.forward(states[0], tree, LOGITS).logits
+    logits = older.forward([(states[0], tree)], LOGITS).logits.numpy()
     path = tree.path(nodes - 1)
     np.testing.assert_array_equal(logits[path], plain_run(older, states[1], tree.tokens[path]))
-    older.forward(states[0], tree)
+    older.forward([(states[0], tree)])
     older.commit(states[0], path)
     assert same_state(SHAPE, *states)
 
@@ -76,7 +76,7 @@ def test_older_chips_decode_as_they_step(older: CudaBackend) -> None:
     assert first == token
     decoded, step = list(older.decode(states[0], token, 100)), token
     for following in decoded:
-        step = int(older.forward(states[1], Tree.chain([step])).argmax[0])
+        step = int(older.forward([(states[1], Tree.chain([step]))]).argmax[0])
         older.commit(states[1], [0])
         assert step == following
     assert same_state(SHAPE, *states)
@@ -92,7 +92,7 @@ def test_memory_is_what_was_planned(device: Device) -> None:
     before = device.free_memory()
     backend = CudaBackend(SHAPE, TENSORS, context=4096)
     state = backend.new_state(4096)
-    backend.forward(state, Tree.chain([1]))
+    backend.forward([(state, Tree.chain([1]))])
     used = before - device.free_memory()
     planned = sum(part.nbytes for part in backend.memory(4096))
     print(f"{used / 2**20:.1f} MiB of {planned / 2**20:.1f} planned")
@@ -136,5 +136,5 @@ def test_a_snapshot_holds_what_is_used_and_fits_a_longer_state(device: Device) -
 def test_reading_alone_is_faster_than_decoding(device: Device) -> None:
     backend = CudaBackend(SHAPE, TENSORS, context=256)
     bandwidth = backend.read_bandwidth()
-    print(f"{bandwidth / 1e9:.0f} GB/s over {backend.layout.stream_bytes / 2**20:.0f} MiB")
+    print(f"{bandwidth / 1e9:.0f} GB/s over {backend.layout.stream.bytes / 2**20:.0f} MiB")
     assert 1e10 < bandwidth < 1e14

@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from test_cuda import SHAPE
-from warpsmith.backend.cuda import exchange as host
 from warpsmith.backend.cuda.backend import build_constants
-from warpsmith.backend.cuda.compiler import compile_source, target
-from warpsmith.backend.cuda.driver import Chip
-from warpsmith.backend.cuda.exchange import NOT_YET, Area, Exchange
-from warpsmith.backend.cuda.layout import Layout, busy_sms
-from warpsmith.backend.cuda.profiles import load_profiles
+from warpsmith.backend.cuda.build.compiler import compile_source, target
+from warpsmith.backend.cuda.build.profiles import load_profiles
+from warpsmith.backend.cuda.memory import exchange as host
+from warpsmith.backend.cuda.memory.driver import Chip
+from warpsmith.backend.cuda.memory.exchange import NOT_YET, Area, Exchange
+from warpsmith.backend.cuda.memory.layout import Layout
+from warpsmith.backend.cuda.schedule import busy_sms
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.checkpoint.canonical import open_checkpoint
 from warpsmith.errors import NoDevice, WarpsmithError
@@ -33,7 +34,7 @@ MODELS = {name: SIZES[name] for name in ("tiny", "0.8B", "2B", "4B", "9B")} | {
 
 def words_of(exchange: Exchange, nodes: int = MAX_NODES) -> np.ndarray:
     """A copy for so many nodes in which every word is its own place."""
-    return np.arange(-(-nodes // 8) * exchange.octet_words, dtype=np.uint32)
+    return np.arange(-(-nodes // 8) * exchange.tile_words, dtype=np.uint32)
 
 
 def value_halves(exchange: Exchange, name: str, nodes: int = MAX_NODES) -> np.ndarray:
@@ -50,24 +51,24 @@ def value_halves(exchange: Exchange, name: str, nodes: int = MAX_NODES) -> np.nd
 
 # What the kernel calls them (shape.cuh): where it begins and how many words, or values, of a node.
 ROWS = {
-    "delta_in": ("DELTA_IN_AT", "DELTA_IN_UNITS * WIDE"),
-    "attention_in": ("ATTENTION_IN_AT", "ATTENTION_IN_UNITS * WIDE"),
+    "delta_in": ("DELTA_IN_AT", "DELTA_IN_TILES * WIDE"),
+    "attention_in": ("ATTENTION_IN_AT", "ATTENTION_IN_TILES * WIDE"),
     "stats": ("STATS_AT", "HEADS * SPLITS * 2"),
     "attention_rows": ("ATTENTION_ROWS_AT", "ATTENTION_ROWS * HEAD_DIM / 2"),
     "best": ("BEST_AT", "SMS * 2"),
 }
 SQUARES = {
-    "x": ("Residual", "X_SQUARES_AT", "HIDDEN_UNITS"),
-    "mid": ("Residual", "MID_SQUARES_AT", "HIDDEN_UNITS"),
-    "h": ("Inner", "H_SIGNS_AT", "SMS"),
+    "x": ("Residual", "X_SQUARES_AT", "HIDDEN_TILES"),
+    "mid": ("Residual", "MID_SQUARES_AT", "HIDDEN_TILES"),
+    "h": ("Inner", "H_SQUARES_AT", "SMS"),
     "delta": ("DeltaOutput", "DELTA_SQUARES_AT", "BLOCKS"),
 }
 VALUES = {
-    "x": ("Residual", "X_AT", "HIDDEN"),
-    "mid": ("Residual", "MID_AT", "HIDDEN"),
-    "h": ("Inner", "H_AT", "FFN"),
-    "delta": ("DeltaOutput", "DELTA_Y_AT", "VALUE_DIM"),
-    "attention": ("AttentionOutput", "ATTENTION_Y_AT", "ATTENTION_DIM"),
+    "x": ("Residual", "X_VALUES_AT", "HIDDEN"),
+    "mid": ("Residual", "MID_VALUES_AT", "HIDDEN"),
+    "h": ("Inner", "H_VALUES_AT", "FFN"),
+    "delta": ("DeltaOutput", "DELTA_VALUES_AT", "VALUE_DIM"),
+    "attention": ("AttentionOutput", "ATTENTION_VALUES_AT", "ATTENTION_DIM"),
 }
 NODES = (0, 3, 7, 8, 45)
 
@@ -78,27 +79,27 @@ def host_places(exchange: Exchange) -> dict[str, int]:
     places = {
         "NOT_YET": host.NOT_YET,
         "NODE_WORDS": exchange.node_words,
-        "OCTET_WORDS": exchange.octet_words,
+        "NODE_TILE_WORDS": exchange.tile_words,
         "COPY_WORDS": exchange.bytes // 8,
     }
     for name, (at, count) in ROWS.items():
         row = exchange.row(words, name, MAX_NODES)
         places |= {at: int(row[0, 0]), count: row.shape[1]}
         for node in NODES:
-            places[f"{node} / 8 * OCTET_WORDS + {node} % 8 * NODE_WORDS + {at}"] = int(row[node, 0])
+            places[f"{node} / 8 * NODE_TILE_WORDS + {node} % 8 * NODE_WORDS + {at}"] = int(row[node, 0])
     for name, (kind, at, count) in SQUARES.items():
         row = exchange.squares(words, name, MAX_NODES)
         places |= {at: int(row[0, 0]), count: row.shape[1]}
         for node in NODES:
             for i in (0, row.shape[1] - 1):
-                places[f"{node} / 8 * OCTET_WORDS + {at} + {kind}::square({node}, {i})"] = int(row[node, i])
+                places[f"{node} / 8 * NODE_TILE_WORDS + {at} + {kind}::square({node}, {i})"] = int(row[node, i])
     for name, (kind, at, count) in VALUES.items():
         halves = value_halves(exchange, name)
         k_all = halves.shape[1]
         places |= {at: int(halves[0, 0]) // 2, count: k_all}
         for i, k in enumerate(sorted({*range(0, k_all, k_all // 16 + 1), k_all - 1})):
             node = NODES[i % len(NODES)]
-            address = f"{node} / 8 * OCTET_WORDS + {at} + {kind}::value({node}, {k})"
+            address = f"{node} / 8 * NODE_TILE_WORDS + {at} + {kind}::value({node}, {k})"
             places[f"2 * ({address}) + {k % 2}"] = int(halves[node, k])
     return places
 
@@ -117,7 +118,7 @@ def refused(places: Mapping[str, int], constants: Mapping[str, object]) -> set[s
     """The expressions of which the kernel's headers make another number."""
     claims = (f'static_assert({kernel} == {number}u, "{kernel}");' for kernel, number in places.items())
     try:
-        compile_source("\n".join(['#include "params.cuh"', *claims]), "places.cu", target((9, 0)), constants)
+        compile_source("\n".join(['#include "forward/params.cuh"', *claims]), "places.cu", target((9, 0)), constants)
     except NoDevice as error:
         pytest.skip(str(error))
     except WarpsmithError as error:
@@ -145,10 +146,10 @@ def test_another_place_is_noticed() -> None:
 
 @pytest.mark.parametrize(("constant", "other"), [("CHAIN", 2), ("CHUNK_WORDS", 256), ("WARPS", 16)])
 def test_another_arrangement_is_noticed(constant: str, other: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = layout_of(SIZES["0.8B"])
-    constants = kernel_constants(layout, 1)
+    constants = kernel_constants(layout_of(SIZES["0.8B"]), 1)
     monkeypatch.setattr(host, constant, other)
-    assert any("::value(" in place for place in refused(host_places(layout.exchange), constants))
+    places = host_places(layout_of(SIZES["0.8B"]).exchange)
+    assert any("::value(" in place for place in refused(places, constants))
 
 
 # -- any sizes ---------------------------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ def exchanges(draw: st.DrawFn) -> Exchange:
 @settings(max_examples=100, deadline=None)
 @given(exchange=exchanges())
 def test_nothing_shares_a_place(exchange: Exchange) -> None:
-    """In half words, since two values share a word; and what is beyond an octet belongs to the next."""
+    """In half words, since two values share a word; and what is beyond a node tile belongs to the next."""
     words = words_of(exchange, 8)
     taken = [np.zeros(0, np.uint32)]
     for name in exchange.rows:
@@ -179,7 +180,7 @@ def test_nothing_shares_a_place(exchange: Exchange) -> None:
         taken.append(value_halves(exchange, name, 8))
     halves = np.concatenate([each.reshape(-1) for each in taken])
     assert len(np.unique(halves)) == len(halves)
-    assert (halves < 2 * exchange.octet_words).all()
+    assert (halves < 2 * exchange.tile_words).all()
 
 
 def written(rows: list[np.ndarray], areas: list[tuple[np.ndarray, np.ndarray]], nodes: int) -> np.ndarray:
@@ -195,20 +196,20 @@ def written(rows: list[np.ndarray], areas: list[tuple[np.ndarray, np.ndarray]], 
         return -(-count // 32) * 32
 
     for first in range(0, nodes, 8):
-        octet = range(first, first + 8)
-        for node in octet:
+        tile = range(first, first + 8)
+        for node in tile:
             for row in rows:
                 put(row[node] if node < nodes else row[:0, 0], lines(row.shape[1]))
         for squares, values in areas:
             if count := squares.shape[1]:
-                for node in octet:
+                for node in tile:
                     put(squares[node] if node < nodes else squares[:0, 0], lines(count) + 16)
             chunks = -(-values.shape[1] // 256)
             for piece in range(0, chunks, 4):
                 for warp in range(8):
                     for chunk in range(piece, min(piece + 4, chunks)):
                         k = (warp * chunks + chunk) * 32
-                        for node in octet:
+                        for node in tile:
                             put(values[node, k : k + 32] if node < nodes else values[:0, 0], 16)
     return np.concatenate([np.zeros(0, np.uint16), *parts]).view(np.uint32)
 
@@ -224,7 +225,7 @@ def test_what_was_written_is_read_back(exchange: Exchange, nodes: int, seed: int
     rows = {name: bits(np.uint32, count) for name, count in exchange.rows.items()}
     areas = {name: (bits(np.uint32, area.squares), bits(np.uint16, area.k)) for name, area in exchange.areas.items()}
     copy = written(list(rows.values()), list(areas.values()), nodes)
-    assert len(copy) == -(-nodes // 8) * exchange.octet_words
+    assert len(copy) == -(-nodes // 8) * exchange.tile_words
     for name, row in rows.items():
         np.testing.assert_array_equal(exchange.row(copy, name, nodes), row)
     for name, (squares, values) in areas.items():

@@ -4,23 +4,22 @@ of several types, and embeddings of their own."""
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from device_checks import plain_run, relative, same_state
-from random_models import random_tensors, random_tree
+from format_cases import check_products, stored_as
+from random_models import random_tree
 from test_cuda import SHAPE, STAGES, ids
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.cuda.backend import CudaBackend
-from warpsmith.backend.cuda.layout import Layout, Part, WeightStage
 from warpsmith.backend.cuda.shape import chunks_of
-from warpsmith.backend.cuda.trace import read_exchange
+from warpsmith.backend.cuda.weights.stream import HeldPart, WeightStream
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.tree import Tree
-from warpsmith.checkpoint.blocks import LAYOUTS, TYPES, dequantize
+from warpsmith.checkpoint.blocks import TYPES, dequantize
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.checkpoint.quantize import quantize
 from warpsmith.errors import NoDevice
@@ -31,23 +30,6 @@ pytestmark = pytest.mark.gpu
 WATCHDOG = {"WATCHDOG_CYCLES": "4000000000ll"}
 # Activations are rounded to bf16 between stages, as with bf16 weights; the weights are those that the device holds.
 BOUND = 0.02
-# One stage alone, from the very activations it read: only the order of float32 sums is left.
-EXACT = 2e-5
-
-
-def stored_as(config: Config, kind: Callable[[str], str], seed: int = 1) -> dict[str, Tensor]:
-    """A random model whose matrices have the types that `kind` gives their names."""
-    tensors = random_tensors(config, seed)
-    for name, tensor in tensors.items():
-        if len(tensor.shape) == 2 and "conv1d" not in name:
-            block_type = TYPES[kind(name)]
-            raw = quantize(block_type, tensor.float32())
-            tensors[name] = Tensor(name, block_type, tensor.shape, lambda raw=raw: raw)
-    return tensors
-
-
-def with_raw(tensor: Tensor, raw: np.ndarray) -> Tensor:
-    return Tensor(tensor.name, tensor.type, tensor.shape, lambda: raw)
 
 
 def backend_of(config: Config, tensors: dict[str, Tensor]) -> CudaBackend:
@@ -59,10 +41,10 @@ def backend_of(config: Config, tensors: dict[str, Tensor]) -> CudaBackend:
 
 def as_held(cuda: CudaBackend, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The file's weights, rounded where the device holds another type."""
-    layout = cuda.layout
-    held = {piece.tensor: part.type for _, part in layout.parts for piece in part.pieces}
-    if not layout.config.tied:
-        held["token_embd.weight"] = layout.embedding_type
+    stream = cuda.layout.stream
+    held = {piece.tensor: each.format.type.name for each in stream.parts for piece in each.part.pieces}
+    if not cuda.config.tied:
+        held["token_embd.weight"] = stream.embedding_format.type.name
     rounded = dict(tensors)
     for name, kind in held.items():
         if tensors[name].type.name != kind:
@@ -94,29 +76,30 @@ def mixed() -> tuple[CudaBackend, ReferenceBackend]:
 # -- the stream --------------------------------------------------------------------------------------------------------
 
 
-def streamed(layout: Layout, stream: np.ndarray) -> dict[str, np.ndarray]:
-    """Every tensor's values, read the way lanes and warps take them (see weights.cuh)."""
+def streamed(planned: WeightStream, stream: np.ndarray) -> dict[str, np.ndarray]:
+    """Every tensor's values, read the way lanes and warps take them (see kernels/formats)."""
     values: dict[str, np.ndarray] = {}
-    for number, (stage, part) in enumerate(layout.parts):
+    for number, held in enumerate(planned.parts):
         mine = [
             stream[start : start + size]
-            for start, size in zip(layout.part_start[number], layout.part_bytes[number], strict=True)
+            for start, size in zip(planned.part_start[number], planned.part_bytes[number], strict=True)
         ]
-        matrix = unpacked(stage, part, np.concatenate(mine))
-        for piece in part.pieces:
-            first = piece.first_row - part.first_unit * stage.unit_rows
-            if piece.pattern:
-                values[piece.tensor] = matrix.reshape(-1, 2, 8, stage.k)[:, piece.pattern - 1].reshape(-1, stage.k)
+        stage, matrix = held.stage, unpacked(held, np.concatenate(mine))
+        for piece in held.part.pieces:
+            first = piece.first_row - held.part.first_tile * stage.tile_rows
+            if piece.weave:
+                values[piece.tensor] = matrix.reshape(-1, 2, 8, stage.k)[:, piece.weave - 1].reshape(-1, stage.k)
             else:
                 values[piece.tensor] = matrix[first:]
     return values
 
 
-def unpacked(stage: WeightStage, part: Part, stream: np.ndarray) -> np.ndarray:
+def unpacked(held: HeldPart, stream: np.ndarray) -> np.ndarray:
     """The rows of a part, from all SMs' shares of it."""
-    chunks, halves = chunks_of(stage.k), stage.unit_rows // 8
-    tiles = stream.reshape(part.units * chunks, -1)
-    if part.type == "Q8_0":
+    stage, part = held.stage, held.part
+    chunks, halves = chunks_of(stage.k), stage.tile_rows // 8
+    tiles = stream.reshape(part.tiles * chunks, -1)
+    if held.format.type.name == "Q8_0":
         # chunk, warp, row of eight, eight k, half of the rows, k; then the scales
         low = tiles[:, : 2048 * halves].reshape(-1, chunks, 8, 8, 4, halves, 8).astype(np.float32) - 128
         scales = np.ascontiguousarray(tiles[:, 2048 * halves :]).view(np.float16).astype(np.float32)
@@ -128,7 +111,7 @@ def unpacked(stage: WeightStage, part: Part, stream: np.ndarray) -> np.ndarray:
             rows = words.reshape(-1, chunks, 8, 2, 8, 4, 2, 2, 2).transpose(0, 7, 4, 2, 1, 5, 3, 6, 8)
         else:  # chunk, warp, row, eight k, later pair, later four k, k
             rows = words.reshape(-1, chunks, 8, 8, 4, 2, 2, 2).transpose(0, 3, 2, 1, 4, 6, 5, 7)
-    matrix = rows.reshape(part.units * stage.unit_rows, chunks * 256)
+    matrix = rows.reshape(part.tiles * stage.tile_rows, chunks * 256)
     assert not matrix[:, stage.k :].any()
     return matrix[:, : stage.k]
 
@@ -136,14 +119,14 @@ def unpacked(stage: WeightStage, part: Part, stream: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("file", ["q8", "mixed"])
 def test_the_stream_holds_what_the_file_holds(file: str, request: pytest.FixtureRequest) -> None:
     backend, reference = request.getfixturevalue(file)
-    stream = backend.stream.read(np.uint8, (backend.layout.stream_bytes,))
-    values = streamed(backend.layout, stream)
-    kinds = {part.type for _, part in backend.layout.parts}
+    planned = backend.layout.stream
+    values = streamed(planned, backend.stream.read(np.uint8, (planned.bytes,)))
+    kinds = {held.format.type.name for held in planned.parts}
     assert kinds == ({"Q8_0"} if file == "q8" else {"Q8_0", "BF16"})
-    for _, part in backend.layout.parts:
-        for piece in part.pieces:
+    for held in planned.parts:
+        for piece in held.part.pieces:
             expected = reference.tensors[piece.tensor].float32()
-            if part.type == "BF16":
+            if held.format.type.name == "BF16":
                 expected = dequantize(TYPES["BF16"], quantize(TYPES["BF16"], expected))
             np.testing.assert_array_equal(values[piece.tensor][: len(expected)], expected, err_msg=piece.tensor)
 
@@ -152,40 +135,7 @@ def test_the_stream_holds_what_the_file_holds(file: str, request: pytest.Fixture
 
 
 def test_products_are_those_of_the_file_s_weights() -> None:
-    """One stage at a time, in float64 from what the stage read: every byte, scales from the smallest to large ones."""
-    tensors = stored_as(SHAPE, lambda name: "Q8_0", seed=3)
-    random = np.random.default_rng(0)
-    for name in ("blk.1.attn_q.weight", "blk.1.attn_k.weight", "blk.0.ffn_down.weight"):
-        raw = tensors[name].raw().copy()
-        blocks = raw.reshape(-1).view(LAYOUTS["Q8_0"])
-        blocks["qs"] = random.integers(-128, 128, blocks["qs"].shape)
-        blocks["d"] = 2.0 ** random.integers(-24, -3, len(blocks))
-        tensors[name] = with_raw(tensors[name], raw)
-    nothing = tensors["blk.0.ssm_out.weight"]
-    tensors[nothing.name] = with_raw(nothing, np.zeros_like(nothing.raw()))  # the MLP reads the embedding itself
-    cuda = backend_of(SHAPE, tensors)
-    state = cuda.new_state(64)
-    cuda.prefill(state, ids(0, 5))
-    for nodes in (1, 7, 20):
-        tree = random_tree(np.random.default_rng(nodes), nodes, SHAPE.vocab)
-
-        features = cuda.forward(state, tree, Want("argmax", features=(0,))).features
-        cuda.trace(state, tree, "mlp_in.0")
-        exchange = cuda.layout.exchange
-        h = exchange.values(read_exchange(cuda, 0), "h", nodes).astype(np.float64)
-        embedded = tensors["token_embd.weight"].float32()[tree.tokens].astype(np.float64)
-        expected = embedded + h @ tensors["blk.0.ffn_down.weight"].float32().astype(np.float64).T
-        assert relative(features, expected) < EXACT
-
-        cuda.trace(state, tree, "mlp_out.0")
-        words = read_exchange(cuda, 1)
-        x = exchange.values(words, "x", nodes).astype(np.float64)
-        squares = exchange.squares(words, "x", nodes).view(np.float32).astype(np.float64)
-        rms = np.sqrt(squares.sum(axis=1, keepdims=True) / SHAPE.hidden + SHAPE.eps)
-        got = cuda.trace(state, tree, "attention_in.1")
-        for name in ("q", "k", "v"):
-            weights = tensors[f"blk.1.attn_{name}.weight"].float32().astype(np.float64)
-            assert relative(got[name], x @ weights.T / rms) < EXACT, name
+    check_products(lambda tensors: backend_of(SHAPE, tensors), SHAPE, "Q8_0", (1, 7, 20))
 
 
 # -- whole models ------------------------------------------------------------------------------------------------------
@@ -215,7 +165,9 @@ def test_every_stage_matches_the_reference(file: str, nodes: int, request: pytes
 @pytest.mark.parametrize("file", ["q8", "mixed"])
 def test_logits_match_the_reference(file: str, length: int, request: pytest.FixtureRequest) -> None:
     want = Want("logits", every_row=True)
-    got, expected = (b.prefill(b.new_state(512), ids(2, length), want).logits for b in request.getfixturevalue(file))
+    got, expected = (
+        b.prefill(b.new_state(512), ids(2, length), want).logits.numpy() for b in request.getfixturevalue(file)
+    )
     agreement = float((got.argmax(axis=1) == expected.argmax(axis=1)).mean())
     print(f"{file}, {length}: relative error {relative(got, expected):.5f}, top-1 agreement {agreement:.4f}")
     assert relative(got, expected) < BOUND
@@ -230,10 +182,10 @@ def test_a_node_depends_only_on_its_ancestors(file: str, nodes: int, request: py
     state, plain = cuda.new_state(256), cuda.new_state(256)
     for each in (state, plain):
         cuda.prefill(each, ids(3, 45))
-    logits = cuda.forward(state, tree, LOGITS).logits
+    logits = cuda.forward([(state, tree)], LOGITS).logits.numpy()
     path = tree.path(nodes - 1)
     np.testing.assert_array_equal(logits[path], plain_run(cuda, plain, tree.tokens[path]))
-    cuda.forward(state, tree)
+    cuda.forward([(state, tree)])
     cuda.commit(state, path)
     assert same_state(SHAPE, state, plain)
 
@@ -245,7 +197,7 @@ def test_decoding_on_the_device_equals_stepping(file: str, request: pytest.Fixtu
     token, step = (int(cuda.prefill(state, ids(4, 30)).argmax[-1]) for state in states)
     decoded = list(cuda.decode(states[0], token, 100))
     for following in decoded:
-        step = int(cuda.forward(states[1], Tree.chain([step])).argmax[0])
+        step = int(cuda.forward([(states[1], Tree.chain([step]))]).argmax[0])
         cuda.commit(states[1], [0])
         assert step == following
     assert same_state(SHAPE, *states)
@@ -265,7 +217,7 @@ def test_untied_embeddings(embedding: str, head: str) -> None:
     held = as_held(cuda, tensors)
     reference = ReferenceBackend(config, held)
     want = Want("logits", every_row=True)
-    got, expected = (b.prefill(b.new_state(64), ids(5, 40), want).logits for b in (cuda, reference))
+    got, expected = (b.prefill(b.new_state(64), ids(5, 40), want).logits.numpy() for b in (cuda, reference))
     assert relative(got, expected) < BOUND
     tree = Tree(ids(6, 6), np.array([-1, 0, 0, 1, 1, 2]))
     x = cuda.trace(cuda.new_state(64), tree, "embed")["x"]
@@ -276,6 +228,6 @@ def test_untied_embeddings(embedding: str, head: str) -> None:
 
 
 def cuda_step(cuda: CudaBackend, state: object, token: int) -> int:
-    output = cuda.forward(state, Tree.chain([token]))  # type: ignore[arg-type]
+    output = cuda.forward([(state, Tree.chain([token]))])  # type: ignore[arg-type]
     cuda.commit(state, [0])  # type: ignore[arg-type]
     return int(output.argmax[0])

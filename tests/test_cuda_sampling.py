@@ -11,7 +11,7 @@ from device_checks import same_state
 from test_cuda import SHAPE, bf16_tensors, ids
 from warpsmith.backend.base import LOGITS, Want, output_from_logits
 from warpsmith.backend.cuda.backend import CudaBackend
-from warpsmith.backend.cuda.layout import MAX_BIASES
+from warpsmith.backend.cuda.memory.layout import MAX_BIASES
 from warpsmith.backend.cuda.top import MAX_TOP
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import Tree
@@ -87,7 +87,7 @@ def by_the_host(backend: CudaBackend, prompt: list[int], sampling: Sampling, cou
     state, text = backend.new_state(512), list(prompt)
     backend.prefill(state, prompt[:-1])
     for _ in range(count):
-        logits = backend.forward(state, Tree.chain(text[-1:]), LOGITS).logits
+        logits = backend.forward([(state, Tree.chain(text[-1:]))], LOGITS).logits.numpy()
         assert logits is not None
         backend.commit(state, [0])
         text.append(choose(logits[0], sampling, text, len(text)))
@@ -173,9 +173,12 @@ def test_the_best_and_the_log_sum_exp(random_model: CudaBackend, nodes: int, top
     state = random_model.new_state(128)
     random_model.prefill(state, ids(4, 20))
     tree = Tree.chain(ids(5, nodes))
-    logits = random_model.forward(state, tree, LOGITS).logits
+    logits = random_model.forward([(state, tree)], LOGITS).logits.numpy()
     assert logits is not None
-    expected, got = output_from_logits(logits, Want("top", top)), random_model.forward(state, tree, Want("top", top))
+    expected, got = (
+        output_from_logits(logits, Want("top", top)),
+        random_model.forward([(state, tree)], Want("top", top)),
+    )
     np.testing.assert_array_equal(got.top_ids, expected.top_ids)
     np.testing.assert_array_equal(got.top_logits, expected.top_logits)
     np.testing.assert_array_equal(got.argmax, expected.argmax)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,9 +89,10 @@ def greedy(backend: Backend, prompt: Sequence[int], count: int) -> list[int]:
 
 def test_the_weights_are_streamed_as_they_are_stored(wisp: Checkpoint, cuda: Backend) -> None:
     assert isinstance(cuda, CudaBackend)
-    assert {part.type for _, part in cuda.layout.parts} == {"Q8_0"}
-    matrices = [piece.tensor for _, part in cuda.layout.parts for piece in part.pieces]
-    assert cuda.layout.stream_bytes < 1.02 * sum(wisp.tensors[name].nbytes for name in matrices)
+    stream = cuda.layout.stream
+    assert {held.format.type.name for held in stream.parts} == {"Q8_0"}
+    matrices = [piece.tensor for held in stream.parts for piece in held.part.pieces]
+    assert stream.bytes < 1.02 * sum(wisp.tensors[name].nbytes for name in matrices)
 
 
 def test_the_text_is_the_cpu_s(wisp: Checkpoint, config: Config, cuda: Backend, prompts: list[list[int]]) -> None:
@@ -103,7 +105,7 @@ def test_the_text_is_the_cpu_s(wisp: Checkpoint, config: Config, cuda: Backend, 
         if len(differ):  # what comes after is another text
             at = int(differ[0])
             past = [*prompt, *ours[:at]]
-            logits = reference.prefill(reference.new_state(len(past)), past, LOGITS).logits[-1]
+            logits = reference.prefill(reference.new_state(len(past)), past, LOGITS).logits.numpy()[-1]
             gaps.append(float(abs(logits[ours[at]] - logits[theirs[at]])))
     print(f"{len(prompts) - len(gaps)} of {len(prompts)} texts of {GENERATED} tokens are the same; the others part at")
     print(f"tokens whose logits differ by {[round(gap, 3) for gap in gaps]}")
@@ -120,7 +122,7 @@ class Foresight(Proposer):
         self.text, self.nodes, self.vocab = list(text), nodes, vocab
         self.random = np.random.default_rng(nodes)
 
-    def propose(self, context: Context) -> Tree:
+    def propose(self, memory: Any, context: Context) -> Tree:
         at, random = len(context.ids), self.random
         right = [*self.text[at : at + int(random.integers(0, 6))]]
         tokens, parents = [context.root], [-1]
@@ -168,12 +170,12 @@ def test_a_state_after_many_commits_is_the_one_decoding_leaves(cuda: Backend, pr
         tokens = [*run, *random.integers(0, cuda.config.vocab, size - len(run)).tolist()]
         parents = [i - 1 if i < len(run) else int(random.integers(0, i)) for i in range(len(tokens))]
         tree = Tree(np.array(tokens), np.array(parents))
-        cuda.forward(drafted, tree)
+        cuda.forward([(drafted, tree)])
         cuda.commit(drafted, range(len(run)))
     list(cuda.decode(plain, text[0], drafted.length - len(prompt)))
     assert plain.length == drafted.length
     follow = text[drafted.length - len(prompt)]
-    a, b = (cuda.forward(state, Tree.chain([follow]), LOGITS).logits for state in (drafted, plain))
+    a, b = (cuda.forward([(state, Tree.chain([follow]))], LOGITS).logits.numpy() for state in (drafted, plain))
     np.testing.assert_array_equal(a, b)
     assert bits(cuda, drafted) == bits(cuda, plain)
 
@@ -196,12 +198,12 @@ def test_ten_thousand_tokens_do_not_drift(
     errors, worst = [], 0.0
     for _ in range(SOAK // 500):
         tokens = [token, *cuda.decode(states[0], token, 500)]
-        expected = cpu.prefill(states[1], tokens[:-1], Want("logits", every_row=True)).logits
+        expected = cpu.prefill(states[1], tokens[:-1], Want("logits", every_row=True)).logits.numpy()
         chosen = np.array(tokens[1:])
         worst = max(worst, float((expected.max(axis=1) - expected[np.arange(500), chosen]).max()))
         token = tokens[-1]
-        got = cuda.forward(states[0], Tree.chain([token]), LOGITS).logits[0]
-        wanted = cpu.forward(states[1], Tree.chain([token]), LOGITS).logits[0]
+        got = cuda.forward([(states[0], Tree.chain([token]))], LOGITS).logits.numpy()[0]
+        wanted = cpu.forward([(states[1], Tree.chain([token]))], LOGITS).logits.numpy()[0]
         errors.append(float(np.abs(got - wanted).max() / np.abs(wanted).max()))
     print(f"largest gap of a chosen token to the CPU's best: {worst:.4f}; relative errors of logits every 500 tokens:")
     print([round(error, 5) for error in errors])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from draft_cases import Alone, OneBlock
 from random_drafts import (
     FORMATS,
     draft_config,
@@ -22,13 +23,15 @@ from random_drafts import (
 from random_models import SMALL, random_tensors
 from warpsmith.backend.base import Output, Want
 from warpsmith.backend.reference import ReferenceBackend
+from warpsmith.backend.reference.dflash import NumpyDraft, NumpyMemory
+from warpsmith.backend.rows import HostRows
+from warpsmith.checkpoint.dflash import DFlashConfig, expected_shapes, is_draft, open_draft
 from warpsmith.checkpoint.gguf_writer import write_gguf
 from warpsmith.draft.base import Context
 from warpsmith.draft.dflash import DFlash
-from warpsmith.draft.dflash_files import DFlashConfig, check_fits, is_draft, open_draft
-from warpsmith.draft.dflash_numpy import NumpyDraft
 from warpsmith.errors import BadFile, BadRequest
 from warpsmith.model.config import SIZES
+from warpsmith.model.dflash import block_plan, check_fits, context_plan
 
 BACKEND = ReferenceBackend(SMALL, random_tensors(SMALL))
 CONFIG = draft_config(SMALL)
@@ -229,11 +232,29 @@ def test_drafts_of_the_27b_shape_open_in_every_format(format: str, tmp_path: Pat
 # -- the network ------------------------------------------------------------------------------------------------------
 
 
-def hidden_after(draft: DFlash, features: np.ndarray, pieces: list[int]) -> np.ndarray:
+@pytest.mark.parametrize("config", [CONFIG, FIVE], ids=["two layers", "five"])
+def test_the_plans_name_every_tensor_and_no_other(config: DFlashConfig) -> None:
+    stages = [*context_plan(config), *block_plan(config)]
+    assert {name for stage in stages for name in stage.weights.values()} == set(expected_shapes(config))
+    known = {"tokens", "features"}
+    for stage in stages:
+        assert set(stage.reads) <= known, stage.name
+        known |= set(stage.writes)
+
+
+class Seen(Alone):
+    """A draft that says what its last layer holds."""
+
+    def hidden(self, root: int, position: int) -> np.ndarray:
+        assert isinstance(self.proposer, DFlash)
+        return self.proposer.hidden(self.memory, root, position)
+
+
+def hidden_after(draft: Seen, features: np.ndarray, pieces: list[int]) -> np.ndarray:
     """Rows of a block on top of features that came in pieces."""
     start = 0
     for count in pieces:
-        draft.observe([1] * count, start, features[start : start + count], None)
+        draft.observe([1] * count, start, HostRows(features[start : start + count]), None)
         draft.catch_up(BACKEND.new_state(8)) if count % 2 else None
         start += count
     draft.catch_up(BACKEND.new_state(8))
@@ -254,92 +275,92 @@ SHAPES = {
 def test_context_in_pieces_equals_context_at_once(config: DFlashConfig) -> None:
     features = features_of(40, config=config)
     file = draft_in_memory(config)
-    whole = hidden_after(DFlash(file, BACKEND), features, [40])
+    whole = hidden_after(Seen(DFlash(file, BACKEND)), features, [40])
     for pieces in ([1] * 40, [13, 1, 1, 25], [39, 1]):
-        assert hidden_after(DFlash(file, BACKEND), features, pieces) == pytest.approx(whole, abs=2e-5)
-    shorter = hidden_after(DFlash(file, BACKEND), features[:39], [39])
+        assert hidden_after(Seen(DFlash(file, BACKEND)), features, pieces) == pytest.approx(whole, abs=2e-5)
+    shorter = hidden_after(Seen(DFlash(file, BACKEND)), features[:39], [39])
     assert np.abs(shorter - whole).max() > 1e-3
 
 
-def test_a_sliding_ring_forgets_what_its_window_hides() -> None:
+def test_a_rolling_cache_forgets_what_its_window_hides() -> None:
     """Memory is bounded by the window, and nothing that is visible is missing."""
     config = draft_config(SMALL, windows=(9, 5), causal=(True, True))
     file, features = draft_in_memory(config), features_of(300, config=config)
-    draft = DFlash(file, BACKEND)
-    assert isinstance(draft.network, NumpyDraft)
-    assert [ring.keys.shape[1] for ring in draft.network._rings] == [9, 5]
+    draft = Seen(DFlash(file, BACKEND))
+    assert isinstance(draft.memory.network, NumpyMemory)
+    assert [cache.keys.shape[1] for cache in draft.memory.network.caches] == [9, 5]
     far = hidden_after(draft, features, [100, 3, 1, 196])
-    near = DFlash(file, BACKEND)
-    near.observe([1] * 8, 292, features[292:], None)
+    near = Seen(DFlash(file, BACKEND))
+    near.observe([1] * 8, 292, HostRows(features[292:]), None)
     near.catch_up(BACKEND.new_state(8))
     assert near.hidden(5, 300) == pytest.approx(far, abs=2e-5)
 
 
-def test_full_layers_see_as_far_as_their_ring() -> None:
+def test_full_layers_see_as_far_as_their_cache() -> None:
     file, features = draft_in_memory(CONFIG), features_of(90)
-    draft = DFlash(file, BACKEND, context_rows=32)
+    draft = Seen(DFlash(file, BACKEND, context_rows=32))
     bounded = hidden_after(draft, features, [50, 1, 7, 32])
-    near = DFlash(file, BACKEND)
-    near.observe([1] * 32, 58, features[58:], None)
+    near = Seen(DFlash(file, BACKEND))
+    near.observe([1] * 32, 58, HostRows(features[58:]), None)
     near.catch_up(BACKEND.new_state(8))
     assert near.hidden(5, 90) == pytest.approx(bounded, abs=2e-5)
-    assert sum(len(rows) for _, rows in draft._waiting) == 0
+    assert sum(len(rows) for _, rows in draft.memory.waiting) == 0
 
 
 def test_waiting_features_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     file, features = draft_in_memory(CONFIG), features_of(400)
-    expected = hidden_after(DFlash(file, BACKEND, context_rows=32), features, [400])
-    draft = DFlash(file, BACKEND, context_rows=32)
+    expected = hidden_after(Seen(DFlash(file, BACKEND, context_rows=32)), features, [400])
+    draft = Seen(DFlash(file, BACKEND, context_rows=32))
     for i in range(400):
-        draft.observe([1], i, features[i : i + 1], None)
-        assert sum(len(rows) for _, rows in draft._waiting) <= 33
+        draft.observe([1], i, HostRows(features[i : i + 1]), None)
+        assert sum(len(rows) for _, rows in draft.memory.waiting) <= 33
     draft.catch_up(BACKEND.new_state(8))
     assert draft.hidden(5, 400) == pytest.approx(expected, abs=2e-5)
     monkeypatch.setattr("warpsmith.draft.dflash.WAITING_BYTES", 10 * features[:1].nbytes)
-    draft = DFlash(file, BACKEND, context_rows=32)
+    draft = Seen(DFlash(file, BACKEND, context_rows=32))
     for i in range(400):
-        draft.observe([1], i, features[i : i + 1], None)
-        assert sum(rows.nbytes for _, rows in draft._waiting) <= 10 * features[:1].nbytes
+        draft.observe([1], i, HostRows(features[i : i + 1]), None)
+        assert sum(rows.nbytes for _, rows in draft.memory.waiting) <= 10 * features[:1].nbytes
     draft.catch_up(BACKEND.new_state(8))
     assert draft.hidden(5, 400) == pytest.approx(expected, abs=2e-5)
 
 
 def test_after_a_gap_the_rows_before_it_still_stand_where_they_stood() -> None:
     file, features = draft_in_memory(FIVE), features_of(50, config=FIVE)
-    draft, expected = DFlash(file, BACKEND), NumpyDraft(file, BACKEND, [7, 4096, 7])
-    draft.observe([1] * 30, 0, features[:30], None)
+    draft, expected = Seen(DFlash(file, BACKEND)), OneBlock(NumpyDraft(file, BACKEND, [7, 4096, 7]))
+    draft.observe([1] * 30, 0, HostRows(features[:30]), None)
     draft.observe([1] * 9, 30, None, None)
-    draft.observe([1] * 20, 39, features[30:], None)
+    draft.observe([1] * 20, 39, HostRows(features[30:]), None)
     draft.catch_up(BACKEND.new_state(8))
-    expected.append(features[:30], 0)
-    expected.append(features[30:], 39)
-    rows = expected.fill(5, 59, FIVE.block - 1, Want("none", hidden=True)).hidden
+    expected.append(HostRows(features[:30]), 0)
+    expected.append(HostRows(features[30:]), 39)
+    rows = expected.fill(5, 59, FIVE.block - 1, Want("none", hidden=True)).hidden.numpy()
     assert draft.hidden(5, 59) == pytest.approx(rows, abs=2e-5)
 
 
 def test_going_back_to_a_snapshot() -> None:
     file, features = draft_in_memory(FIVE), features_of(60, config=FIVE)
-    draft = DFlash(file, BACKEND)
-    draft.observe([1] * 30, 0, features[:30], None)
+    draft = Seen(DFlash(file, BACKEND))
+    draft.observe([1] * 30, 0, HostRows(features[:30]), None)
     before = draft.snapshot()
-    expected = hidden_after(DFlash(file, BACKEND), features, [30, 10])
+    expected = hidden_after(Seen(DFlash(file, BACKEND)), features, [30, 10])
     other = features_of(20, seed=9, config=FIVE)
     for _ in range(2):
-        draft.observe([2] * 20, 30, other, None)
+        draft.observe([2] * 20, 30, HostRows(other), None)
         draft.catch_up(BACKEND.new_state(8))
         draft.hidden(5, 50)
         draft.restore(before)
-        draft.observe([1] * 10, 30, features[30:40], None)
+        draft.observe([1] * 10, 30, HostRows(features[30:40]), None)
         draft.catch_up(BACKEND.new_state(8))
         assert draft.hidden(5, 40) == pytest.approx(expected, abs=2e-5)
         draft.restore(before)
 
 
 def test_guesses_are_the_head_s_on_the_masked_rows() -> None:
-    draft = DFlash(draft_in_memory(CONFIG), BACKEND, nodes=20)
+    draft = Seen(DFlash(draft_in_memory(CONFIG), BACKEND, nodes=20))
     state = BACKEND.new_state(64)
     ids = [3, 1, 4, 1, 5, 9, 2, 6, 5]
-    output = BACKEND.prefill(state, ids[:-1], draft.wants)
+    output = BACKEND.prefill(state, ids[:-1], draft.proposer.wants)
     assert output.features is not None
     draft.observe(ids[:-1], 0, output.features, None)
     tree = draft.propose(Context(ids, state, 100))
@@ -347,7 +368,7 @@ def test_guesses_are_the_head_s_on_the_masked_rows() -> None:
     assert len(tree) == 21
     rows: Output = BACKEND.head(draft.hidden(5, 8)[1:], Want("logits"))
     assert rows.logits is not None
-    shown = rows.logits - np.log(np.exp(rows.logits.astype(np.float64)).sum(axis=1, keepdims=True))
+    shown = rows.logits.numpy() - np.log(np.exp(rows.logits.numpy().astype(np.float64)).sum(axis=1, keepdims=True))
     for node in range(1, len(tree)):
         path = tree.path(node)[1:]
         score = sum(shown[d, tree.tokens[n]] for d, n in enumerate(path))
@@ -358,8 +379,10 @@ def test_guesses_are_the_head_s_on_the_masked_rows() -> None:
 
 def test_the_order_of_target_layers_is_the_order_of_features() -> None:
     state = BACKEND.new_state(16)
-    apart = [BACKEND.prefill(BACKEND.new_state(16), [1, 2, 3], Want("none", features=(i,))).features for i in (3, 0)]
-    together = BACKEND.prefill(state, [1, 2, 3], Want("none", features=(3, 0))).features
+    apart = [
+        BACKEND.prefill(BACKEND.new_state(16), [1, 2, 3], Want("none", features=(i,))).features.numpy() for i in (3, 0)
+    ]
+    together = BACKEND.prefill(state, [1, 2, 3], Want("none", features=(3, 0))).features.numpy()
     assert together is not None
     assert np.array_equal(together, np.concatenate(apart, axis=1))  # type: ignore[arg-type]
 
@@ -420,8 +443,8 @@ def test_the_network_equals_one_written_in_torch(config: DFlashConfig, length: i
         x = x + (gate * (n @ weights[layer + "mlp.up_proj.weight"].T)) @ weights[layer + "mlp.down_proj.weight"].T
     expected = norm(x, "norm").numpy()
 
-    draft = DFlash(draft_in_memory(c), BACKEND)
+    draft = Seen(DFlash(draft_in_memory(c), BACKEND))
     if length:
-        draft.observe([1] * length, 0, features, None)
+        draft.observe([1] * length, 0, HostRows(features), None)
         draft.catch_up(BACKEND.new_state(8))
     assert draft.hidden(5, length) == pytest.approx(expected, abs=2e-4)

@@ -16,11 +16,13 @@ from warpsmith.backend.cpu import CpuBackend
 from warpsmith.backend.cpu.draft import CpuDraft
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.draft.budget import Budgeted
+from warpsmith.draft.cascade import Cascade
 from warpsmith.draft.dflash import DFlash
 from warpsmith.draft.mtp import MTP
 from warpsmith.draft.ngram import NGram
-from warpsmith.draft.relay import Relay
 from warpsmith.draft.select import find_draft, make_proposer
+from warpsmith.engine.conversation import Conversation
+from warpsmith.engine.loop import Generation
 from warpsmith.errors import BadFile, BadRequest, ModelNotFound
 
 
@@ -46,7 +48,10 @@ def test_names_and_paths_choose_drafts(tmp_path: Path) -> None:
     assert isinstance(make_proposer("auto", 4, on, tmp_path / "model"), DFlash), "and its own draft before that"
     assert isinstance(make_proposer("auto", 4, on, tmp_path / "model" / "file.gguf"), DFlash)
     headless = ReferenceBackend(small_config(vocab=24), random_tensors(small_config(vocab=24)))
-    assert isinstance(make_proposer("auto", 4, headless, tmp_path / "model"), NGram), "made for another model"
+    text = make_proposer("auto", 4, headless, tmp_path / "model")
+    assert isinstance(text, NGram), "made for another model"
+    (why,) = text.left_out
+    assert "knows a vocabulary of 16 tokens, and the model of 24)" in why
 
 
 @pytest.mark.parametrize(("tokens", "names"), [({"dflash": 0.4, "mtp": 0.2}, "ngram+dflash"),
@@ -61,12 +66,19 @@ def test_auto_leaves_out_drafts_whose_guesses_take_too_long(
     proposer = make_proposer("auto", "auto", backend("cpu"), tmp_path)
     assert proposer is not None
     assert proposer.name == names
+    slow = [name for name in ("dflash", "mtp") if tokens[name] > 0.5]
+    expected = [f"{name} (a guess takes as long as {tokens[name]} tokens)" for name in slow]
+    assert list(proposer.left_out) == expected
+    generation = Generation(Conversation(backend("cpu"), 64, proposer), [1, 2, 3], max_tokens=2)
+    list(generation)
+    assert generation.stats.left_out == generation.stats.to_dict()["left_out"] == expected
+    assert ("left out: " + ", ".join(expected) in generation.stats.summary()) == bool(expected)
 
 
 def test_auto_asks_the_text_first_and_then_the_model_s_own_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("warpsmith.draft.costs.tokens_of_a_guess", lambda draft, on: 0.4)
     proposer = make_proposer("auto", "auto", backend("cpu"))
-    assert isinstance(proposer, Relay)
+    assert isinstance(proposer, Cascade)
     assert proposer.name == "ngram+mtp"
     assert proposer.wants == Want("none", hidden=True)
     headless = CpuBackend(small_config(vocab=16), random_tensors(small_config(vocab=16)), threads=1)
@@ -122,7 +134,9 @@ def test_drafts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     path = write_draft(tmp_path / "draft2", "safetensors", fitting, random_weights(fitting))
     with pytest.raises(BadRequest, match="does not lend"):
         make_proposer(path, 4, unable)
-    assert isinstance(make_proposer("auto", 4, unable), NGram)
+    text = make_proposer("auto", 4, unable)
+    assert isinstance(text, NGram)
+    assert text.left_out == ("mtp (The reference backend does not run MTP heads)",)
     (tmp_path / "text.gguf").write_text("not a draft at all, no, not at all")
     with pytest.raises(BadFile, match="GGUF"):
         make_proposer(tmp_path / "text.gguf", 4, backend("reference"))

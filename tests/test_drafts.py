@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from math import erfc, sqrt
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_cases import CONFIG, backend, prompt_of, run
+from draft_cases import CONFIG, Alone, backend, prompt_of, run
 from random_drafts import draft_config, draft_in_memory
-from warpsmith.backend.base import LOGITS, Backend, Output
-from warpsmith.backend.sampling import Sampling
+from random_models import random_tensors
+from warpsmith.backend.base import LOGITS, Backend, State
+from warpsmith.backend.cpu import CpuBackend
+from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.draft.base import Context, Draft, Proposer
-from warpsmith.draft.budget import LISTENS, REFILL, Budgeted
+from warpsmith.draft.budget import LISTENS, Budgeted
+from warpsmith.draft.cascade import Cascade, CascadeMemory
 from warpsmith.draft.costs import Costs
 from warpsmith.draft.dflash import DFlash
+from warpsmith.draft.economy import REFILL
 from warpsmith.draft.mtp import MTP
 from warpsmith.draft.ngram import NGram
-from warpsmith.draft.relay import Relay
 from warpsmith.engine.conversation import Conversation
 from warpsmith.engine.loop import Generation
 
@@ -39,15 +44,15 @@ def drafts(on: Backend, nodes: int, seed: int = 0) -> dict[str, Draft]:
 CHEAP = Costs.between({1: 0.001, 64: 0.002})  # trees of every size pay
 
 
-class Steady(Relay):
+class Steady(Cascade):
     """On a machine where a step and a plain token take a millisecond, always."""
 
     def __init__(self, *drafts: Draft) -> None:
         super().__init__([Budgeted(draft, CHEAP) for draft in drafts], clock=lambda: 0.0)
 
-    def spent(self, tokens: int, seconds: float, forward_seconds: float | None) -> None:
+    def spent(self, memory: CascadeMemory, tokens: int, seconds: float, forward_seconds: float | None) -> None:
         resting = forward_seconds is None
-        super().spent(tokens, 0.001 * (tokens if resting else 1.1), None if resting else 0.001)
+        super().spent(memory, tokens, 0.001 * (tokens if resting else 1.1), None if resting else 0.001)
 
 
 # -- the promise ------------------------------------------------------------------------------------------------------
@@ -84,28 +89,26 @@ def check_texts(name: str, seed: int, length: int, nodes: int, greedy: bool) -> 
         prompt = [prompt + answer + following, prompt + following, following][rng.integers(3)]
     made = drafts(on, nodes, seed)
     for proposer in (*made.values(), *map(Steady, made.values()), Steady(*made.values())):
-        proposer.reset()
         conversation = Conversation(on, 400, proposer)
         for prompt, limit, answer in turns:
             assert run(conversation, prompt, sampling, max_tokens=limit) == answer, proposer
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("draft", ["ngram", "mtp", "dflash", "relay"])
+@pytest.mark.parametrize("draft", ["ngram", "mtp", "dflash", "cascade"])
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_every_stop_condition_ends_the_text_where_plain_decoding_does(
     name: str, draft: str, sampling: Sampling
 ) -> None:
     on = backend(name)
     made = drafts(on, 30)
-    proposer: Proposer = Steady(*made.values()) if draft == "relay" else made[draft]
+    proposer: Proposer = Steady(*made.values()) if draft == "cascade" else made[draft]
     prompt = prompt_of(20, 9)
     truth = run(Conversation(on, 100), prompt, sampling, max_tokens=40)
     accepted = 0
     for place in (1, 9, 33) if name == "reference" else range(1, 40, 3):
         seen: list[int] = []
         conversation = Conversation(on, 100, proposer)
-        proposer.reset()
         generation = Generation(
             conversation,
             prompt,
@@ -114,18 +117,70 @@ def test_every_stop_condition_ends_the_text_where_plain_decoding_does(
         )
         tokens = [token for tokens in generation for token in tokens]
         assert tokens == truth[: place + 1]
-        assert conversation.committed == prompt + truth[:place]
+        assert conversation.sequence.committed == prompt + truth[:place]
         accepted += generation.stats.accepted_tokens
         stop = truth[place]
         stopped = run(conversation, prompt, sampling, stop_ids=frozenset([stop]), max_tokens=40)
         assert stopped == truth[: truth.index(stop) + 1]
-        assert conversation.committed == prompt + stopped[:-1]
+        assert conversation.sequence.committed == prompt + stopped[:-1]
         assert run(conversation, prompt, sampling, max_tokens=place) == truth[:place]
-        assert conversation.committed == (prompt + truth[:place])[:-1]
+        assert conversation.sequence.committed == (prompt + truth[:place])[:-1]
     full = Conversation(on, len(prompt) + 15, proposer)
-    proposer.reset()
     assert run(full, prompt, sampling) == truth[:15], "where the context is full"
     assert accepted > 0, "nothing was accepted, so nothing was tested"
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("draft", ["ngram", "mtp", "dflash", "cascade"])
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_sequences_that_share_a_draft_get_their_own_text(name: str, draft: str, sampling: Sampling) -> None:
+    """Three requests by turns, of different lengths, each of which goes on with another prompt when it ends."""
+    on, rng = backend(name), np.random.default_rng(1)
+    made = drafts(on, 22)
+    proposer: Proposer = Steady(*made.values()) if draft == "cascade" else made[draft]
+    count = 20 if name == "reference" else 40
+    conversations = [Conversation(on, 200, proposer) for _ in range(3)]
+    prompts = [prompt_of(length, length) for length in (5, 31, 70)]
+    accepted = 0
+    for _ in range(2):
+        expected = [run(Conversation(on, 200), prompt, sampling, max_tokens=count) for prompt in prompts]
+        going = [
+            Generation(conversation, prompt, sampling, max_tokens=count)
+            for conversation, prompt in zip(conversations, prompts, strict=True)
+        ]
+        texts: list[list[int]] = [[], [], []]
+        runs = [iter(generation) for generation in going]
+        while unfinished := [i for i in range(3) if going[i].finish_reason is None]:
+            turn = int(rng.choice(unfinished))
+            texts[turn] += next(runs[turn])
+        assert texts == expected
+        accepted += sum(generation.stats.accepted_tokens for generation in going)
+        prompts = [prompt + text[:4] + prompt_of(9, 2) for prompt, text in zip(prompts, texts, strict=True)]
+    assert accepted > 0, "nothing was accepted, so nothing was tested"
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_each_sequence_is_guessed_from_its_own_past(name: str) -> None:
+    """Guesses of two sequences by turns are those of each alone, to the bit."""
+    on = backend(name)
+    texts = [prompt_of(40, 3), prompt_of(40, 4)]
+    for kind, draft in drafts(on, 12).items():
+
+        def guesses(turns: list[int], draft: Draft = draft) -> dict[int, list[bytes]]:
+            states = [on.new_state(100) for _ in texts]
+            memories: list[Any] = [draft.new_memory() for _ in texts]
+            at, made = [0, 0], {i: [] for i in set(turns)}
+            for i in turns:
+                start, end = at[i], at[i] + 8
+                output = on.prefill(states[i], texts[i][start:end], draft.wants)
+                draft.observe(memories[i], texts[i][start:end], start, output.features, output.hidden)
+                tree = draft.propose(memories[i], Context(texts[i][: end + 1], states[i], 6))
+                made[i].append(b"" if tree is None else tree.tokens.tobytes() + tree.scores.tobytes())
+                at[i] = end
+            return made
+
+        together = guesses([0, 1, 1, 0, 0, 1, 0, 1])
+        assert together == guesses([0] * 4) | guesses([1] * 4), kind
 
 
 def test_the_tests_above_accept_guesses_of_every_kind() -> None:
@@ -161,12 +216,12 @@ def chi_square_p(observed: np.ndarray, expected: np.ndarray) -> float:
 def exact_pairs(on: Backend, prompt: list[int], sampling: Sampling) -> np.ndarray:
     """The probability of each pair of second and third tokens after the prompt, from the logits."""
     state = on.new_state(64)
-    logits = on.prefill(state, prompt, LOGITS).logits
+    logits = on.prefill(state, prompt, LOGITS).logits.numpy()
     assert logits is not None
     pairs = np.zeros((CONFIG.vocab, CONFIG.vocab))
     for token, chance in enumerate(distribution(logits[-1], sampling)):
         tree = Tree(np.array([token, *range(CONFIG.vocab)]), np.array([-1] + [0] * CONFIG.vocab))
-        rows = on.forward(state, tree, LOGITS).logits
+        rows = on.forward([(state, tree)], LOGITS).logits.numpy()
         assert rows is not None
         second = distribution(rows[0], sampling)
         pairs += chance * second[:, None] * np.stack([distribution(row, sampling) for row in rows[1:]])
@@ -185,29 +240,32 @@ def distribution(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     return result
 
 
-class Leaning(Generation):
+class Leaning(CpuBackend):
     """A walk with the classic mistake: it takes the draft's first guess where that is likely enough."""
 
-    def _walk(self, tree: Tree, output: Output) -> tuple[list[int], list[int]]:
-        self.tree = tree
-        return super()._walk(tree, output)
+    def verify(
+        self, state: State, tree: Tree, sampling: Sampling | None = None, history: Sequence[int] = ()
+    ) -> tuple[list[int], list[int]]:
+        node, path, tokens = 0, [], []
+        while node is not None:
+            logits = state.drafted.output.logits.row(node)
+            path.append(node)
+            token = choose(logits, sampling, [*history, *tokens], state.length + len(path))
+            if len(children := np.flatnonzero(tree.parents == node)):
+                guessed = int(tree.tokens[children[0]])
+                token = guessed if logits[guessed] > logits.max() - 1 else token
+            tokens.append(token)
+            node = tree.child.get((node, token))
+        return path, tokens
 
-    def _choose(self, output: Output, row: int, run: list[int]) -> int:
-        if row >= 0 and len(children := np.flatnonzero(self.tree.parents == row)):
-            assert output.logits is not None
-            guessed, logits = int(self.tree.tokens[children[0]]), output.logits[row]
-            if logits[guessed] > logits.max() - 1:
-                return guessed
-        return super()._choose(output, row, run)
 
-
-def pairs_drawn(kind: type[Generation], sampling: Sampling, runs: int) -> np.ndarray:
+def pairs_drawn(on: Backend, sampling: Sampling, runs: int) -> np.ndarray:
     """How often each pair of second and third tokens came up; the third mostly inside an accepted run."""
-    on, prompt = backend("cpu"), prompt_of(5, 2)
+    prompt = prompt_of(5, 2)
     counts = np.zeros(CONFIG.vocab**2)
     conversation = Conversation(on, 64, MTP(on, 20))
     for seed in range(runs):
-        generation = kind(conversation, prompt, dataclasses.replace(sampling, seed=seed), max_tokens=4)
+        generation = Generation(conversation, prompt, dataclasses.replace(sampling, seed=seed), max_tokens=4)
         tokens = [token for tokens in generation for token in tokens]
         counts[tokens[1] * CONFIG.vocab + tokens[2]] += 1
     return counts
@@ -221,7 +279,7 @@ def pairs_drawn(kind: type[Generation], sampling: Sampling, runs: int) -> np.nda
 def test_drawn_tokens_have_the_model_s_distribution(sampling: Sampling) -> None:
     runs = 800
     expected = exact_pairs(backend("cpu"), prompt_of(5, 2), sampling) * runs
-    counts = pairs_drawn(Generation, sampling, runs)
+    counts = pairs_drawn(backend("cpu"), sampling, runs)
     assert counts[expected == 0].sum() == 0
     assert chi_square_p(counts, expected) > 0.01
 
@@ -229,17 +287,17 @@ def test_drawn_tokens_have_the_model_s_distribution(sampling: Sampling) -> None:
 def test_the_test_above_notices_a_walk_that_leans_to_the_draft() -> None:
     sampling, runs = Sampling(temperature=1.0), 800
     expected = exact_pairs(backend("cpu"), prompt_of(5, 2), sampling) * runs
-    assert chi_square_p(pairs_drawn(Leaning, sampling, runs), expected) < 1e-6
+    assert chi_square_p(pairs_drawn(Leaning(CONFIG, random_tensors(CONFIG)), sampling, runs), expected) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["ngram", "mtp", "dflash", "relay"])
+@pytest.mark.parametrize("name", ["ngram", "mtp", "dflash", "cascade"])
 def test_long_texts_in_which_drafts_rest_and_are_asked_again(name: str) -> None:
     """Dear enough to be put to rest, cheap enough to be tried again, and heard by turns."""
     on = backend("cpu")
     nodes: list[int] = []
     for seed in range(4):
         made = drafts(on, 30, seed)
-        proposer = Steady(*made.values()) if name == "relay" else Steady(made[name])
+        proposer = Steady(*made.values()) if name == "cascade" else Steady(made[name])
         conversation, plainly = Conversation(on, 500, proposer), Conversation(on, 500)
         prompt = prompt_of(30, seed)
         for sampling in (Sampling(), SAMPLED):
@@ -265,17 +323,18 @@ def test_a_draft_that_rested_guesses_as_one_that_never_did(name: str, kind: str)
     trees = []
     for rests in (False, True):
         draft: Draft = NGram() if kind == "ngram" else DFlash(draft_in_memory(windows), on)
-        held = Budgeted(draft, CHEAP)
+        budget = Budgeted(draft, CHEAP)
+        held = Alone(budget)
         state = on.new_state(200)
         rows = on.prefill(state, text, draft.wants).features
         for start, end in ((0, 40), (40, heard), (heard, 90)):
             if rests and start == 40:
-                held.account.open, held.account.credit, held.account._needed = False, 0.0, 49.9 * REFILL
+                budget.account.open, budget.account.credit, budget.account._needed = False, 0.0, 49.9 * REFILL
                 assert held.rest == (heard - 40 if rows is not None else 50)
             held.observe(text[start:end], start, None if rows is None else rows[start:end], None)
             held.spent(end - start, 0.001 * (end - start), None)
-        assert held.account.open
-        trees.append(draft.propose(Context([*text, text[30]], state, 10)))
+        assert budget.account.open
+        trees.append(draft.propose(held.memory.draft, Context([*text, text[30]], state, 10)))
     never, rested = trees
     assert never is not None
     assert rested is not None

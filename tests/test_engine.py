@@ -67,10 +67,12 @@ def test_speculative_text_and_state_equal_plain(name: str, kind: str, sampling: 
     draft = Scripted(PROPOSERS[kind](prompt + expected))
     conversation = Conversation(backend_of(name), 256, draft)
     assert run(conversation, prompt, sampling, max_tokens=count) == expected
-    assert conversation.committed == (prompt + expected)[:-1]
-    assert states_equal(conversation.state, reference.state)
+    assert conversation.sequence.committed == (prompt + expected)[:-1]
+    assert states_equal(conversation.sequence.state, reference.sequence.state)
     assert isinstance(reference.proposer, Scripted)
-    assert np.array_equal(draft.rows, reference.proposer.rows), "the draft sees the accepted nodes' rows, no others"
+    assert np.array_equal(conversation.sequence.draft.rows, reference.sequence.draft.rows), (
+        "the draft sees the accepted nodes' rows, no others"
+    )
 
 
 several_turns = given(
@@ -112,7 +114,7 @@ def check_turns(name: str, seed: int, length: int, nodes: int, right: float, gre
         second = Generation(drafted, prompt, sampling, max_tokens=count)
         assert [token for tokens in second for token in tokens] == answer
         assert first.stats.cached_tokens == second.stats.cached_tokens
-        assert states_equal(plainly.state, drafted.state)
+        assert states_equal(plainly.sequence.state, drafted.sequence.state)
         following = prompt_of(int(rng.integers(1, 40)), seed + turn + 1)
         prompt = [prompt + answer + following, prompt + following, following][rng.integers(3)]
 
@@ -127,7 +129,7 @@ def test_a_proposer_that_rests_is_told_of_everything(sampling: Sampling) -> None
         conversation = Conversation(backend, 256, draft)
         generation = Generation(conversation, prompt, sampling, max_tokens=60)
         assert tokens_of(generation) == expected
-        assert draft.tokens == conversation.committed
+        assert conversation.sequence.draft.tokens == conversation.sequence.committed
         assert sum(tokens for tokens, _, _ in draft.told) == 59
         resting = [tokens for tokens, _, forward in draft.told if forward is None]
         assert len(resting) > 2
@@ -149,7 +151,7 @@ def test_leaving_while_a_draft_rests(leave: int) -> None:
             taken += next(runs)
         runs.close()
         assert taken == expected[: len(taken)]
-        assert draft.tokens == conversation.committed == (prompt + taken)[:-1]
+        assert conversation.sequence.draft.tokens == conversation.sequence.committed == (prompt + taken)[:-1]
         follow_up = [*prompt, *taken, 1, 2]
         assert run(conversation, follow_up, max_tokens=5) == run(
             conversation_after(prompt, taken), follow_up, max_tokens=5
@@ -165,7 +167,7 @@ def test_a_stop_id_ends_the_text_before_the_state_advances(place: int) -> None:
         assert tokens_of(generation) == truth[: place + 1]
         assert generation.finish_reason == "stop"
         assert generation.stats.generated_tokens == place + 1
-        assert conversation.committed == prompt + truth[:place]
+        assert conversation.sequence.committed == prompt + truth[:place]
 
 
 def test_a_stop_id_ends_greedy_text_too() -> None:
@@ -176,7 +178,7 @@ def test_a_stop_id_ends_greedy_text_too() -> None:
     for conversation, generation in both_modes(prompt, max_tokens=30, stop_ids=frozenset([stop])):
         assert tokens_of(generation) == truth[: place + 1]
         assert generation.finish_reason == "stop"
-        assert conversation.committed == prompt + truth[:place]
+        assert conversation.sequence.committed == prompt + truth[:place]
 
 
 @pytest.mark.parametrize("place", [0, 4, 13])
@@ -194,7 +196,7 @@ def test_until_sees_every_token_once_and_ends_the_text(place: int, sampling: Sam
         seen.clear()
         assert tokens_of(generation) == seen == truth[: place + 1]
         assert generation.finish_reason == "stop"
-        assert conversation.committed == prompt + truth[:place]
+        assert conversation.sequence.committed == prompt + truth[:place]
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 11, 12, 13])
@@ -204,7 +206,7 @@ def test_max_tokens_inside_an_accepted_run(count: int) -> None:
     for conversation, generation in both_modes(prompt, max_tokens=count):
         assert tokens_of(generation) == truth[:count]
         assert generation.finish_reason == "length"
-        assert conversation.committed == (prompt + truth[:count])[:-1]
+        assert conversation.sequence.committed == (prompt + truth[:count])[:-1]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
@@ -214,7 +216,7 @@ def test_a_full_context_ends_with_length(sampling: Sampling) -> None:
     for conversation, generation in both_modes(prompt, sampling, context=32):
         assert tokens_of(generation) == truth[:22]
         assert generation.finish_reason == "length"
-        assert conversation.state.length == 31
+        assert conversation.sequence.state.length == 31
 
 
 def test_a_draft_deeper_than_the_room_that_is_left_is_cut() -> None:
@@ -256,12 +258,12 @@ def test_every_token_is_chosen_from_its_own_history_and_position(last: int) -> N
     prompt = prompt_of(30, 7)
     sampling = Sampling(temperature=1.2, presence_penalty=1.0, repeat_penalty=1.3, repeat_last_n=last, seed=11)
     state = BACKEND.new_state(256)
-    logits = BACKEND.prefill(state, prompt, LOGITS).logits
+    logits = BACKEND.prefill(state, prompt, LOGITS).logits.numpy()
     ids = list(prompt)
     for _ in range(15):
         assert logits is not None
         ids.append(choose(logits[-1], sampling, ids, len(ids)))
-        logits = BACKEND.forward(state, Tree.chain(ids[-1:]), LOGITS).logits
+        logits = BACKEND.forward([(state, Tree.chain(ids[-1:]))], LOGITS).logits.numpy()
         BACKEND.commit(state, [0])
     for _, generation in both_modes(prompt, sampling, max_tokens=15):
         assert tokens_of(generation) == ids[30:]
@@ -280,7 +282,7 @@ def test_a_backend_decodes_what_the_sampler_chooses(name: str, sampling: Samplin
     backend.prefill(state, text[:-1])
     start, expected = backend.snapshot(state), list(text)
     for _ in range(20):
-        logits = backend.forward(state, Tree.chain(expected[-1:]), LOGITS).logits
+        logits = backend.forward([(state, Tree.chain(expected[-1:]))], LOGITS).logits.numpy()
         backend.commit(state, [0])
         assert logits is not None
         expected.append(choose(logits[0], sampling, expected, len(expected)))

@@ -53,13 +53,13 @@ def test_prefill(backend: ReferenceBackend, expected: dict[str, np.ndarray]) -> 
     assert output.logits is not None
     assert output.features is not None
     assert output.hidden is not None
-    close(output.logits[rows], expected["logits"])
-    close(np.log(np.exp(output.logits.astype(np.float64)).sum(axis=1)), expected["logsumexp"])
+    close(output.logits.numpy()[rows], expected["logits"])
+    close(np.log(np.exp(output.logits.numpy().astype(np.float64)).sum(axis=1)), expected["logsumexp"])
     np.testing.assert_array_equal(output.argmax, expected["argmax"])
-    features = np.split(output.features, len(backend.config.recurrent), axis=1)
+    features = np.split(output.features.numpy(), len(backend.config.recurrent), axis=1)
     for layer in range(3):  # transformers keeps the last layer's state only after the final norm
         close(features[layer][rows], states[layer + 1])
-    close(output.hidden[rows], states[-1])
+    close(output.hidden.numpy()[rows], states[-1])
 
 
 def test_decoding(backend: ReferenceBackend, expected: dict[str, np.ndarray]) -> None:
@@ -68,7 +68,7 @@ def test_decoding(backend: ReferenceBackend, expected: dict[str, np.ndarray]) ->
     state = backend.new_state(len(ids))
     logits = []
     for token in ids:
-        logits.append(backend.forward(state, Tree.chain([token]), LOGITS).logits)
+        logits.append(backend.forward([(state, Tree.chain([token]))], LOGITS).logits.numpy())
         backend.commit(state, [0])
     close(np.concatenate(logits)[rows], expected["logits"])
 
@@ -76,21 +76,21 @@ def test_decoding(backend: ReferenceBackend, expected: dict[str, np.ndarray]) ->
 def test_mtp_over_a_text_and_on_its_own_output(backend: ReferenceBackend, expected: dict[str, np.ndarray]) -> None:
     ids, rows = expected["ids"], expected["mtp_rows"]
     state = backend.new_state(len(ids) + 8)
-    hidden = backend.prefill(state, ids, Want("none", hidden=True)).hidden
+    hidden = backend.prefill(state, ids, Want("none", hidden=True)).hidden.numpy()
     assert hidden is not None
     want = Want("logits", hidden=True, every_row=True)
     output = backend.mtp(state, ids[1:], hidden[:-1], 0, want)
     assert output.logits is not None
     assert output.hidden is not None
-    close(output.logits[rows], expected["mtp_logits"])
-    close(output.hidden[rows], expected["mtp_hidden"])
+    close(output.logits.numpy()[rows], expected["mtp_logits"])
+    close(output.hidden.numpy()[rows], expected["mtp_hidden"])
     np.testing.assert_array_equal(output.argmax, expected["mtp_argmax"])
 
-    drafted = [output.logits[-1]]
+    drafted = [output.logits.numpy()[-1]]
     for step, token in enumerate(expected["drafted_tokens"][:-1]):
         assert output.hidden is not None
-        output = backend.mtp(state, [token], output.hidden[-1:], len(ids) - 1 + step, want)
+        output = backend.mtp(state, [token], output.hidden.numpy()[-1:], len(ids) - 1 + step, want)
         assert output.logits is not None
-        drafted.append(output.logits[-1])
+        drafted.append(output.logits.numpy()[-1])
     close(np.stack(drafted), expected["drafted_logits"])
     assert [row.argmax() for row in drafted] == list(expected["drafted_tokens"])

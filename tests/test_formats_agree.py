@@ -41,12 +41,12 @@ def logits(checkpoint: Checkpoint) -> tuple[np.ndarray, np.ndarray]:
     state = backend.new_state(100)
     output = backend.prefill(state, IDS, Want("logits", every_row=True, hidden=True))
     assert output.hidden is not None
-    drafts = backend.mtp(state, IDS[1:], output.hidden[:-1], 0, Want("logits", every_row=True))
+    drafts = backend.mtp(state, IDS[1:], output.hidden.numpy()[:-1], 0, Want("logits", every_row=True))
     assert output.logits is not None
     assert drafts.logits is not None
-    assert np.isfinite(output.logits).all()
-    assert output.logits.std() > 0.1
-    return output.logits, drafts.logits
+    assert np.isfinite(output.logits.numpy()).all()
+    assert output.logits.numpy().std() > 0.1
+    return output.logits.numpy(), drafts.logits.numpy()
 
 
 def same(a: Checkpoint, b: Checkpoint, types: bool = True) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import doctest
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,14 +11,15 @@ import numpy as np
 import pytest
 
 import warpsmith
-import warpsmith.engine.stop
+import warpsmith.engine.text
 import warpsmith.llm
 from warpsmith.backend.base import Want
+from warpsmith.backend.devices import backend_for
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.canonical import Checkpoint
 from warpsmith.draft.base import Context, Proposer
-from warpsmith.errors import BadRequest, ModelNotFound, NoDevice
-from warpsmith.llm import LLM, Completion, backend_for, load
+from warpsmith.errors import BadRequest, ModelNotFound
+from warpsmith.llm import LLM, Completion, load
 from warpsmith.model.chat import render
 from warpsmith.model.config import SIZES
 from warpsmith.model.synthetic import random_checkpoint, synthesize, tiny_model
@@ -45,12 +45,12 @@ class Knows(Proposer):
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = list(tokens)
 
-    def propose(self, context: Context) -> Tree:
+    def propose(self, memory: Any, context: Context) -> Tree:
         coming = self.tokens[len(context.ids) :][:4]
         return Tree.chain([context.root, *coming])
 
 
-@pytest.mark.parametrize("module", [warpsmith.llm, warpsmith.engine.stop])
+@pytest.mark.parametrize("module", [warpsmith.llm, warpsmith.engine.text])
 def test_the_examples_in_the_documentation_run(module: Any) -> None:
     results = doctest.testmod(module)
     assert results.attempted > 0
@@ -96,7 +96,7 @@ def test_stop_strings_cut_the_text_and_hold_no_more_state_than_needed(drafted: b
         assert chunk.stats is not None
         assert chunk.stats.mode == ("knows" if drafted else "plain")
         count = chunk.stats.generated_tokens
-        assert llm._open().committed == prompt + free.token_ids[: count - 1]
+        assert llm._open().sequence.committed == prompt + free.token_ids[: count - 1]
     assert llm.generate(prompt, stop="never this", **options).text == free.text, (
         "what was held back is given at the end"
     )
@@ -150,13 +150,13 @@ def test_messages_go_through_the_chat_template(llm: LLM) -> None:
         stats = llm.generate(messages, max_tokens=1, **options).stats  # type: ignore[arg-type]
         text = render(TINY.chat_template, messages, **options)  # type: ignore[arg-type]
         assert stats.prompt_tokens == len(llm.tokenizer.encode(text))
-        assert llm._open().committed == llm.tokenizer.encode(text)
+        assert llm._open().sequence.committed == llm.tokenizer.encode(text)
 
 
 def test_a_model_without_a_template_chats_with_the_familys() -> None:
     llm = make(dataclasses.replace(TINY, chat_template=None))
     llm.generate([{"role": "user", "content": "Hi"}], max_tokens=1)
-    text = llm.tokenizer.decode(llm._open().committed)
+    text = llm.tokenizer.decode(llm._open().sequence.committed)
     assert text.startswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert text.endswith("</think>\n\n"), "a small model does not think unless asked"
 
@@ -201,7 +201,7 @@ def test_score_gives_the_logits_after_every_token(llm: LLM) -> None:
     ids = np.random.default_rng(0).integers(0, llm.config.vocab, 300)
     scores = llm.score(ids)
     backend = llm.backend
-    expected = backend.prefill(backend.new_state(300), ids, Want("logits", every_row=True)).logits
+    expected = backend.prefill(backend.new_state(300), ids, Want("logits", every_row=True)).logits.numpy()
     assert scores.dtype == np.float32
     assert scores.shape == (300, llm.config.vocab)
     assert np.array_equal(scores, expected)
@@ -280,46 +280,6 @@ def test_a_model_that_is_not_there(tmp_path: Any) -> None:
         load(tmp_path / "nothing.gguf")
     with pytest.raises(ModelNotFound):
         load("nobody/nothing", offline=True)
-
-
-def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = read_config(TINY)
-    with pytest.raises(BadRequest, match="tpu"):
-        backend_for("tpu", TINY, config)
-    with pytest.raises(BadRequest, match="threads"):
-        backend_for("reference", TINY, config, threads=2)
-    for name in ("cuda", "cpu"):
-        monkeypatch.setitem(sys.modules, f"warpsmith.backend.{name}", None)  # as if it were not installed
-        with pytest.raises(NoDevice, match=name) as caught:
-            backend_for(name, TINY, config)
-        assert caught.value.exit_code == 4
-    assert backend_for("auto", TINY, config).name == "reference"
-
-
-def test_auto_takes_the_first_device_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken:
-        def __init__(self, *args: object, context: int | None, progress: object) -> None:
-            contexts.append(context)
-            raise NoDevice("The driver is too old.")
-
-    class Works:
-        name = "cpu"
-
-        def __init__(self, *args: object, threads: int | None = None, progress: object = None) -> None:
-            self.threads = threads
-
-    contexts: list[int | None] = []
-
-    for name, classes in (("cuda", {"CudaBackend": Broken}), ("cpu", {"CpuBackend": Works})):
-        module = type(sys)(f"warpsmith.backend.{name}")
-        module.__dict__.update(classes)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    config = read_config(TINY)
-    assert backend_for("auto", TINY, config).name == "cpu"
-    assert backend_for("auto", TINY, config, threads=3).threads == 3  # type: ignore[attr-defined]
-    with pytest.raises(NoDevice, match="driver"):
-        backend_for("cuda", TINY, config, context=77)
-    assert contexts == [None, 77]  # a GPU's memory is planned for it; naming threads does not try the GPU
 
 
 @pytest.mark.parametrize(

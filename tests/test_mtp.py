@@ -7,8 +7,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from draft_cases import backend, prompt_of, run
+from draft_cases import Alone, backend, prompt_of, run
 from warpsmith.backend.base import Backend, Want
+from warpsmith.backend.rows import HostRows
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
 from warpsmith.draft.base import Context, ScoredTree
@@ -18,7 +19,7 @@ from warpsmith.engine.conversation import Conversation
 
 def mtp_after(on: Backend, pieces: list[list[int]], root: int, nodes: int = 30) -> ScoredTree:
     """The guess of a draft that heard the text in pieces, each committed by itself."""
-    draft, state, position = MTP(on, nodes), on.new_state(200), 0
+    draft, state, position = Alone(MTP(on, nodes)), on.new_state(200), 0
     for piece in pieces:
         hidden = on.prefill(state, piece, Want("none", hidden=True)).hidden
         draft.observe(piece, position, None, hidden)
@@ -33,16 +34,16 @@ def mtp_after(on: Backend, pieces: list[list[int]], root: int, nodes: int = 30) 
 def test_the_head_is_run_on_each_token_and_the_hidden_before_it(name: str) -> None:
     on, text, root = backend(name), prompt_of(20, 4), 3
     state = on.new_state(200)
-    hidden = on.prefill(state, text, Want("none", hidden=True)).hidden
+    hidden = on.prefill(state, text, Want("none", hidden=True)).hidden.numpy()
     assert hidden is not None
     first = on.mtp(state, [*text[1:], root], hidden, 0, Want("logits", hidden=True))
     assert first.logits is not None
     assert first.hidden is not None
-    beliefs = [first.logits[-1] - np.log(np.exp(first.logits[-1].astype(np.float64)).sum())]
+    beliefs = [first.logits.numpy()[-1] - np.log(np.exp(first.logits.numpy()[-1].astype(np.float64)).sum())]
     best = int(beliefs[0].argmax())
-    second = on.mtp(state, [best], first.hidden[-1:], len(text), Want("logits"))
+    second = on.mtp(state, [best], first.hidden.numpy()[-1:], len(text), Want("logits"))
     assert second.logits is not None
-    beliefs.append(second.logits[0] - np.log(np.exp(second.logits[0].astype(np.float64)).sum()))
+    beliefs.append(second.logits.numpy()[0] - np.log(np.exp(second.logits.numpy()[0].astype(np.float64)).sum()))
     tree = mtp_after(on, [text], root)
     for node in range(1, len(tree)):
         path = tree.path(node)[1:]
@@ -65,12 +66,12 @@ def test_mtp_in_pieces_equals_mtp_at_once() -> None:
 
 def test_rejected_guesses_leave_no_trace_in_the_head_s_memory() -> None:
     on, text = backend("reference"), prompt_of(40, 6)
-    draft, state = MTP(on, 30), on.new_state(200)
+    draft, state = Alone(MTP(on, 30)), on.new_state(200)
     output = on.prefill(state, text[:10], Want("none", hidden=True))
     draft.observe(text[:10], 0, None, output.hidden)
     for i in range(10, 40):
         assert draft.propose(Context(text[: i + 1], state, 10)) is not None
-        output = on.forward(state, Tree.chain([text[i]]), Want("none", hidden=True))
+        output = on.forward([(state, Tree.chain([text[i]]))], Want("none", hidden=True))
         on.commit(state, [0])
         draft.observe([text[i]], i, None, output.hidden)
     tree, expected = draft.propose(Context([*text, 2], state, 10)), mtp_after(on, [text], 2)
@@ -82,7 +83,7 @@ def test_rejected_guesses_leave_no_trace_in_the_head_s_memory() -> None:
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_mtp_comes_back_with_a_snapshot(name: str) -> None:
     on, text, other = backend(name), prompt_of(70, 7), prompt_of(30, 8)
-    draft, state = MTP(on, 30), on.new_state(200)
+    draft, state = Alone(MTP(on, 30)), on.new_state(200)
     draft.observe(text[:64], 0, None, on.prefill(state, text[:64], Want("none", hidden=True)).hidden)
     draft.catch_up(state)
     saved, snapshot = draft.snapshot(), on.snapshot(state)
@@ -102,23 +103,23 @@ def test_of_a_long_past_mtp_hears_the_end(monkeypatch: pytest.MonkeyPatch) -> No
     """Rows that wait are bounded; after a gap the head begins anew, as if the text had begun there."""
     monkeypatch.setattr("warpsmith.draft.mtp.LISTENS", 16)
     on, text = backend("reference"), prompt_of(60, 9)
-    draft, state = MTP(on, 30), on.new_state(200)
-    hidden = on.prefill(state, text, Want("none", hidden=True)).hidden
+    draft, state = Alone(MTP(on, 30)), on.new_state(200)
+    hidden = on.prefill(state, text, Want("none", hidden=True)).hidden.numpy()
     assert hidden is not None
     for i in range(60):
-        draft.observe(text[i : i + 1], i, None, hidden[i : i + 1])
+        draft.observe(text[i : i + 1], i, None, HostRows(hidden[i : i + 1]))
         if i == 10:
             draft.catch_up(state)
-            assert draft._rows == 10
-        assert sum(len(tokens) for tokens, _ in draft._waiting) <= 17
-    kept = draft._waiting[0][0]
+            assert draft.memory.rows == 10
+        assert sum(len(tokens) for tokens, _ in draft.memory.waiting) <= 17
+    kept = draft.memory.waiting[0][0]
     tree = draft.propose(Context([*text, 4], state, 10))
     assert tree is not None
     assert int(kept[0]) == text[60 - 16]
     other = on.new_state(200)
     output = on.mtp(other, [*text[-16:], 4], hidden[-17:], 0, Want("logits"))
     assert output.logits is not None
-    beliefs = output.logits[-1] - np.log(np.exp(output.logits[-1].astype(np.float64)).sum())
+    beliefs = output.logits.numpy()[-1] - np.log(np.exp(output.logits.numpy()[-1].astype(np.float64)).sum())
     assert tree.scores[1] == pytest.approx(beliefs.max(), abs=1e-4)
 
 
@@ -126,13 +127,13 @@ def test_of_a_long_past_mtp_hears_the_end(monkeypatch: pytest.MonkeyPatch) -> No
 def test_after_a_gap_mtp_goes_on_with_what_it_heard(gap: int) -> None:
     """To the block it is as if the tokens it was not told of had never been."""
     on, text = backend("reference"), prompt_of(60 + gap, 11)
-    draft, state = MTP(on, 30), on.new_state(200)
-    hidden = on.prefill(state, text, Want("none", hidden=True)).hidden
+    draft, state = Alone(MTP(on, 30)), on.new_state(200)
+    hidden = on.prefill(state, text, Want("none", hidden=True)).hidden.numpy()
     assert hidden is not None
-    draft.observe(text[:40], 0, None, hidden[:40])
+    draft.observe(text[:40], 0, None, HostRows(hidden[:40]))
     draft.observe(text[40 : 40 + gap], 40, None, None)
     assert draft.propose(Context(text[: 41 + gap], state, 10)) is None, "it does not know what came before the root"
-    draft.observe(text[40 + gap :], 40 + gap, None, hidden[40 + gap :])
+    draft.observe(text[40 + gap :], 40 + gap, None, HostRows(hidden[40 + gap :]))
     tree = draft.propose(Context([*text, 4], state, 10))
     assert tree is not None
     other = on.new_state(200)
@@ -140,7 +141,7 @@ def test_after_a_gap_mtp_goes_on_with_what_it_heard(gap: int) -> None:
     tokens, before = [*(text[i] for i in heard), 4], [*(hidden[i - 1] for i in heard), hidden[-1]]
     output = on.mtp(other, tokens, np.array(before), 0, Want("logits"))
     assert output.logits is not None
-    beliefs = output.logits[-1] - np.log(np.exp(output.logits[-1].astype(np.float64)).sum())
+    beliefs = output.logits.numpy()[-1] - np.log(np.exp(output.logits.numpy()[-1].astype(np.float64)).sum())
     assert tree.scores[1] == pytest.approx(beliefs.max(), abs=1e-4)
 
 

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from draft_cases import guess, prompt_of
-from warpsmith.draft.base import Draft, ScoredTree
-from warpsmith.draft.ngram import KEYS, LOOKED_AT, NGram
+from draft_cases import Alone, guess, prompt_of
+from warpsmith.draft.base import ScoredTree
+from warpsmith.draft.ngram import KEYS, LOOKED_AT, NGram, NGramMemory
 
 
-def observed(draft: Draft, tokens: Sequence[int]) -> Draft:
+def observed(proposer: NGram, tokens: Sequence[int]) -> Alone:
+    draft = Alone(proposer)
     draft.observe(list(tokens), 0, None, None)
     return draft
 
@@ -86,20 +87,20 @@ def test_budgets_and_depths_are_kept() -> None:
 @example([0, 1, 2, 3, 0, 1] * 8, [1, 1], 20)
 def test_going_back_leaves_the_index_of_a_text_that_never_went_on(a: list[int], b: list[int], cut: int) -> None:
     cut = min(cut, len(a))
-    draft = NGram()
+    draft = Alone(NGram())
     draft.observe(a[:cut], 0, None, None)
     saved = draft.snapshot()
     draft.observe(a[cut:], cut, None, None)
     draft.restore(saved)
     draft.observe(b, cut, None, None)
-    fresh = NGram()
+    fresh = Alone(NGram())
     for i, token in enumerate(a[:cut] + b):
         fresh.observe([token], i, None, None)
-    assert (draft._tokens, draft._last, draft._before) == (fresh._tokens, fresh._last, fresh._before)
+    assert vars(draft.memory) == vars(fresh.memory)
     draft.reset()
     draft.observe(b, 0, None, None)
     draft.restore(saved)
-    assert draft._tokens == a[:cut]
+    assert draft.memory.tokens == a[:cut]
 
 
 @settings(max_examples=60, deadline=None)
@@ -124,15 +125,15 @@ def test_the_first_guess_continues_a_longest_match(text: list[int]) -> None:
 
 
 def test_a_step_looks_at_a_bounded_number_of_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    draft, looks = NGram(), 0
-    agreement = NGram._agreement
+    draft, looks = Alone(NGram()), 0
+    agreement = NGramMemory._agreement
 
-    def counted(self: NGram, *args: Any) -> int:
+    def counted(self: NGramMemory, *args: Any) -> int:
         nonlocal looks
         looks += 1
         return agreement(self, *args)
 
-    monkeypatch.setattr(NGram, "_agreement", counted)
+    monkeypatch.setattr(NGramMemory, "_agreement", counted)
     draft.observe([1, 2] * 3000, 0, None, None)
     guess(draft, [*[1, 2] * 3000, 1])
     assert 0 < looks <= LOOKED_AT

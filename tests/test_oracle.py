@@ -90,7 +90,7 @@ def test_logits_match(saved: tuple[torch.nn.Module, Path], length: int) -> None:
     backend = backend_of(open_checkpoint(path))
     ids = np.random.default_rng(length).integers(0, backend.config.vocab, length)
     expected = score(model, ids)
-    whole = backend.prefill(backend.new_state(length), ids, EVERY_ROW).logits
+    whole = backend.prefill(backend.new_state(length), ids, EVERY_ROW).logits.numpy()
     assert whole is not None
     assert relative_error(whole, expected) < 1e-4
 
@@ -111,7 +111,7 @@ def test_logits_match_however_the_prompt_is_split(saved: tuple[torch.nn.Module, 
     for _ in range(4):
         cuts = [0, *sorted(rng.choice(np.arange(1, 200), 3, replace=False)), 200]
         state = backend.new_state(200)
-        parts = [backend.prefill(state, ids[a:b], EVERY_ROW).logits for a, b in pairwise(cuts)]
+        parts = [backend.prefill(state, ids[a:b], EVERY_ROW).logits.numpy() for a, b in pairwise(cuts)]
         assert relative_error(np.concatenate(parts), expected) < 1e-4
 
 
@@ -124,7 +124,7 @@ def test_trees_match_each_path_run_alone(saved: tuple[torch.nn.Module, Path]) ->
     backend.prefill(state, prompt)
     parents = np.array([-1, 0, 0, 1, 1, 2, 3, 5, 7, 7])
     tree = Tree(rng.integers(0, backend.config.vocab, len(parents)), parents)
-    logits = backend.forward(state, tree, LOGITS).logits
+    logits = backend.forward([(state, tree)], LOGITS).logits.numpy()
     assert logits is not None
     for node in range(len(tree)):
         alone = score(model, np.concatenate([prompt, tree.tokens[tree.path(node)]]))
@@ -139,7 +139,7 @@ def test_decoding_continues_a_prefill(saved: tuple[torch.nn.Module, Path]) -> No
     backend.prefill(state, ids[:50])
     rows = []
     for token in ids[50:]:
-        rows.append(backend.forward(state, Tree.chain([token]), LOGITS).logits)
+        rows.append(backend.forward([(state, Tree.chain([token]))], LOGITS).logits.numpy())
         backend.commit(state, [0])
     assert relative_error(np.concatenate(rows), score(model, ids)[50:]) < 1e-4
 
@@ -154,8 +154,8 @@ def test_features_are_the_residual_after_a_layer(saved: tuple[torch.nn.Module, P
     assert output.features is not None
     assert output.hidden is not None
     expected = np.concatenate([states[4][0].numpy(), states[1][0].numpy()], axis=1)
-    assert relative_error(output.features, expected) < 1e-4
-    assert relative_error(output.hidden, states[-1][0].numpy()) < 1e-4  # transformers norms the last one
+    assert relative_error(output.features.numpy(), expected) < 1e-4
+    assert relative_error(output.hidden.numpy(), states[-1][0].numpy()) < 1e-4  # transformers norms the last one
 
 
 def test_tied_embeddings_and_the_default_pattern(tmp_path: Path) -> None:
@@ -167,6 +167,6 @@ def test_tied_embeddings_and_the_default_pattern(tmp_path: Path) -> None:
     assert backend.config.tied
     assert backend.config.attention_layers == (3, 7)
     ids = np.arange(40) * 7 % 320
-    got = backend.prefill(backend.new_state(40), ids, EVERY_ROW).logits
+    got = backend.prefill(backend.new_state(40), ids, EVERY_ROW).logits.numpy()
     assert got is not None
     assert relative_error(got, score(model, ids)) < 1e-4

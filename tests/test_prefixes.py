@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine_cases import (
     BACKEND,
     SAMPLED,
+    VOCAB,
     RunsAhead,
     Scripted,
+    backend_of,
     both_modes,
     chain,
     plain,
@@ -48,10 +52,39 @@ def test_a_shared_beginning_is_not_computed_again_and_bits_agree() -> None:
         fresh = Conversation(BACKEND, 400)
         assert tokens_of(generation) == run(fresh, other, max_tokens=5)
         assert generation.stats.cached_tokens == 128
-        assert states_equal(conversation.state, fresh.state)
+        assert states_equal(conversation.sequence.state, fresh.sequence.state)
     generation = Generation(conversation, [*prompt[:127], 5], max_tokens=2)
     tokens_of(generation)
     assert generation.stats.cached_tokens == 0, "a recurrent state cannot be cut short"
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(2, 150), st.integers(0, 150), st.integers(0, 100), st.booleans())
+def test_on_the_cpu_all_that_is_known_to_stay_is_reused_and_bits_agree(
+    length: int, kept: int, seed: int, drafted: bool
+) -> None:
+    """Wherever the next prompt leaves this one: its past is there, to the bit that a new conversation would have."""
+    cpu, prompt, kept = backend_of("cpu"), prompt_of(length, seed), min(kept, length)
+    conversation = Conversation(cpu, 400, Scripted(lambda context: None) if drafted else None)
+    answer = tokens_of(Generation(conversation, prompt, max_tokens=5, kept=kept))
+    other = prompt[:kept] + [(t + 1) % VOCAB for t in prompt[kept : kept + 1]] + prompt_of(20, seed + 1)
+    if kept == length:
+        other = prompt + answer + prompt_of(20, seed + 1)
+    again = Generation(conversation, other, max_tokens=5)
+    fresh = Conversation(cpu, 400)
+    assert tokens_of(again) == run(fresh, other, max_tokens=5)
+    assert again.stats.cached_tokens == (length + 4 if kept == length else kept)
+    assert states_equal(conversation.sequence.state, fresh.sequence.state)
+
+
+def test_another_request_between_does_not_lose_an_answer_that_stays() -> None:
+    for stays in (True, False):
+        conversation, prompt = Conversation(BACKEND, 256), prompt_of(30)
+        answer = tokens_of(Generation(conversation, prompt, max_tokens=6, kept=30 if stays else None))
+        run(conversation, prompt_of(20, 5), max_tokens=2)
+        generation = Generation(conversation, prompt + answer + [1, 2], max_tokens=2)
+        tokens_of(generation)
+        assert generation.stats.cached_tokens == (35 if stays else 0)
 
 
 def test_where_prompts_part_a_snapshot_is_left() -> None:
@@ -90,7 +123,7 @@ def test_long_prompts_are_prefilled_in_pieces_without_changing_a_bit(monkeypatch
     monkeypatch.setattr("warpsmith.engine.conversation.PIECE", 64)
     pieces = Conversation(BACKEND, 256, Scripted(lambda context: None))
     assert run(pieces, prompt, max_tokens=3) == expected
-    assert states_equal(whole.state, pieces.state)
+    assert states_equal(whole.sequence.state, pieces.sequence.state)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
@@ -100,7 +133,7 @@ def test_a_consumer_may_leave_at_any_time(sampling: Sampling) -> None:
         runs = iter(generation)
         taken = [token for _ in range(3) for token in next(runs)]
         runs.close()  # type: ignore[attr-defined]
-        assert conversation.committed == (prompt + taken)[:-1]
+        assert conversation.sequence.committed == (prompt + taken)[:-1]
         follow_up = Generation(conversation, [*prompt, *taken, 1, 2], sampling, max_tokens=3)
         tokens_of(follow_up)
         assert follow_up.stats.cached_tokens == len(prompt) + len(taken) - 1
@@ -124,9 +157,9 @@ class Interrupted(ReferenceBackend):
         self._count("prefill")
         return output
 
-    def forward(self, state: State, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._count("forward")
-        return super().forward(state, *args, **kwargs)
+        return super().forward(*args, **kwargs)
 
     def commit(self, state: State, path: Sequence[int]) -> None:
         super().commit(state, path)
@@ -151,7 +184,7 @@ def test_an_interrupted_request_leaves_a_conversation_that_goes_on(where: str, w
     assert run(conversation, prompt, max_tokens=20) == expected
     fresh = Conversation(BACKEND, 256)
     run(fresh, prompt, max_tokens=20)
-    assert states_equal(conversation.state, fresh.state)
+    assert states_equal(conversation.sequence.state, fresh.sequence.state)
 
 
 def test_a_backend_that_runs_ahead_comes_back_when_the_text_ends() -> None:
@@ -165,7 +198,7 @@ def test_a_backend_that_runs_ahead_comes_back_when_the_text_ends() -> None:
         return len(seen) == 8
 
     assert run(conversation, prompt, max_tokens=20, until=until) == truth[:8]
-    assert conversation.committed == prompt + truth[:7]
+    assert conversation.sequence.committed == prompt + truth[:7]
     # another request while this one stands open goes on from what was given out, not from what was run ahead
     expected = Conversation(BACKEND, 256)
     answers = []
@@ -178,7 +211,7 @@ def test_a_backend_that_runs_ahead_comes_back_when_the_text_ends() -> None:
         with pytest.raises(BadRequest, match="Another request"):
             next(runs)
     assert answers[0] == answers[1]
-    assert states_equal(conversation.state, expected.state)
+    assert states_equal(conversation.sequence.state, expected.sequence.state)
 
 
 def test_an_old_request_cannot_go_on_once_another_has_begun() -> None:

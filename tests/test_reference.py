@@ -21,7 +21,7 @@ EVERY_ROW = Want("logits", every_row=True)
 def plain_run(backend: ReferenceBackend, state: ReferenceState, tokens: np.ndarray) -> np.ndarray:
     rows = []
     for token in tokens:
-        rows.append(backend.forward(state, Tree.chain([token]), LOGITS).logits)
+        rows.append(backend.forward([(state, Tree.chain([token]))], LOGITS).logits.numpy())
         backend.commit(state, [0])
     return np.concatenate(rows)
 
@@ -83,7 +83,7 @@ def test_a_node_depends_only_on_its_ancestors(seed: int, ratio: int, nodes: int,
         return state
 
     state = fresh()
-    logits = backend.forward(state, tree, LOGITS).logits
+    logits = backend.forward([(state, tree)], LOGITS).logits.numpy()
     assert logits is not None
     node = int(rng.integers(nodes))
     path = tree.path(node)
@@ -96,10 +96,10 @@ def test_a_node_depends_only_on_its_ancestors(seed: int, ratio: int, nodes: int,
 def test_splitting_at_chunk_boundaries_changes_no_bit() -> None:
     backend = BACKENDS[2]
     ids = np.random.default_rng(3).integers(0, SMALL.vocab, 200)
-    whole = backend.prefill(backend.new_state(200), ids, EVERY_ROW).logits
+    whole = backend.prefill(backend.new_state(200), ids, EVERY_ROW).logits.numpy()
     state = backend.new_state(200)
     cut = 2 * PREFILL_CHUNK
-    parts = [backend.prefill(state, part, EVERY_ROW).logits for part in (ids[:cut], ids[cut:])]
+    parts = [backend.prefill(state, part, EVERY_ROW).logits.numpy() for part in (ids[:cut], ids[cut:])]
     np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
@@ -111,7 +111,7 @@ def test_forward_leaves_the_state_alone_and_snapshots_restore_it() -> None:
     backend.prefill(state, ids)
     backend.prefill(twin, ids)
     saved = backend.snapshot(state)
-    backend.forward(state, random_tree(rng, 12, SMALL.vocab))
+    backend.forward([(state, random_tree(rng, 12, SMALL.vocab))])
     assert states_equal(state, twin)
     plain_run(backend, state, rng.integers(0, SMALL.vocab, 20))
     assert not states_equal(state, twin)
@@ -143,15 +143,15 @@ def test_want_says_what_comes_back() -> None:
     last = backend.prefill(state, [5, 6, 7], Want("top", top=4))
     assert last.top_ids.shape == last.top_logits.shape == (1, 4)
     tree = Tree.chain([1, 2, 3])
-    full = backend.forward(state, tree, LOGITS)
-    top = backend.forward(state, tree, Want("top", top=4))
-    np.testing.assert_array_equal(top.top_ids[:, 0], full.logits.argmax(axis=1))
-    np.testing.assert_array_equal(top.top_logits, np.sort(full.logits, axis=1)[:, ::-1][:, :4])
-    expected = np.log(np.exp(full.logits.astype(np.float64)).sum(axis=1))
+    full = backend.forward([(state, tree)], LOGITS)
+    top = backend.forward([(state, tree)], Want("top", top=4))
+    np.testing.assert_array_equal(top.top_ids[:, 0], full.logits.numpy().argmax(axis=1))
+    np.testing.assert_array_equal(top.top_logits, np.sort(full.logits.numpy(), axis=1)[:, ::-1][:, :4])
+    expected = np.log(np.exp(full.logits.numpy().astype(np.float64)).sum(axis=1))
     np.testing.assert_allclose(top.logsumexp, expected, rtol=1e-5)
-    nothing = backend.forward(state, tree, Want("none", features=(0, 2)))
+    nothing = backend.forward([(state, tree)], Want("none", features=(0, 2)))
     assert nothing.argmax is None
-    assert nothing.features.shape == (3, 2 * SMALL.hidden)
+    assert nothing.features.numpy().shape == (3, 2 * SMALL.hidden)
 
 
 def test_mtp_runs_its_chain_the_same_way_whole_or_in_steps() -> None:
@@ -161,10 +161,10 @@ def test_mtp_runs_its_chain_the_same_way_whole_or_in_steps() -> None:
     hidden = np.random.default_rng(0).standard_normal((6, config.hidden)).astype(np.float32)
     want = Want("logits", hidden=True, every_row=True)
     whole = backend.mtp(state, range(6), hidden, 0, want)
-    stepped = [backend.mtp(state, [i], hidden[i : i + 1], i, want).logits for i in range(6)]
-    np.testing.assert_allclose(np.concatenate(stepped), whole.logits, rtol=1e-5, atol=1e-5)
+    stepped = [backend.mtp(state, [i], hidden[i : i + 1], i, want).logits.numpy() for i in range(6)]
+    np.testing.assert_allclose(np.concatenate(stepped), whole.logits.numpy(), rtol=1e-5, atol=1e-5)
     rewound = backend.mtp(state, [4, 5], hidden[4:], 4, want)
-    np.testing.assert_allclose(rewound.logits, whole.logits[4:], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(rewound.logits.numpy(), whole.logits.numpy()[4:], rtol=1e-5, atol=1e-5)
     with pytest.raises(BadRequest, match="MTP"):
         BACKENDS[2].mtp(BACKENDS[2].new_state(4), [1], hidden[:1], 0)
 
@@ -173,8 +173,10 @@ def test_embeddings_and_head_are_lent_as_the_model_uses_them() -> None:
     backend = BACKENDS[2]
     state, tokens = backend.new_state(8), [3, 9, 3]
     np.testing.assert_array_equal(backend.embed(tokens), backend.trace(state, Tree.chain(tokens), "embed")["x"])
-    run = backend.forward(state, Tree.chain(tokens), Want("logits", hidden=True))
-    np.testing.assert_allclose(backend.head(run.hidden, LOGITS).logits, run.logits, rtol=1e-4, atol=1e-5)
+    run = backend.forward([(state, Tree.chain(tokens))], Want("logits", hidden=True))
+    np.testing.assert_allclose(
+        backend.head(run.hidden.numpy(), LOGITS).logits.numpy(), run.logits.numpy(), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_trace_stops_where_asked() -> None:
@@ -184,7 +186,7 @@ def test_trace_stops_where_asked() -> None:
     assert buffers["qkv"].shape == (2, SMALL.conv_channels)
     assert "y" not in buffers
     full = backend.trace(state, tree, "head")
-    np.testing.assert_array_equal(full["logits"], backend.forward(state, tree, LOGITS).logits)
+    np.testing.assert_array_equal(full["logits"], backend.forward([(state, tree)], LOGITS).logits.numpy())
     with pytest.raises(BadRequest, match=r"delta_in\.9"):
         backend.trace(state, tree, "delta_in.9")
 
@@ -200,7 +202,7 @@ def test_misuse_is_refused() -> None:
         backend.prefill(state, [])
     with pytest.raises(BadRequest, match="commit"):
         backend.commit(state, [0])
-    backend.forward(state, Tree(np.array([1, 2, 3]), np.array([-1, 0, 0])))
+    backend.forward([(state, Tree(np.array([1, 2, 3]), np.array([-1, 0, 0])))])
     with pytest.raises(BadRequest, match="path"):
         backend.commit(state, [0, 1, 2])
     assert state.length == 0

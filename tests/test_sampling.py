@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import math
 from collections import Counter
 
@@ -10,8 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warpsmith.backend.sampling import Sampling, check, choose, penalise, uniform
+from warpsmith.backend.sampling import Sampling, choose, penalise, uniform
+from warpsmith.cli.options import sampler_arguments, sampler_keywords
+from warpsmith.engine.request import SAMPLING, Options, check_sampling, sampling_for
 from warpsmith.errors import BadRequest
+from warpsmith.model.chat import declared_sampling
 
 
 def slow_distribution(logits: np.ndarray, sampling: Sampling, history: list[int]) -> dict[int, float]:
@@ -241,7 +246,8 @@ def test_the_uniform_numbers_are_fixed_for_ever() -> None:
         ({"top_k": 2.5}, "top_k"),
         ({"top_p": 1.5}, "top_p"),
         ({"min_p": -0.1}, "min_p"),
-        ({"repeat_penalty": 0}, "repeat_penalty"),
+        ({"repeat_penalty": 0}, "repeat_penalty is 0, and must be positive"),
+        ({"repeat_penalty": -1e-300}, "repeat_penalty"),
         ({"repeat_last_n": -2}, "repeat_last_n"),
         ({"presence_penalty": float("inf")}, "presence_penalty"),
         ({"seed": -1}, "seed"),
@@ -253,10 +259,38 @@ def test_the_uniform_numbers_are_fixed_for_ever() -> None:
 )
 def test_meaningless_parameters_are_refused_by_name(bad: dict, word: str) -> None:
     with pytest.raises(BadRequest, match=word) as caught:
-        check(Sampling(**bad), vocab=10)
+        check_sampling(Sampling(**bad), vocab=10)
     assert caught.value.fix
 
 
 def test_sensible_parameters_pass() -> None:
-    check(Sampling(), vocab=10)
-    check(Sampling(temperature=np.float32(0.7), top_k=40, top_p=0.0, logit_bias={9: float("-inf")}, seed=2**64 - 1), 10)
+    check_sampling(Sampling(), vocab=10)
+    check_sampling(
+        Sampling(temperature=np.float32(0.7), top_k=40, top_p=0.0, logit_bias={9: float("-inf")}, seed=2**64 - 1), 10
+    )
+
+
+def test_there_is_one_list_of_parameters() -> None:
+    """The sampler's fields, the API's keywords and the command line's flags are those of the list."""
+    names = {parameter.name for parameter in SAMPLING}
+    fields = {field.name: field.type for field in dataclasses.fields(Sampling)}
+    assert fields == {p.name: p.kind.__name__ for p in SAMPLING} | {"logit_bias": "dict[int, float]"}
+    assert names <= set(Options.__annotations__)
+    parser = argparse.ArgumentParser()
+    sampler_arguments(parser.add_argument_group())
+    assert names | {"logit_bias"} == set(vars(parser.parse_args([])))
+    declared = {name for name in Options.__annotations__ if declared_sampling({f"general.sampling.{name}": 1.0})}
+    assert {p.name for p in SAMPLING if p.declared} == declared | {"temperature"}
+    for parameter in SAMPLING:
+        given = parser.parse_args([parameter.flag, "7"])
+        assert sampler_keywords(given) == {parameter.name: parameter.kind(7)}
+
+
+def test_what_a_request_leaves_out_is_the_file_s_or_the_list_s() -> None:
+    by_default = sampling_for({"seed": 3}, {})
+    assert by_default == Sampling(top_k=20, top_p=0.95, seed=3)
+    check_sampling(by_default, 10)
+    assert sampling_for({"seed": 3, "top_p": 1.0, "min_p": None}, {"top_p": 0.5, "min_p": 0.1}).top_p == 1.0
+    assert sampling_for({"seed": 3, "min_p": None}, {"min_p": 0.1}).min_p == 0.1
+    drawn = {sampling_for({}, {}).seed for _ in range(20)}
+    assert len(drawn) == 20, "each request draws its own seed"

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -136,7 +137,7 @@ class Liar(Draft):
 
     name = "liar"
 
-    def propose(self, context: Context) -> ScoredTree:
+    def propose(self, memory: Any, context: Context) -> ScoredTree:
         return ScoredTree(np.array([context.root, 3]), np.array([-1, 0]), np.array([0.0, -0.1]))
 
 
@@ -227,8 +228,8 @@ class Tired(NGram):
     def off(self) -> str | None:
         return "it is late"
 
-    def propose(self, context: Context) -> ScoredTree | None:
-        return None if len(context.ids) > 12 else super().propose(context)
+    def propose(self, memory: Any, context: Context) -> ScoredTree | None:
+        return None if len(context.ids) > 12 else super().propose(memory, context)
 
 
 def test_stats_say_when_and_why_drafting_stopped(tiny: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warpsmith.engine.stats import Stats
-from warpsmith.engine.stop import StopStrings
+from warpsmith.engine.text import StopStrings
 from warpsmith.errors import BadRequest
 
 letters = st.text("ab\n", max_size=40)

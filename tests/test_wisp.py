@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from warpsmith.checkpoint.canonical import open_checkpoint
-from warpsmith.draft.dflash_files import check_fits, open_draft
+from warpsmith.checkpoint.dflash import open_draft
+from warpsmith.model.dflash import check_fits
 from warpsmith.model.weights import read_config
 from warpsmith.wisp import WISP, WISP_DRAFT
 

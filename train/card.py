@@ -23,10 +23,10 @@ import numpy as np
 
 import warpsmith
 from train.data import KINDS, PROMPT_FILE
-from warpsmith.backend.base import Backend, BlockDraft, Output, Want
+from warpsmith.backend.base import Backend, BlockDraft, BlockMemory, Output, Want
+from warpsmith.checkpoint.dflash import open_draft
 from warpsmith.draft.base import Proposer
 from warpsmith.draft.dflash import DFlash
-from warpsmith.draft.dflash_files import open_draft
 from warpsmith.draft.mtp import MTP
 from warpsmith.llm import LLM
 from warpsmith.measure.prompts import read_prompts
@@ -50,8 +50,8 @@ class TopOne:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._network, name)
 
-    def fill(self, root: int, position: int, rows: int, want: Want) -> Output:
-        return self._network.fill(root, position, rows, replace(want, top=1))
+    def fill(self, memory: BlockMemory, root: int, position: int, rows: int, want: Want) -> Output:
+        return self._network.fill(memory, root, position, rows, replace(want, top=1))
 
 
 def losses(llm: LLM, ids: Sequence[int]) -> np.ndarray:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from warpsmith.checkpoint.dflash import LLAMA_CPP
 from warpsmith.checkpoint.gguf_writer import write_gguf
-from warpsmith.draft.dflash_files import LLAMA_CPP
 
 if TYPE_CHECKING:
     from train.draft import DraftConfig

@@ -3,7 +3,7 @@
 // nvcc -arch=sm_90a -O3 -o clock bench/lab/clock.cu && ./clock
 #include <cstdio>
 
-#include "../../src/warpsmith/backend/cuda/kernels/ptx.cuh"
+#include "../../src/warpsmith/backend/cuda/kernels/common/ptx.cuh"
 
 enum Work { SLEEP, ADD, STREAM, POLL, MULTIPLY_MATRICES };
 

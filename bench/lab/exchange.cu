@@ -10,7 +10,7 @@
 #include <cuda_runtime.h>
 #include <vector>
 
-#include "../../src/warpsmith/backend/cuda/kernels/ptx.cuh"
+#include "../../src/warpsmith/backend/cuda/kernels/common/ptx.cuh"
 
 constexpr int SMS = 132, THREADS = 256, ITERATIONS = 60, WARM_UP = 10, SHARED = 200 << 10;
 enum Way { LOADS, BULK, PAIRS };

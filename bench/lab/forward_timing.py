@@ -89,7 +89,7 @@ def time_backend(backend: CudaBackend, depths: list[int], sizes: list[int]) -> N
         print(f"  decode at {depth:6}: {ms / 128 * 1e3:7.1f} us a token, {128e3 / ms:7.1f} tok/s", flush=True)
     state = fake_length(backend, 520)
     for nodes in sizes:
-        ms = median_ms(partial(backend.forward, state, bushy_tree(nodes)), 15)
+        ms = median_ms(partial(backend.forward, [(state, bushy_tree(nodes))]), 15)
         print(f"  forward of {nodes:2} nodes at 520: {ms * 1e3:7.1f} us", flush=True)
 
 
@@ -124,7 +124,7 @@ def print_profile(config: Config, tensors: dict[str, Tensor], nodes: int) -> Non
     backend = CudaBackend(config, tensors, options={"PROFILE": MARKS})
     state = fake_length(backend, 520)
     for _ in range(300):  # until the chip runs at the rate that it keeps
-        backend.forward(state, bushy_tree(nodes))
+        backend.forward([(state, bushy_tree(nodes))])
     marks = stage_marks(config, nodes)
     read = backend.profile.read(np.int64, (backend.layout.sms, MARKS))
     clocks, times = read[:, :-4], np.diff(read[:, -4:].reshape(-1, 2, 2), axis=1)  # of all: clocks, nanoseconds

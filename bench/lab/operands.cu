@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <vector>
 
-#include "../../src/warpsmith/backend/cuda/kernels/ptx.cuh"
+#include "../../src/warpsmith/backend/cuda/kernels/common/ptx.cuh"
 
 constexpr int OCTET_WORDS = 171904, OCTETS = 3, ROUNDS = 20, RING_BYTES = 200 << 10;  // as in the forward kernel
 

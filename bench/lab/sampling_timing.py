@@ -15,7 +15,7 @@ from forward_timing import bushy_tree, fake_length, median_ms, random_bf16
 
 from warpsmith.backend.base import ARGMAX, Want
 from warpsmith.backend.cuda.backend import CudaBackend
-from warpsmith.backend.cuda.driver import Event
+from warpsmith.backend.cuda.memory.driver import Event
 from warpsmith.backend.sampling import Sampling
 from warpsmith.model.config import SIZES
 
@@ -54,7 +54,7 @@ def main() -> None:
         print(f"  {name:26} {us:7.1f} us a token, {greedy / us:6.1%} of greedy's speed; {host}", flush=True)
 
     for nodes in (1, 22, 64):
-        backend.forward(state, bushy_tree(nodes), Want("top", 22))
+        backend.forward([(state, bushy_tree(nodes))], Want("top", 22))
         times, begin, end = [], Event(backend.device), Event(backend.device)
         for _ in range(9):
             begin.record()
@@ -63,7 +63,7 @@ def main() -> None:
             end.wait()
             times.append(end.seconds_since(begin) * 1e6)
         wants = (ARGMAX, Want("top", 22))
-        ms = [median_ms(partial(backend.forward, state, bushy_tree(nodes), want)) for want in wants]
+        ms = [median_ms(partial(backend.forward, [(state, bushy_tree(nodes))], want)) for want in wants]
         print(f"  top 22 of {nodes:2} nodes: {statistics.median(times):.1f} us with its copy; ", end="")
         print(f"forward for argmax {ms[0] * 1e3:.0f} us, for top {ms[1] * 1e3:.0f} us", flush=True)
 

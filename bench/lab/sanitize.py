@@ -37,7 +37,7 @@ def work() -> None:
     for nodes in (n for n in VARIANTS if n <= backend.largest_tree):
         parents = [-1, *(int(random.integers(max(0, i - 4), i)) for i in range(1, nodes))]
         tree = Tree(random.integers(0, config.vocab, nodes), np.array(parents))
-        backend.forward(state, tree, LOGITS)
+        backend.forward([(state, tree)], LOGITS)
         backend.commit(state, tree.path(nodes - 1))
         print(f"tree of {nodes} nodes", flush=True)
     backend.restore(state, saved)

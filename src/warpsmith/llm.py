@@ -9,29 +9,28 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import numpy as np
 
 from warpsmith.backend.base import Backend, Want, check_tokens
-from warpsmith.backend.sampling import Sampling
+from warpsmith.backend.devices import backend_for
 from warpsmith.checkpoint.canonical import Checkpoint, open_checkpoint
 from warpsmith.draft.base import Proposer
-from warpsmith.engine.conversation import Conversation
-from warpsmith.engine.loop import FinishReason, Generation, Step
+from warpsmith.engine.conversation import Conversation, common_prefix
+from warpsmith.engine.loop import FinishReason, Generation
+from warpsmith.engine.request import Options, check_options, sampling_for
 from warpsmith.engine.stats import Stats
-from warpsmith.engine.stop import StopStrings
-from warpsmith.errors import BadRequest, NoDevice
-from warpsmith.model.config import Config
+from warpsmith.engine.text import Text
+from warpsmith.engine.turns import Turns
+from warpsmith.errors import BadRequest, WarpsmithError
 from warpsmith.model.weights import read_config
 from warpsmith.wisp import WISP
 
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
 
-DEVICES = ("auto", "reference", "cpu", "cuda")
 DEFAULT_CONTEXT = 8192
 SCORE_PIECE = 256  # tokens scored in one call
 
@@ -67,27 +65,6 @@ class Completion:
     stats: Stats
 
 
-class Options(TypedDict, total=False):
-    """The keywords of `LLM.stream` and `LLM.generate`; `LLM.stream` explains them."""
-
-    max_tokens: int | None
-    stop: str | Sequence[str]
-    stop_ids: Iterable[int] | None
-    enable_thinking: bool | None
-    tools: list[dict[str, Any]] | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repeat_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    repeat_last_n: int
-    logit_bias: Mapping[int, float] | None
-    seed: int | None
-    on_step: Callable[[Step], None] | None
-
-
 def load(
     model: str | Path | None = None,
     *,
@@ -108,9 +85,9 @@ def load(
     `user/repo:QUANT`, `user/repo/file.gguf`); None is wisp, the small model that comes with the package.
     `device` is one of auto, cuda, cpu, reference. `context` is how many tokens of prompt and answer there is room for.
 
-    Settings of the cpu device, which naming one of them chooses: `threads` (all usable cores), `cpu_features` (the
-    instruction sets that kernels may use, ["portable"] for none; all), `cache_type_k` and `cache_type_v` (how keys and
-    values are kept: f16, f32 or q8_0; f16).
+    `cache_type_k` and `cache_type_v` are how keys and values are kept: f16 and q8_0 where the device can, f32 where it
+    can; left out, the device's own. Settings of the cpu device, which naming one of them chooses: `threads` (all usable
+    cores), `cpu_features` (the instruction sets that kernels may use, ["portable"] for none; all).
 
     `draft` guesses ahead so that one forward pass can decide several tokens; the text stays the same to the byte. It
     is auto (n-grams, and the model's own draft or its MTP head), ngram, mtp, a DFlash draft by path or Hub name, or a
@@ -140,8 +117,17 @@ def load(
         raise BadRequest(
             f"A context of {context} is outside [2, {config.context}].", "Choose one the model was made for."
         )
-    cpu = {"threads": threads, "features": cpu_features, "cache_type_k": cache_type_k, "cache_type_v": cache_type_v}
-    backend = backend_for(device, checkpoint, config, context, progress, **cpu)
+    backend = backend_for(
+        device,
+        checkpoint,
+        config,
+        context,
+        progress,
+        threads=threads,
+        cpu_features=cpu_features,
+        cache_type_k=cache_type_k,
+        cache_type_v=cache_type_v,
+    )
     if isinstance(draft, str | Path):
         from warpsmith.draft.select import make_proposer
 
@@ -149,52 +135,11 @@ def load(
     return LLM(backend, checkpoint, context, draft)
 
 
-def backend_for(
-    device: str,
-    checkpoint: Checkpoint,
-    config: Config,
-    context: int | None = None,
-    progress: Callable[[int, int], object] | None = None,
-    **cpu: Any,
-) -> Backend:
-    """Who computes. "auto" is the fastest that can be used here: cuda, then cpu, then the numpy reference.
-
-    `context` is the longest that will be asked for, None the model's own: a GPU's memory is planned before loading.
-    `cpu` holds keywords of CpuBackend, None where nothing was said; one that was said asks for the cpu.
-    """
-    if device not in DEVICES:
-        raise BadRequest(f"There is no device {device!r}.", f"Choose one of {', '.join(DEVICES)}.")
-    cpu = {name: value for name, value in cpu.items() if value is not None}
-    if cpu:
-        if device not in ("auto", "cpu"):
-            raise BadRequest(
-                f"The {device} device has no setting for {', '.join(cpu)}.", "Leave it out, or use the cpu device."
-            )
-        device = "cpu"
-    settings: dict[str, dict[str, Any]] = {
-        "cuda": {"context": context, "progress": progress},
-        "cpu": cpu | {"progress": progress},
-        "reference": {},
-    }
-    for name in ("cuda", "cpu") if device == "auto" else ():
-        with suppress(NoDevice):
-            return _backend_class(name)(config, checkpoint.tensors, **settings[name])
-    name = "reference" if device == "auto" else device
-    return _backend_class(name)(config, checkpoint.tensors, **settings[name])
-
-
-def _backend_class(name: str) -> Any:
-    classes = {"cuda": "CudaBackend", "cpu": "CpuBackend", "reference": "ReferenceBackend"}
-    try:
-        return getattr(import_module(f"warpsmith.backend.{name}"), classes[name])
-    except (ImportError, AttributeError) as error:
-        raise NoDevice(
-            f"The {name} device is not part of this installation ({error}).", "Use --device auto to see what is."
-        ) from None
-
-
 class LLM:
     """A model that is ready to run. One request at a time; what two requests begin with in common is computed once.
+
+    Requests may come from any thread: they wait for each other, in order. Who has left a stream unfinished finishes or
+    closes it before the next request. Closing the model ends the request that runs, and those that wait.
 
     Made by `load`. Also a context manager that gives the memory back at the end.
     """
@@ -203,6 +148,7 @@ class LLM:
         self.checkpoint, self.config, self.context = checkpoint, backend.config, context
         self.device = backend.name
         self._conversation: Conversation | None = Conversation(backend, context, draft)
+        self._turns = Turns()
 
     @property
     def backend(self) -> Backend:
@@ -224,27 +170,7 @@ class LLM:
     def _has_tokenizer(self) -> bool:
         return self.checkpoint.tokenizer_dir is not None or "tokenizer.ggml.tokens" in self.checkpoint.metadata
 
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        max_tokens: int | None = None,
-        stop: str | Sequence[str] = (),
-        stop_ids: Iterable[int] | None = None,
-        enable_thinking: bool | None = None,
-        tools: list[dict[str, Any]] | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repeat_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        repeat_last_n: int = 64,
-        logit_bias: Mapping[int, float] | None = None,
-        seed: int | None = None,
-        on_step: Callable[[Step], None] | None = None,
-    ) -> Iterator[Chunk]:
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Chunk]:
         """Generate piece by piece. The last chunk carries `finish_reason` and `stats`.
 
         `prompt` is text to continue, a list of messages for the model's chat template, or token ids. Generation ends
@@ -263,36 +189,28 @@ class LLM:
         True None
         True length
         """
-        from warpsmith.model.chat import default_sampling
+        from warpsmith.model.chat import declared_sampling
 
-        given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        declared = default_sampling(self.checkpoint.metadata)
-        truncation: dict[str, Any] = declared | {name: value for name, value in given.items() if value is not None}
-        sampling = Sampling(
-            **truncation,
-            repeat_penalty=repeat_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            repeat_last_n=repeat_last_n,
-            logit_bias=dict(logit_bias or {}),
-            seed=secrets.randbits(32) if seed is None else seed,
-        )
+        check_options(options)
+        stop, stop_ids = options.get("stop", ()), options.get("stop_ids")
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if stops and not self._has_tokenizer:
             raise BadRequest("Stop strings need a tokenizer, and this model has none.", "Use stop_ids.")
         if stop_ids is None:
             stop_ids = self.tokenizer.eos_ids if self._has_tokenizer else ()
-        text = _Text(self.tokenizer if self._has_tokenizer else None, stops)
+        text = Text(self.tokenizer if self._has_tokenizer else None, stops)
+        ids, kept = self._ids(prompt, options.get("enable_thinking"), options.get("tools"))
         generation = Generation(
             self._open(),
-            self._ids(prompt, enable_thinking, tools),
-            sampling,
-            max_tokens=max_tokens,
+            ids,
+            sampling_for(options, declared_sampling(self.checkpoint.metadata)),
+            max_tokens=options.get("max_tokens"),
             stop_ids=frozenset(stop_ids),
             until=text.push,
-            on_step=on_step,
+            on_step=options.get("on_step"),
+            kept=kept,
         )
-        return _chunks(generation, text)
+        return _chunks(generation, text, self._turns)
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """Generate to the end. Takes the keywords of `stream`.
@@ -320,21 +238,28 @@ class LLM:
         if not tokens:
             raise BadRequest("Scoring takes a list of token ids, at least one.", "Encode text with `tokenizer.encode`.")
         check_tokens(self.config, np.asarray(tokens))
-        state = backend.new_state(len(tokens))
         logits = np.empty((len(tokens), self.config.vocab), dtype=np.float32)
-        for start in range(0, len(tokens), SCORE_PIECE):
-            piece = tokens[start : start + SCORE_PIECE]
-            output = backend.prefill(state, piece, Want(tokens="logits", every_row=True))
-            assert output.logits is not None
-            logits[start : start + len(piece)] = output.logits
+        turn = self._turns.take()
+        try:
+            with self._turns.computing(turn):
+                state = backend.new_state(len(tokens))
+            for start in range(0, len(tokens), SCORE_PIECE):
+                piece = tokens[start : start + SCORE_PIECE]
+                with self._turns.computing(turn):
+                    output = backend.prefill(state, piece, Want(tokens="logits", every_row=True))
+                    assert output.logits is not None
+                    logits[start : start + len(piece)] = output.logits.numpy()
+        finally:
+            self._turns.give(turn)
         return logits
 
     def close(self) -> None:
-        """Give back the memory. The model cannot be used afterwards.
+        """Give back the memory. The model cannot be used afterwards, and a request that runs ends with an error.
 
         >>> llm = load()
         >>> llm.close()
         """
+        self._turns.close()
         self._conversation = None
 
     def __enter__(self) -> LLM:
@@ -346,22 +271,35 @@ class LLM:
         self.close()
 
     def _open(self) -> Conversation:
-        if self._conversation is None:
-            raise BadRequest("This model is closed.", "Load it again.")
+        self._turns.check()
+        assert self._conversation is not None
         return self._conversation
 
-    def _ids(self, prompt: Prompt, enable_thinking: bool | None, tools: list[dict[str, Any]] | None) -> list[int]:
-        """Token ids of any kind of prompt."""
+    def _ids(
+        self, prompt: Prompt, enable_thinking: bool | None, tools: list[dict[str, Any]] | None
+    ) -> tuple[list[int], int | None]:
+        """Token ids of any kind of prompt; of a chat also how many of them the next turn's prompt begins with."""
         if isinstance(prompt, bytes) or not isinstance(prompt, str | Sequence | np.ndarray):
             raise BadRequest(
                 f"A prompt cannot be of type {type(prompt).__name__}.", "Pass text, a list of messages, or token ids."
             )
         plain = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         if plain is None:
-            return self.tokenizer.encode(self._render(prompt, enable_thinking, tools))
+            ids = self.tokenizer.encode(self._render(prompt, enable_thinking, tools))
+            return ids, self._kept(prompt, ids, enable_thinking, tools)
         if enable_thinking is not None or tools is not None:
             raise BadRequest("Thinking and tools are for chats, and this prompt is plain.", "Pass a list of messages.")
-        return plain
+        return plain, None
+
+    def _kept(self, messages: Any, ids: list[int], *how: Any) -> int:
+        """How much of a chat's prompt is still there when the template renders it with an answer and a new question:
+        templates leave out earlier thoughts, and with them the end of the prompt that asked for some."""
+        following = [{"role": "assistant", "content": "."}, {"role": "user", "content": "."}]
+        try:
+            later = self._render([*messages, *following], *how)
+        except WarpsmithError:  # a template that takes no more messages
+            return len(ids)
+        return common_prefix(ids, self.tokenizer.encode(later))
 
     def _render(self, messages: Any, enable_thinking: bool | None, tools: list[dict[str, Any]] | None) -> str:
         from warpsmith.model.chat import default_template, render
@@ -372,37 +310,18 @@ class LLM:
         return render(template, list(messages), enable_thinking=enable_thinking, tools=tools)
 
 
-class _Text:
-    """Tokens to text that may be shown: whole characters, nothing of a stop string."""
-
-    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str]) -> None:
-        self._detokenizer = None if tokenizer is None else tokenizer.stream(skip_special=True)
-        self._stop = StopStrings(stops)
-        self._ready = ""
-
-    def push(self, token: int) -> bool:
-        """Take a token; True when it completes a stop string."""
-        if self._detokenizer is not None:
-            self._ready += self._stop.push(self._detokenizer.push(token))
-        return self._stop.hit is not None
-
-    def take(self) -> str:
-        ready, self._ready = self._ready, ""
-        return ready
-
-    def finish(self) -> str:
-        if self._detokenizer is not None:
-            self._ready += self._stop.push(self._detokenizer.finish()) + self._stop.finish()
-        return self.take()
-
-
-def _chunks(generation: Generation, text: _Text) -> Iterator[Chunk]:
-    with closing(iter(generation)) as runs:
-        for tokens in runs:
-            if generation.finish_reason is None:
-                yield Chunk(text.take(), tokens)
-            else:
-                yield Chunk(text.finish(), tokens, generation.finish_reason, generation.stats)
+def _chunks(generation: Generation, text: Text, turns: Turns) -> Iterator[Chunk]:
+    turn = turns.take()
+    try:
+        with closing(iter(generation)) as runs:
+            while generation.finish_reason is None:
+                with turns.computing(turn):
+                    tokens = next(runs)
+                if generation.finish_reason is None:
+                    yield Chunk(text.take(), tokens)
+    finally:
+        turns.give(turn)
+    yield Chunk(text.finish(), tokens, generation.finish_reason, generation.stats)
 
 
 def _token_ids(prompt: Sequence[Any]) -> list[int] | None:

@@ -21,18 +21,17 @@ from unittest import mock
 
 import numpy as np
 
-from warpsmith.backend.cuda.compiler import sources
+from warpsmith.backend.cuda.build.compiler import sources
 
 HERE = Path(__file__).parent
-ARGUMENTS = {"forward": ["Params", "Request"], "commit": ["Params", "Path"], "pack": ["Pack"]}
-ARGUMENTS |= {"large": ["Params", "Request"], "large_commit": ["Params", "Path"], "large_pack": ["Pack"]}
-ENTRIES = {"large": "forward", "large_commit": "commit", "large_pack": "pack"}  # kernels not named as their file
+ARGUMENTS = {"forward": ["Params", "Request"], "commit": ["Params", "Path"], "pack": ["Pack"], "top": ["Top"]}
+ONE_BY_ONE = ("top",)  # blocks that share static memory, of which there is one here, run one after another
 FLAGS = ["-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-ffp-contract=off"]
 
 
 def build(name: str, architecture: str, constants: Mapping[str, Any]) -> bytes:
     """The path of a library with the kernel."""
-    kernel = name.removesuffix(".cu")
+    kernel = Path(name).stem
     if kernel not in ARGUMENTS:
         return b""  # not emulated
     return _compiled(name, kernel, architecture, tuple(sorted((k, str(v)) for k, v in constants.items()))).encode()
@@ -46,18 +45,21 @@ def _folder() -> Path:
         text = re.sub(
             r"extern __shared__ __align__\(128\) u8 memory\[\];", "u8* memory = machine::shared_memory();", text
         )
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
-    for name in ("machine.h", "ptx.cuh"):
-        (folder / name).write_text((HERE / name).read_text())
+    (folder / "machine.h").write_text((HERE / "machine.h").read_text())
+    for name in ("ptx.cuh", "wgmma.cuh"):
+        (folder / "common" / name).write_text((HERE / name).read_text())
     return folder
 
 
 @cache
 def _compiled(name: str, kernel: str, architecture: str, constants: tuple[tuple[str, str], ...]) -> str:
-    defined = [f"#define {key} {value}" for key, value in constants]
+    generated = {key: value for key, value in constants if key.endswith(".cuh")}
+    defined = [f"#define {key} {value}" for key, value in constants if key not in generated]
     if architecture == "sm_90a":
         defined.append("#define __CUDA_ARCH_FEAT_SM90_ALL 1")
-    nodes, entry = dict(constants).get("NODES"), ENTRIES.get(kernel, kernel)
+    nodes = dict(constants).get("NODES")
     types = [*ARGUMENTS[kernel], *(["Draw"] if kernel == "forward" and nodes == "1" else [])]
     passed = ", ".join(f"*(const {kind}*)arguments[{i}]" for i, kind in enumerate(types))
     text = "\n".join(
@@ -67,14 +69,27 @@ def _compiled(name: str, kernel: str, architecture: str, constants: tuple[tuple[
             '#include "machine.h"',
             f'#include "{name}"',
             'extern "C" int launch(int grid, int threads, int shared, unsigned seed, void** arguments) {',
-            f"    return machine::run(grid, threads, shared, seed, [&] {{ {entry}({passed}); }});",
+            f"    const auto run = [&] {{ {kernel}({passed}); }};",
+            *(
+                [
+                    "    for (int block = 0; block < grid; block++)",
+                    "        if (!machine::run(1, threads, shared, seed + block, run, block)) return false;",
+                    "    return true;",
+                ]
+                if kernel in ONE_BY_ONE
+                else ["    return machine::run(grid, threads, shared, seed, run);"]
+            ),
             "}",
         ]
     )
-    stem = f"{kernel}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    source, library = _folder() / f"{stem}.cpp", _folder() / f"{stem}.so"
+    key = hashlib.sha256(repr((text, generated)).encode()).hexdigest()[:12]
+    folder = _folder() / f"{kernel}-{key}"
+    folder.mkdir()
+    for header, generated_text in generated.items():
+        (folder / header).write_text(generated_text)
+    source, library = folder / "kernel.cpp", folder / "kernel.so"
     source.write_text(text)
-    subprocess.run(["g++", *FLAGS, source, "-o", library], check=True)
+    subprocess.run(["g++", *FLAGS, f"-I{folder}", f"-I{_folder()}", source, "-o", library], check=True)
     return str(library)
 
 
@@ -188,13 +203,17 @@ class Driver:
 
 
 @contextmanager
-def emulated_gpu(sms: int, variants: tuple[int, ...]) -> Iterator[None]:
+def emulated_gpu(sms: int, variants: tuple[int, ...]) -> Iterator[Driver]:
     """A machine with a GPU of so many SMs; the kernel is built for trees of these sizes."""
     driver = Driver(sms)
+    _folder()  # once, before several threads build
     with (
-        mock.patch("warpsmith.backend.cuda.driver._bindings", return_value=driver),
+        mock.patch("warpsmith.backend.cuda.memory.driver._bindings", return_value=driver),
         mock.patch("warpsmith.backend.cuda.backend.build", build),
+        mock.patch("warpsmith.backend.cuda.large.backend.build", build),
+        mock.patch("warpsmith.backend.cuda.large.backend.target", return_value="sm_90a"),
+        mock.patch("warpsmith.backend.cuda.large.backend.VARIANTS", variants),
         mock.patch("warpsmith.backend.cuda.backend.VARIANTS", variants),
         mock.patch("warpsmith.backend.cuda.backend.target", return_value="sm_90a"),
     ):
-        yield
+        yield driver

@@ -24,6 +24,7 @@
 #define __forceinline__ inline
 #define __noinline__
 #define __launch_bounds__(...)
+#define __shared__ static
 #define __align__(n) __attribute__((aligned(n)))
 
 struct alignas(8) int2 { int x, y; };
@@ -183,8 +184,8 @@ inline unsigned char* stacks_for(size_t fibers) {
     return stacks;
 }
 
-// Run a kernel of `grid` blocks that are all there at the same time. False: some wait never ends.
-inline bool run(int grid, int threads, int shared_bytes, unsigned seed, const std::function<void()>& kernel) {
+// Run a kernel of `grid` blocks, from `first_block` on, that are all there at the same time. False: some wait never ends.
+inline bool run(int grid, int threads, int shared_bytes, unsigned seed, const std::function<void()>& kernel, int first_block = 0) {
     chance.seed(seed);
     copies.clear();
     grid_size = {(unsigned)grid}, block_size = {(unsigned)threads};
@@ -198,7 +199,7 @@ inline bool run(int grid, int threads, int shared_bytes, unsigned seed, const st
         for (int t = 0; t < threads; t++) {
             Fiber& fiber = fibers[(size_t)b * threads + t];
             fiber.block = &blocks[b], fiber.warp = &blocks[b].warps[t / 32], fiber.warp->members++;
-            fiber.thread = {(unsigned)t}, fiber.block_index = {(unsigned)b};
+            fiber.thread = {(unsigned)t}, fiber.block_index = {(unsigned)(first_block + b)};
             fiber.stack = stacks + ((size_t)b * threads + t) * STACK;
             auto* top = (void**)(fiber.stack + STACK - 256);
 #if defined(__x86_64__)
@@ -283,6 +284,7 @@ inline void __syncwarp() { machine::collect(0); }
 inline void __syncthreads() { machine::barrier(0, machine::block_size.x); }
 inline void __threadfence_system() {}
 inline void __threadfence_block() {}
+inline void __threadfence() {}
 inline void __trap() { std::abort(); }
 
 template <class T>
@@ -301,10 +303,6 @@ inline float __int_as_float(int v) { return as_bits<float>(v); }
 inline unsigned __float_as_uint(float v) { return as_bits<unsigned>(v); }
 inline double __longlong_as_double(long long v) { return as_bits<double>(v); }
 inline long long __double_as_longlong(double v) { return as_bits<long long>(v); }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fsub_rn(float a, float b) { return a - b; }
-inline float __fdiv_rn(float a, float b) { return a / b; }
 inline int __popcll(unsigned long long v) { return __builtin_popcountll(v); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
     const unsigned long long bytes = (unsigned long long)b << 32 | a;
@@ -329,7 +327,6 @@ inline T atomicMax(T* at, T v) {
     if (v > old) *at = v;
     return old;
 }
-inline void __threadfence() {}
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }

@@ -1,24 +1,29 @@
 """The contract between the engine and whoever computes.
 
-A backend holds the weights of one model and computes trees of tokens on top of a committed `State`. Nothing is
-written to the committed state until `commit`. **Row invariance**: in `forward` and `decode` a node's result depends,
-to the bit, only on the committed state and the node's own ancestors, not on what else ran beside it. That is what
-makes greedy speculative output equal greedy plain output byte for byte. `prefill` may use other orders; both modes
-start from the same prefill, and splitting a prompt at multiples of `PREFILL_CHUNK` does not change a bit.
+A backend holds the weights of one model and computes trees of tokens, each on top of the committed past of a sequence.
+Nothing is written to that past until `commit`. What was drafted and not committed belongs to the sequence's `State`
+too, so any number of states can be run in any order, alone or several in one `forward`.
+
+**Row invariance**: in `forward` and `decode` a node's result depends, to the bit, only on the committed past and the
+node's own ancestors, not on which other nodes or sequences ran beside it. That is what makes greedy speculative output
+equal greedy plain output byte for byte. `prefill` may use other orders; both modes start from the same prefill, and
+splitting a prompt at multiples of `PREFILL_CHUNK` does not change a bit.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
+from warpsmith.backend.rows import HostRows, Rows
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.checkpoint.dflash import DFlashConfig
 from warpsmith.errors import BadRequest
 from warpsmith.model.config import Config
 
@@ -42,25 +47,44 @@ LOGITS = Want(tokens="logits")
 
 @dataclass
 class Output:
-    """One row a node (prefill, MTP: one row a position for features and hidden; tokens as `Want.every_row` says).
+    """One row a node, sequence after sequence (prefill, MTP: one row a position for features and hidden; tokens as
+    `Want.every_row` says).
 
-    Ties go to the lowest token id. `argmax` is filled for every kind of `Want.tokens` but "none".
+    Ties go to the lowest token id. `argmax` is filled for every kind of `Want.tokens` but "none". What is wide stays
+    where it was computed: `Rows` says how long it can be read.
     """
 
     argmax: np.ndarray | None = None  # int32 [n]
     top_ids: np.ndarray | None = None  # int32 [n, k], best first
     top_logits: np.ndarray | None = None  # float32 [n, k]
     logsumexp: np.ndarray | None = None  # float32 [n], over the whole vocabulary; with "top"
-    logits: np.ndarray | None = None  # float32 [n, vocab]
-    features: np.ndarray | None = None  # float32 [n, len(features) * hidden]
-    hidden: np.ndarray | None = None  # float32 [n, hidden]
+    logits: Rows | None = None  # [n, vocab]
+    features: Rows | None = None  # [n, len(features) * hidden]
+    hidden: Rows | None = None  # [n, hidden]
+
+    def __getitem__(self, rows: slice | Sequence[int]) -> Output:
+        """The same of some nodes, for outputs that have a row of everything for each."""
+        return Output(**{name: None if value is None else value[rows] for name, value in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A tree on top of a committed past, and what the model says at its nodes."""
+
+    tree: Tree
+    output: Output
 
 
 class State(ABC):
-    """The committed past of one sequence: KV rows, the last convolution inputs, the DeltaNet states."""
+    """One sequence: its committed past (KV rows, the last convolution inputs, the DeltaNet states), and the tree of its
+    last `forward` until a path of that is committed."""
 
     length: int  # tokens committed
     context: int  # tokens there is room for
+    drafted: Drafted | None = None
+
+
+Batch = Sequence[tuple[State, Tree]]
 
 
 @dataclass(frozen=True)
@@ -78,26 +102,35 @@ class MemoryPart:
     nbytes: int
 
 
+class BlockMemory(ABC):  # noqa: B024  every backend keeps its own
+    """What a `BlockDraft` has seen of one sequence."""
+
+
 class BlockDraft(ABC):
-    """A network that guesses a block of positions at once (DFlash), and what it has seen of one sequence."""
+    """A network that guesses a block of positions at once (DFlash): weights that any number of sequences share."""
 
     @abstractmethod
-    def append(self, features: np.ndarray, position: int) -> None:
+    def new_memory(self) -> BlockMemory:
+        """Of a sequence that has not begun."""
+
+    @abstractmethod
+    def append(self, memory: BlockMemory, features: Rows, position: int) -> None:
         """Rows [n, features * hidden] of tokens that were committed at `position` onwards; later ones come later."""
 
     @abstractmethod
-    def fill(self, root: int, position: int, rows: int, want: Want) -> Output:
+    def fill(self, memory: BlockMemory, root: int, position: int, rows: int, want: Want) -> Output:
         """What may stand at the next `rows` positions after `root`, which stands at `position`: a row of tokens for
         each, and rows of `hidden` for the root and each. The whole block is computed and nothing of it is kept."""
 
     @abstractmethod
-    def forget(self) -> None: ...
+    def forget(self, memory: BlockMemory) -> None:
+        """Make it that of a sequence that has not begun."""
 
     @abstractmethod
-    def snapshot(self) -> Any: ...
+    def snapshot(self, memory: BlockMemory) -> Any: ...
 
     @abstractmethod
-    def restore(self, saved: Any) -> None: ...
+    def restore(self, memory: BlockMemory, saved: Any) -> None: ...
 
 
 class Backend(ABC):
@@ -105,11 +138,21 @@ class Backend(ABC):
 
     name: str  # "reference", "cpu", "cuda"
     config: Config
-    largest_tree: int = MAX_NODES  # nodes that `forward` takes on this device
+    prefill_multiple: int = PREFILL_CHUNK  # splitting a prompt at multiples of this changes no bit
+    largest_tree: int = MAX_NODES  # nodes that a `forward` takes on this device, of all sequences together
+
+    @property
+    @abstractmethod
+    def settings(self) -> Mapping[str, int | str]:
+        """Everything besides the model that speed or bits depend on: device, threads, types of weights and caches."""
 
     @abstractmethod
-    def memory(self, context: int) -> list[MemoryPart]:
-        """What a state of this context and the weights take, part by part."""
+    def memory(self, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
+        """What the weights, as many states of this context and so many bytes of snapshots take, part by part."""
+
+    @abstractmethod
+    def snapshot_bytes(self, length: int) -> int:
+        """What a snapshot of a state of this length takes."""
 
     @abstractmethod
     def new_state(self, context: int) -> State:
@@ -120,15 +163,33 @@ class Backend(ABC):
         """Run and commit a chain of any length; built for throughput."""
 
     @abstractmethod
-    def forward(self, state: State, tree: Tree, want: Want = ARGMAX) -> Output:
-        """Run up to `largest_tree` nodes on top of the committed state without changing it."""
+    def forward(self, batch: Batch, want: Want = ARGMAX) -> Output:
+        """Run a tree on top of each of some different states, up to `largest_tree` nodes in all, and change nothing
+        that is committed. Rows follow the batch: the nodes of its first tree, then those of its second."""
+
+    def verify(
+        self, state: State, tree: Tree, sampling: Sampling | None = None, history: Sequence[int] = ()
+    ) -> tuple[list[int], list[int]]:
+        """Follow the sampler through the tree that was last run on the state, with an output `wanted_for` it.
+
+        Returns the nodes it chose at, a path from the root, and the token it chose at each; all but the last of these
+        are the tokens of the path's next nodes. `history` is what `decode` takes. To be called before the backend
+        computes anything else: its rows are read. Backends override this to walk where the logits are.
+        """
+        output = drafted(state, tree).output
+
+        def choose_at(node: int, text: list[int], position: int) -> int:
+            return next_token(output, node, sampling, text, position)
+
+        return walk(tree, choose_at, history, state.length)
 
     @abstractmethod
     def commit(self, state: State, path: Sequence[int]) -> None:
-        """Make `path` (node indices of the last `forward`'s tree, root first) part of the committed past."""
+        """Make `path` (node indices of the state's last tree, root first) part of the committed past."""
 
     @abstractmethod
-    def snapshot(self, state: State) -> Snapshot: ...
+    def snapshot(self, state: State) -> Snapshot:
+        """A copy of the committed past: of keys and values only the rows in use."""
 
     @abstractmethod
     def restore(self, state: State, snapshot: Snapshot) -> None: ...
@@ -143,11 +204,12 @@ class Backend(ABC):
         """The LM head on rows [n, hidden] that are normed already: how a draft without a head of its own speaks."""
         raise BadRequest(f"The {self.name} backend does not lend its LM head.", "Use --draft none.")
 
-    def block_draft(self, config: Any, tensors: Mapping[str, Tensor], capacity: Sequence[int]) -> BlockDraft | None:
+    def block_draft(
+        self, config: DFlashConfig, tensors: Mapping[str, Tensor], capacity: Sequence[int]
+    ) -> BlockDraft | None:
         """A DFlash network beside the model, on its device; None where numpy has to do.
 
-        `config` is a `DFlashConfig`, `tensors` are the weights by z-lab's names, `capacity` says of how many tokens
-        each layer keeps keys and values.
+        `tensors` are the weights by z-lab's names, `capacity` says of how many tokens each layer keeps keys and values.
         """
         return None
 
@@ -169,7 +231,7 @@ class Backend(ABC):
         """
         want, text = wanted_for(sampling), list(history)
         for _ in range(count):
-            output = self.forward(state, Tree.chain([token]), want)
+            output = self.forward([(state, Tree.chain([token]))], want)
             self.commit(state, [0])
             token = next_token(output, 0, sampling, text, state.length)
             text.append(token)
@@ -210,7 +272,63 @@ def next_token(output: Output, row: int, sampling: Sampling | None, history: Seq
         assert output.argmax is not None
         return int(output.argmax[row])
     assert output.logits is not None
-    return choose(output.logits[row], sampling, history, position)
+    return choose(output.logits.row(row), sampling, history, position)
+
+
+def walk(
+    tree: Tree, choose_at: Callable[[int, list[int], int], int], history: Sequence[int], length: int
+) -> tuple[list[int], list[int]]:
+    """A path from the root of a tree on top of `length` tokens, and what `choose_at(node, text so far, position)` takes
+    at its nodes."""
+    text, path = list(history), [0]
+    while True:
+        text.append(choose_at(path[-1], text, length + len(path)))
+        child = tree.child.get((path[-1], text[-1]))
+        if child is None:
+            return path, text[len(history) :]
+        path.append(child)
+
+
+def check_batch(backend: Backend, batch: Batch) -> None:
+    """Refuse what `forward` cannot run. What was drafted on its states before is gone, even if it is broken off."""
+    nodes = sum(len(tree) for _, tree in batch)
+    if not 1 <= nodes <= backend.largest_tree:
+        raise BadRequest(f"A forward pass takes 1 to {backend.largest_tree} nodes on this device, not {nodes}.")
+    if len({id(state) for state, _ in batch}) < len(batch):
+        raise BadRequest("A forward pass takes one tree of a sequence.", "Run the other in the next pass.")
+    for state, tree in batch:
+        check_tokens(backend.config, tree.tokens)
+        check_room(state, int(tree.depths().max()) + 1)
+    for state, _ in batch:
+        state.drafted = None
+
+
+def keep_drafted(batch: Batch, output: Output) -> Output:
+    """Give each state its tree and its rows of the output; returns the output."""
+    first = 0
+    for state, tree in batch:
+        state.drafted = Drafted(tree, output[first : first + len(tree)])
+        first += len(tree)
+    return output
+
+
+def drafted(state: State, tree: Tree) -> Drafted:
+    """What was drafted on the state, if that is this tree."""
+    if state.drafted is None or state.drafted.tree is not tree:
+        raise BadRequest("This tree was not the last to be run on this state.", "Call forward first.")
+    return state.drafted
+
+
+def take_drafted(state: State, path: Sequence[int]) -> list[int]:
+    """The path, if it can be committed; there is nothing drafted on the state afterwards."""
+    nodes = list(path)
+    if state.drafted is None:
+        raise BadRequest("There is no forward pass to commit.", "Call forward first; each is committed once.")
+    tree = state.drafted.tree
+    if not nodes or not 0 <= nodes[-1] < len(tree) or nodes != tree.path(nodes[-1]):
+        raise BadRequest(f"{nodes} is not a path of the tree from its root.")
+    state.drafted = None
+    return nodes
 
 
 def check_room(state: State, tokens: int) -> None:
@@ -219,6 +337,14 @@ def check_room(state: State, tokens: int) -> None:
         raise BadRequest(
             f"{state.length + tokens} tokens do not fit in a context of {state.context}.",
             "Raise the context length (-c) or shorten the prompt.",
+        )
+
+
+def check_snapshot(state: State, snapshot: Snapshot) -> None:
+    if snapshot.length > state.context:
+        raise BadRequest(
+            f"A snapshot of {snapshot.length} tokens does not fit in a context of {state.context}.",
+            "Restore it into a state at least as long.",
         )
 
 
@@ -240,5 +366,17 @@ def output_from_logits(logits: np.ndarray, want: Want) -> Output:
         peak = logits.max(axis=1, keepdims=True)
         output.logsumexp = (peak + np.log(np.exp(logits - peak).sum(axis=1, keepdims=True)))[:, 0].astype(np.float32)
     elif want.tokens == "logits":
-        output.logits = logits
+        output.logits = HostRows(logits)
     return output
+
+
+def join_outputs(parts: Sequence[Output]) -> Output:
+    """One output, on the host, from those of consecutive pieces of a sequence."""
+
+    def join(name: str) -> Any:
+        found = [value for part in parts if (value := getattr(part, name)) is not None]
+        if found and isinstance(found[0], Rows):
+            return HostRows(np.concatenate([rows.numpy() for rows in found]))
+        return np.concatenate(found) if found else None
+
+    return Output(**{name: join(name) for name in Output.__dataclass_fields__})

@@ -10,9 +10,10 @@ speculation, in any number of calls, and a device can compute the same number on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import isfinite, isnan, log
+from functools import partial
+from math import isnan, log
 from numbers import Integral, Real
 
 import numpy as np
@@ -57,7 +58,9 @@ def choose(logits: np.ndarray, sampling: Sampling, history: Sequence[int], posit
         return int(logits.argmax())
     fraction = uniform(sampling.seed, position)
     for ids in _best_first(logits, sampling.top_k):
-        index = _draw(logits, ids, sampling, fraction)
+        best = logits[ids].astype(np.float64)
+        complete = bool(sampling.top_k) or len(ids) == len(logits)
+        index = draw(best, sampling, fraction, complete, partial(_sum_of_weights, logits, best[0]))
         if index is not None:
             return int(ids[index])
     raise AssertionError("the last candidates are all of them, and one of those is always drawn")
@@ -81,7 +84,7 @@ def mix(z: int) -> int:
 
 def penalise(logits: np.ndarray, sampling: Sampling, history: Sequence[int]) -> np.ndarray:
     """The logits after bias and penalties; the input itself when there is nothing to do."""
-    window = _window(sampling, history)
+    window = window_of(sampling, history)
     if not sampling.logit_bias and not len(window):
         return logits
     logits = logits.astype(np.float32)  # a copy
@@ -98,7 +101,7 @@ def penalise(logits: np.ndarray, sampling: Sampling, history: Sequence[int]) -> 
     return logits
 
 
-def _window(sampling: Sampling, history: Sequence[int]) -> Sequence[int]:
+def window_of(sampling: Sampling, history: Sequence[int]) -> Sequence[int]:
     """The tokens the penalties look at."""
     if not sampling.penalised:
         return ()
@@ -120,37 +123,43 @@ def _best_first(logits: np.ndarray, top_k: int) -> Iterator[np.ndarray]:
         yield ids[np.argsort(-logits[ids], kind="stable")][:width]
 
 
-def _draw(logits: np.ndarray, ids: np.ndarray, sampling: Sampling, fraction: float) -> int | None:
-    """Truncate and draw an index into `ids`; None if `ids`, the beginning of a longer order, is too short to tell.
+def _weights(logits: np.ndarray, peak: float, temperature: float) -> np.ndarray:
+    with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to exp(-inf)
+        return np.exp((logits.astype(np.float64) - peak) / temperature)
 
-    Sorted best first, every truncation is a cut to some length. All sums run in this order or over the whole
-    vocabulary, so that the answer does not depend on how long a beginning was looked at.
+
+def _sum_of_weights(logits: np.ndarray, peak: float, temperature: float) -> float:
+    return float(_weights(logits, peak, temperature).sum())
+
+
+def draw(
+    best: np.ndarray, sampling: Sampling, fraction: float, complete: bool, whole: Callable[[float], float]
+) -> int | None:
+    """Truncate and draw an index into `best`, float64 logits, best first; None if they are too few to tell.
+
+    They are `complete` if no others are candidates. `whole(temperature)` is the sum of e^((logit - best) / temperature)
+    over the vocabulary. Sorted best first, every truncation is a cut to some length. All sums run in this order or over
+    the whole vocabulary, so that the answer does not depend on how many were looked at.
     """
-    sorted_logits = logits[ids].astype(np.float64)
-    peak = sorted_logits[0]
-    complete = bool(sampling.top_k) or len(ids) == len(logits)
-
-    def weights(values: np.ndarray, temperature: float) -> np.ndarray:
-        with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to exp(-inf)
-            return np.exp((values - peak) / temperature)
+    peak = best[0]
 
     def total(temperature: float, running: np.ndarray) -> float:
-        return running[-1] if sampling.top_k else weights(logits.astype(np.float64), temperature).sum()
+        return running[-1] if sampling.top_k else whole(temperature)
 
-    count, cut = len(ids), False
+    count, cut = len(best), False
     if sampling.top_p < 1:
-        running = np.cumsum(weights(sorted_logits, 1.0))
+        running = np.cumsum(_weights(best, peak, 1.0))
         enough = int(np.searchsorted(running, sampling.top_p * total(1.0, running), side="left")) + 1
         if enough > count and not complete:
             return None
         count, cut = min(enough, count), True
     if sampling.min_p > 0:
-        likely = int((sorted_logits[:count] >= peak + log(sampling.min_p)).sum())
+        likely = int((best[:count] >= peak + log(sampling.min_p)).sum())
         if likely == count and not cut and not complete:
             return None
         count, cut = max(likely, 1), True
 
-    running = np.cumsum(weights(sorted_logits[:count], sampling.temperature))
+    running = np.cumsum(_weights(best[:count], peak, sampling.temperature))
     target = fraction * (running[-1] if cut else total(sampling.temperature, running))
     index = int(np.searchsorted(running, target, side="right"))
     if index >= count and not cut and not complete:
@@ -158,30 +167,8 @@ def _draw(logits: np.ndarray, ids: np.ndarray, sampling: Sampling, fraction: flo
     return min(index, count - 1)  # rounding may leave the target a hair above the last running sum
 
 
-def check(sampling: Sampling, vocab: int) -> None:
-    """Refuse parameters that have no meaning, by name."""
-    for name in ("temperature", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty"):
-        value = getattr(sampling, name)
-        if isinstance(value, bool) or not isinstance(value, Real) or not isfinite(value):
-            raise BadRequest(f"{name} must be a finite number, not {value!r}.", "Leave it out for its default.")
-    for name in ("top_k", "repeat_last_n", "seed"):
-        value = getattr(sampling, name)
-        if isinstance(value, bool) or not isinstance(value, Integral):
-            raise BadRequest(f"{name} must be a whole number, not {value!r}.", "Leave it out for its default.")
-    if sampling.top_k < 0:
-        raise BadRequest(f"top_k is {sampling.top_k}, and cannot be negative.", "0 turns it off.")
-    if not 0 <= sampling.top_p <= 1:
-        raise BadRequest(f"top_p is {sampling.top_p}, outside [0, 1].", "1 turns it off.")
-    if not 0 <= sampling.min_p <= 1:
-        raise BadRequest(f"min_p is {sampling.min_p}, outside [0, 1].", "0 turns it off.")
-    if sampling.repeat_penalty <= 0:
-        raise BadRequest(f"repeat_penalty is {sampling.repeat_penalty}, and must be positive.", "1 turns it off.")
-    if sampling.repeat_last_n < -1:
-        raise BadRequest(
-            f"repeat_last_n is {sampling.repeat_last_n}.", "-1 looks at all tokens, 0 turns penalties off."
-        )
-    if not 0 <= sampling.seed <= _MASK:
-        raise BadRequest(f"seed is {sampling.seed}, outside [0, 2**64).", "Choose a seed in that range.")
+def check_bias(sampling: Sampling, vocab: int) -> None:
+    """Refuse a bias that has no meaning."""
     for token, bias in sampling.logit_bias.items():
         if not isinstance(token, Integral) or not 0 <= token < vocab:
             raise BadRequest(f"logit_bias names token {token!r}, outside [0, {vocab}).", "Use ids of this model.")

@@ -29,6 +29,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--n-gen", type=_numbers, default=[128], metavar="N,...", help="tokens generated (128)")
     parser.add_argument("-d", "--n-depth", type=_numbers, default=[0], metavar="N,...", help="tokens already there (0)")
     parser.add_argument(
+        "-b", "--batch", type=_numbers, default=[1], metavar="N,...", help="sequences that generate side by side (1)"
+    )
+    parser.add_argument(
         "--tree", type=_numbers, default=[], metavar="N,...", help="also time forward passes over trees of N nodes"
     )
     parser.add_argument(
@@ -38,7 +41,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", choices=("md", "json", "jsonl", "csv"), default="md", help="how to print (default: md)"
     )
-    sampler_arguments(parser.add_argument_group("sampling", "Naming one of these also times sampled generation."))
+    sampling = parser.add_argument_group("sampling", "Naming one of these also times sampled generation.")
+    sampler_arguments(sampling, defaults=False)
     model_arguments(parser)
     kinds = parser.add_subparsers(dest="kind", metavar="KIND")
     help = "speculation against plain decoding on given prompts"
@@ -48,8 +52,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.kind == "spec":
         return bench_spec.main(args)
-    from warpsmith.backend.sampling import Sampling, check
+    from warpsmith.backend.sampling import Sampling
     from warpsmith.backend.tree import MAX_NODES
+    from warpsmith.engine.request import check_sampling
     from warpsmith.measure.speed import against_one_node, measure, reached
     from warpsmith.measure.table import record, table
 
@@ -58,13 +63,15 @@ def main(args: argparse.Namespace) -> int:
         raise BadRequest("There is nothing to measure: -p and -n are both 0.", "Give one of them a length.")
     if max(args.tree, default=0) > MAX_NODES:
         raise BadRequest(f"A tree has at most {MAX_NODES} nodes, not {max(args.tree)}.")
+    if max(args.batch) > MAX_NODES:
+        raise BadRequest(f"At most {MAX_NODES} sequences can be run side by side, not {max(args.batch)}.")
     if args.draft not in ("auto", "none"):
         raise BadRequest("bench measures plain decoding.", "Leave --draft out, or use `bench spec`.")
     args.draft = "none"
     args.ctx_size = max(2, *(test.context for test in tests))
     with open_model(args) as llm:
         for test in tests:
-            check(test.sampling or Sampling(), llm.config.vocab)
+            check_sampling(test.sampling or Sampling(), llm.config.vocab)
         introduce(args, llm)
         facts = _facts(llm)
         bandwidth = _bandwidth(llm) if args.bandwidth else None
@@ -90,7 +97,14 @@ def _tests(args: argparse.Namespace) -> list[Case]:
     given = sampler_keywords(args)
     prompts = [Case(n, 0, depth) for depth in args.n_depth for n in args.n_prompt if n]
     ways = [None, Sampling(**given)] if given else [None]  # greedy, for comparison, and as asked
-    texts = [Case(0, n, depth, sampling=way) for depth in args.n_depth for n in args.n_gen if n for way in ways]
+    texts = [
+        Case(0, n, depth, sampling=way, sequences=sequences)
+        for depth in args.n_depth
+        for n in args.n_gen
+        for way in ways
+        for sequences in args.batch
+        if n and sequences
+    ]
     sizes = sorted({1, *args.tree} - {0}) if args.tree else []  # one node is what the others are compared with
     return prompts + texts + [Case(0, 0, depth, n) for depth in args.n_depth for n in sizes]
 
@@ -104,21 +118,18 @@ def _bandwidth(llm: LLM) -> float:
 
 
 def _facts(llm: LLM) -> dict[str, Any]:
+    from warpsmith.backend.devices import gpus
     from warpsmith.measure import machine
 
-    settings: dict[str, int | str] = {"n_threads": machine.usable_cores()}
-    if llm.device == "cpu":
-        from warpsmith.backend.cpu import CpuBackend
-
-        assert isinstance(llm.backend, CpuBackend)
-        settings = llm.backend.settings
-        aside(", ".join(f"{name} {value}" for name, value in settings.items()))
-    gpus, _ = machine.gpus()
+    settings = llm.backend.settings
+    aside(", ".join(f"{name} {value}" for name, value in settings.items()))
+    found, _ = gpus()
     return {
         "build_commit": __version__,
         "cpu_info": machine.cpu_model(),
-        "gpu_info": ", ".join(gpu["name"] for gpu in gpus),
+        "gpu_info": ", ".join(gpu["name"] for gpu in found),
         "backends": llm.device,
+        "n_threads": machine.usable_cores(),
         **settings,
         "model_filename": str(llm.checkpoint.path),
         "model_type": _model_type(llm),

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from warpsmith import __version__
+from warpsmith.backend.devices import DEVICES, backend_for, gpus
 from warpsmith.errors import WarpsmithError
 from warpsmith.measure import machine
 from warpsmith.measure.units import size
 
-DEVICES = ("cuda", "cpu", "reference")  # in the order that auto tries them
 CUDA_PACKAGES = ("cuda-bindings", "cuda-core", "nvidia-cuda-nvrtc")
 
 
@@ -28,7 +28,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def examine() -> dict[str, Any]:
-    gpus, driver = machine.gpus()
+    found, driver = gpus()
     devices = _problems()
     return {
         "warpsmith": __version__,
@@ -40,8 +40,8 @@ def examine() -> dict[str, Any]:
             "cores": machine.usable_cores(),
         },
         "memory": machine.memory(),
-        "driver": driver,
-        "gpus": [gpu | _profile(gpu) for gpu in gpus],
+        "driver": driver.about,
+        "gpus": [gpu | _profile(gpu) for gpu in found],
         "cuda_packages": {name: machine.package_version(name) for name in CUDA_PACKAGES},
         "cache": _cache(),
         "devices": devices,
@@ -51,7 +51,6 @@ def examine() -> dict[str, Any]:
 
 def _problems() -> dict[str, str | None]:
     """Of each device: None if it runs a model here, else why not. The model is tiny and the run is real."""
-    from warpsmith.llm import backend_for
     from warpsmith.model.synthetic import tiny_model
     from warpsmith.model.weights import read_config
 
@@ -60,17 +59,17 @@ def _problems() -> dict[str, str | None]:
     problems: dict[str, str | None] = {}
     for device in DEVICES:
         try:
-            backend = backend_for(device, checkpoint, config)
+            backend = backend_for(device.name, checkpoint, config)
             backend.prefill(backend.new_state(8), [1, 2, 3])
-            problems[device] = None
+            problems[device.name] = None
         except WarpsmithError as error:
-            problems[device] = error.problem
+            problems[device.name] = str(error)
     return problems
 
 
 def _profile(gpu: dict[str, Any]) -> dict[str, Any]:
     """The settings that the kernels for a GPU are built with, and whether they were measured on such a chip."""
-    from warpsmith.backend.cuda.profiles import capability_from, choose
+    from warpsmith.backend.cuda.build.profiles import capability_from, choose
 
     profile, measured = choose(gpu["name"], capability_from(gpu["compute_capability"]))
     return {"profile": profile.name, "measured": measured}

@@ -6,13 +6,13 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from warpsmith.backend.devices import CACHE_TYPES, DEVICES
 from warpsmith.cli.terminal import aside, loading_bar
+from warpsmith.engine.request import SAMPLING
 from warpsmith.errors import BadRequest
 
 if TYPE_CHECKING:
     from warpsmith.llm import LLM
-
-DEVICES = ("auto", "reference", "cpu", "cuda")
 
 
 def model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,12 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
         "-m", "--model", metavar="NAME", help="a file, a directory, user/repo[:QUANT] or user/repo/file.gguf"
     )
     group.add_argument("-c", "--ctx-size", type=natural, metavar="N", help="tokens of context to make room for")
-    group.add_argument("--device", choices=DEVICES, default="auto", help="who computes (default: auto)")
+    group.add_argument(
+        "--device",
+        choices=("auto", *(device.name for device in DEVICES)),
+        default="auto",
+        help="who computes (default: auto)",
+    )
     group.add_argument(
         "--draft", default="auto", metavar="D", help="auto, none, ngram, mtp, or a draft model (default: auto)"
     )
@@ -32,6 +37,13 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens drafted a step; 0 is off (default: auto)",
     )
+    for short, kept in (("k", "keys"), ("v", "values")):
+        group.add_argument(
+            f"-ct{short}",
+            f"--cache-type-{short}",
+            choices=CACHE_TYPES,
+            help=f"how {kept} of the past are kept (default: f16; the reference: f32)",
+        )
     group.add_argument("--offline", action="store_true", help="use the network for nothing")
     cpu = parser.add_argument_group("cpu device", "Naming one of these chooses the cpu.")
     cpu.add_argument("-t", "--threads", type=natural, metavar="N", help="threads (default: all usable cores)")
@@ -41,13 +53,6 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="F,...",
         help="instruction sets that kernels may use, of those `doctor` lists; portable is none (default: all)",
     )
-    for short, kept in (("k", "keys"), ("v", "values")):
-        cpu.add_argument(
-            f"-ct{short}",
-            f"--cache-type-{short}",
-            choices=("f32", "f16", "q8_0"),
-            help=f"how {kept} of the past are kept (default: f16)",
-        )
 
 
 def sampling_arguments(parser: argparse.ArgumentParser, predict: int) -> None:
@@ -67,39 +72,17 @@ def sampling_arguments(parser: argparse.ArgumentParser, predict: int) -> None:
     )
 
 
-def sampler_arguments(group: argparse._ArgumentGroup) -> None:
-    """How the next token is chosen."""
-    group.add_argument("--temp", type=float, metavar="T", help="temperature; 0 is greedy")
-    group.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens; 0 is all")
-    group.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest that sum to P")
-    group.add_argument(
-        "--min-p", type=float, metavar="P", help="keep those at least P times as likely as the likeliest"
-    )
-    group.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable")
-    group.add_argument("--repeat-penalty", type=float, metavar="X", help="divide logits of recent tokens; 1 is off")
-    group.add_argument("--presence-penalty", type=float, metavar="X", help="subtract from logits of recent tokens")
-    group.add_argument("--frequency-penalty", type=float, metavar="X", help="subtract for each recent use")
-    group.add_argument("--repeat-last-n", type=int, metavar="N", help="tokens that count as recent; -1 is all")
+def sampler_arguments(group: argparse._ArgumentGroup, defaults: bool = True) -> None:
+    """How the next token is chosen. `defaults`: what is left out is as the list says; otherwise it is off."""
+    for p in SAMPLING:
+        metavar, help = "N" if p.kind is int else "X", f"{p.help} (default: {p.usual})" if defaults else p.help
+        group.add_argument(p.flag, dest=p.name, type=p.kind, metavar=metavar, help=help)
     group.add_argument("--logit-bias", action="append", type=_bias, metavar="ID(+|-)X", help="add X to a token's logit")
-
-
-# flag -> field of Sampling
-_SAMPLER = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "seed": "seed",
-    "repeat_penalty": "repeat_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "repeat_last_n": "repeat_last_n",
-}
 
 
 def sampler_keywords(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of `Sampling` that were given."""
-    given = {keyword: value for flag, keyword in _SAMPLER.items() if (value := getattr(args, flag)) is not None}
+    given = {p.name: value for p in SAMPLING if (value := getattr(args, p.name)) is not None}
     if args.logit_bias:
         given["logit_bias"] = dict(args.logit_bias)
     return given

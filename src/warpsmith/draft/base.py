@@ -5,12 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
 from warpsmith.backend.base import State, Want
+from warpsmith.backend.rows import Rows
 from warpsmith.backend.tree import MAX_NODES, Tree
+
+Memory = TypeVar("Memory")
 
 
 @dataclass(frozen=True)
@@ -53,16 +56,19 @@ class Context:
         return self.ids[-1]
 
 
-class Proposer(ABC):
-    """Guesses what follows. Per step the loop calls `propose`, then `observe` with what became of it, then `spent`.
+class Proposer(ABC, Generic[Memory]):
+    """Guesses what follows. A proposer holds what all sequences share: weights, settings, costs. What it knows of one
+    sequence is its memory, which `new_memory` makes and the sequence keeps, so any number of sequences can draft.
 
-    Each committed token is observed exactly once, in order, the prompt's included, with the rows that `wants` asks
-    for, or with none if it was decoded while the proposer rested. When the past changes to another one the loop calls
-    `restore` (or `reset`, for an empty past) and goes on observing from there; a proposer that cannot go back may
-    forget instead, and only guesses worse.
+    Per step the loop calls `propose`, then `observe` with what became of it, then `spent`. Each committed token is
+    observed exactly once, in order, the prompt's included, with the rows that `wants` asks for, or with none if it was
+    decoded while the proposer rested. When the past changes to another one the loop calls `restore` (or takes a new
+    memory, for an empty past) and goes on observing from there; a proposer that cannot go back may forget instead, and
+    only guesses worse.
     """
 
     name: str
+    left_out: tuple[str, ...] = ()  # drafts that `auto` would have preferred, each with why it cannot be used
     wants: Want = Want(tokens="none")  # the layers' features and the hidden rows to observe; `tokens` is not used
 
     @property
@@ -70,16 +76,19 @@ class Proposer(ABC):
         """Why nothing is being guessed at present, in a few words; None while it is."""
         return None
 
-    @property
-    def rest(self) -> int:
+    def new_memory(self) -> Memory:
+        """What is known of a sequence that has not begun; None if nothing ever is."""
+        return cast("Memory", None)
+
+    def rest(self, memory: Memory) -> int:
         """How many tokens to decode plainly, in the backend's own fastest way, before asking for a guess again."""
         return 0
 
     @abstractmethod
-    def propose(self, context: Context) -> Tree | None:
+    def propose(self, memory: Memory, context: Context) -> Tree | None:
         """A tree whose node 0 is the root, or None to guess nothing this time."""
 
-    def spent(self, tokens: int, seconds: float, forward_seconds: float | None) -> None:
+    def spent(self, memory: Memory, tokens: int, seconds: float, forward_seconds: float | None) -> None:
         """What was decided since it was last told, and how long that took, everything included.
 
         Of a step also the forward and the commit alone; None for tokens decoded while the proposer rested.
@@ -87,32 +96,35 @@ class Proposer(ABC):
         return None
 
     def observe(
-        self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
+        self,
+        memory: Memory,
+        tokens: Sequence[int],
+        position: int,
+        features: Rows | None,
+        hidden: Rows | None,
     ) -> None:
-        """`tokens` were committed at `position` onwards; a row of each array belongs to each token."""
+        """`tokens` were committed at `position` onwards; a row of features and of hidden belongs to each token.
+
+        Rows can be read until the backend computes again: of those that are to last, take `Rows.keep`."""
         return None
 
-    def catch_up(self, state: State) -> None:
+    def catch_up(self, memory: Memory, state: State) -> None:
         """A piece of a prompt was observed: the time to work through it, rather than when the first guess is due."""
         return None
 
-    def reset(self) -> None:
-        """Forget everything: a new sequence begins."""
-        return None
-
-    def snapshot(self) -> Any:
+    def snapshot(self, memory: Memory) -> Any:
         """What `restore` needs to come back to the present state of knowledge."""
         return None
 
-    def restore(self, saved: Any) -> None:
-        """Go back to the time of `snapshot`. A proposer that keeps nothing of its own need not do anything else."""
-        self.reset()
+    def restore(self, memory: Memory, saved: Any) -> None:
+        """Go back to the time of `snapshot`."""
+        return None
 
 
-class Draft(Proposer):
+class Draft(Proposer[Memory]):
     """A proposer that knows how likely its guesses are, so that a budget can tell how many of them pay."""
 
     nodes: int = MAX_NODES - 1  # besides the root, at most
 
     @abstractmethod
-    def propose(self, context: Context) -> ScoredTree | None: ...
+    def propose(self, memory: Memory, context: Context) -> ScoredTree | None: ...

@@ -106,7 +106,7 @@ def measure(backend: Backend, wants: Want, clock: Callable[[], float] = perf_cou
             pass
 
     def forward(tree: Tree) -> None:
-        backend.forward(state, tree, want)
+        backend.forward([(state, tree)], want)
         backend.commit(state, [0])
 
     started, prepared = clock(), False
@@ -146,20 +146,20 @@ def tokens_of_a_guess(draft: Draft, backend: Backend, clock: Callable[[], float]
     ids = np.random.default_rng(0).integers(0, backend.config.vocab, PAST).tolist()
     state = backend.new_state(PAST + MAX_NODES)
     output = backend.prefill(state, ids, replace(draft.wants, tokens="none"))
-    draft.observe(ids, 0, output.features, output.hidden)
-    draft.catch_up(state)
+    memory = draft.new_memory()
+    draft.observe(memory, ids, 0, output.features, output.hidden)
+    draft.catch_up(memory, state)
     start = backend.snapshot(state)
     guesses, tokens = [], []
     for _ in range(ROUNDS):  # the first of each warms up
         before = clock()
-        draft.propose(Context([*ids, 0], state, depth=1))
+        draft.propose(memory, Context([*ids, 0], state, depth=1))
         between = clock()
         for _token in backend.decode(state, 0, 1):
             pass
         guesses.append(between - before)
         tokens.append(clock() - between)
         backend.restore(state, start)
-    draft.reset()
     return min(guesses[1:]) / min(tokens[1:])
 
 
@@ -175,9 +175,8 @@ def cache_directory() -> Path:
 
 
 def _fingerprint(backend: Backend, wants: Want) -> str:
-    """Whatever decides how long a forward takes: the model's shape and bytes, who computes, on what."""
+    """Whatever decides how long a forward takes: the model's shape and bytes, how it is computed, on what machine."""
     weights = backend.memory(1)[0].nbytes
-    how = [getattr(backend, name, None) for name in ("threads", "kernels", "kv", "chip")]
     where = (platform.node(), platform.machine(), os.cpu_count())
-    text = repr((backend.name, backend.config, weights, wants, [str(h) for h in how], where))
+    text = repr((backend.config, weights, wants, sorted(backend.settings.items()), where))
     return hashlib.sha256(text.encode()).hexdigest()[:24]

@@ -1,23 +1,27 @@
 """DFlash: a few layers that fill a block of masked positions at once, from features of the target's layers.
 
-The features of every committed token are projected once into each layer's keys and values and kept in rings, so a
-guess costs the same at any length of text, and so does the memory. The block itself leaves nothing behind. The draft
-has no embeddings and no head of its own: the target lends both. The network is the backend's, where it runs one.
+The features of every committed token are projected once into each layer's keys and values and kept in rolling caches,
+so a guess costs the same at any length of text, and so does the memory. The draft block itself leaves nothing behind.
+The draft has no embeddings and no head of its own: the target lends both. The network is the backend's, where it runs
+one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from warpsmith.backend.base import Backend, State, Want
+from warpsmith.backend.base import Backend, BlockMemory, State, Want
+from warpsmith.backend.reference.dflash import NumpyDraft
+from warpsmith.backend.rows import Rows
 from warpsmith.backend.tree import MAX_NODES
+from warpsmith.checkpoint.dflash import DraftFile
 from warpsmith.draft.base import Context, Draft, ScoredTree
 from warpsmith.draft.ddtree import best_tree, marginals
-from warpsmith.draft.dflash_files import DraftFile, check_fits
-from warpsmith.draft.dflash_numpy import NumpyDraft
+from warpsmith.model.dflash import check_fits
 
 CONTEXT_ROWS = 4096  # tokens that layers without a window look back on: drafts are trained on no more
 WIDTH = 16  # tokens considered at each depth
@@ -25,7 +29,16 @@ WAITING_BYTES = 64 << 20  # of features kept before they are projected
 PIECE = 256  # rows projected at a time
 
 
-class DFlash(Draft):
+@dataclass
+class DFlashMemory:
+    """What the network has seen of a sequence, and the rows it has yet to see."""
+
+    network: BlockMemory
+    waiting: list[tuple[int, Rows]] = field(default_factory=list)  # (position, features) yet to be projected
+    position: int = 0  # of the next token
+
+
+class DFlash(Draft[DFlashMemory]):
     """Feeds the network what was committed, and makes a tree of what it believes."""
 
     name = "dflash"
@@ -39,59 +52,62 @@ class DFlash(Draft):
         capacity = [context_rows if w is None else min(w, context_rows) for w in file.config.windows]
         self._longest = max(capacity)
         self.network = backend.block_draft(file.config, file.tensors, capacity) or NumpyDraft(file, backend, capacity)
-        self.reset()
 
     # -- what was committed -------------------------------------------------------------------------------------------
 
-    def reset(self) -> None:
-        self.network.forget()
-        self._waiting: list[tuple[int, np.ndarray]] = []  # (position, features) yet to be projected
-        self._position = 0  # of the next token
+    def new_memory(self) -> DFlashMemory:
+        return DFlashMemory(self.network.new_memory())
 
-    def snapshot(self) -> Any:
-        return self.network.snapshot(), list(self._waiting), self._position
+    def snapshot(self, memory: DFlashMemory) -> Any:
+        return self.network.snapshot(memory.network), list(memory.waiting), memory.position
 
-    def restore(self, saved: Any) -> None:
-        network, waiting, self._position = saved
-        self.network.restore(network)
-        self._waiting = list(waiting)
+    def restore(self, memory: DFlashMemory, saved: Any) -> None:
+        network, waiting, memory.position = saved
+        self.network.restore(memory.network, network)
+        memory.waiting = list(waiting)
 
     def observe(
-        self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
+        self,
+        memory: DFlashMemory,
+        tokens: Sequence[int],
+        position: int,
+        features: Rows | None,
+        hidden: Rows | None,
     ) -> None:
-        if position != self._position:
-            self.reset()
-        self._position = position + len(tokens)
+        if position != memory.position:
+            self.network.forget(memory.network)
+            memory.waiting = []
+        memory.position = position + len(tokens)
         if features is None:
             return  # a gap: the rows before it still stand where they stood
-        kept = features[-self._longest :]  # what no layer could see any more is not worth projecting
-        self._waiting.append((self._position - len(kept), kept))
-        while sum(len(rows) for _, rows in self._waiting[1:]) >= self._longest:
-            del self._waiting[0]
-        if sum(rows.nbytes for _, rows in self._waiting) > WAITING_BYTES:
-            self._project_waiting()
+        kept = features[-self._longest :].keep()  # what no layer could see any more is not worth projecting
+        memory.waiting.append((memory.position - len(kept), kept))
+        while sum(len(rows) for _, rows in memory.waiting[1:]) >= self._longest:
+            del memory.waiting[0]
+        if sum(rows.nbytes for _, rows in memory.waiting) > WAITING_BYTES:
+            self._project_waiting(memory)
 
-    def catch_up(self, state: State) -> None:
-        self._project_waiting()
+    def catch_up(self, memory: DFlashMemory, state: State) -> None:
+        self._project_waiting(memory)
 
-    def _project_waiting(self) -> None:
-        for start, features in self._waiting:
+    def _project_waiting(self, memory: DFlashMemory) -> None:
+        for start, features in memory.waiting:
             for i in range(0, len(features), PIECE):
-                self.network.append(features[i : i + PIECE], start + i)
-        self._waiting = []
+                self.network.append(memory.network, features[i : i + PIECE], start + i)
+        memory.waiting = []
 
     # -- what comes next ----------------------------------------------------------------------------------------------
 
-    def propose(self, context: Context) -> ScoredTree | None:
-        self._project_waiting()
+    def propose(self, memory: DFlashMemory, context: Context) -> ScoredTree | None:
+        self._project_waiting(memory)
         rows = min(self.config.block - 1, context.depth)
-        width = min(WIDTH, self.nodes, self.backend.config.vocab)
-        output = self.network.fill(context.root, len(context.ids) - 1, rows, Want(tokens="top", top=width))
+        want = Want(tokens="top", top=min(WIDTH, self.nodes, self.backend.config.vocab))
+        output = self.network.fill(memory.network, context.root, len(context.ids) - 1, rows, want)
         return best_tree(context.root, *marginals(output), self.nodes, prices=context.prices)
 
-    def hidden(self, root: int, position: int) -> np.ndarray:
+    def hidden(self, memory: DFlashMemory, root: int, position: int) -> np.ndarray:
         """The block's rows after the last norm, float32 [block, hidden]; row j is about the token at position + j."""
-        rows = self.config.block - 1
-        hidden = self.network.fill(root, position, rows, Want(tokens="none", hidden=True)).hidden
+        want, rows = Want(tokens="none", hidden=True), self.config.block - 1
+        hidden = self.network.fill(memory.network, root, position, rows, want).hidden
         assert hidden is not None
-        return hidden
+        return hidden.numpy()

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from warpsmith.backend.rows import Rows
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.draft.base import Context, Draft, Prices, ScoredTree
 from warpsmith.draft.ddtree import worth_verifying
@@ -24,61 +25,43 @@ LONGEST = 32  # tokens compared backwards
 DOUBT = 6.0  # how much weight is kept for something new; a match of n tokens has weight n^2
 
 
-class NGram(Draft):
-    """Continues the text as it went on where its last few tokens stood before."""
+class NGramMemory:
+    """The text, and where each n-gram stood in it."""
 
-    name = "ngram"
-
-    def __init__(self, nodes: int = MAX_NODES - 1) -> None:
-        self.nodes = nodes
-        self.reset()
-
-    def reset(self) -> None:
-        self._tokens: list[int] = []
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
         self._last: list[dict[tuple[int, ...], int]] = [{} for _ in KEYS]  # n-gram -> the last place it ended at
         self._before: list[list[int]] = [[] for _ in KEYS]  # place -> the place before with the same n-gram, or -1
 
-    def observe(
-        self, tokens: Sequence[int], position: int, features: np.ndarray | None, hidden: np.ndarray | None
-    ) -> None:
-        if position != len(self._tokens):
-            self.reset()
-        for token in tokens:
-            self._append(token)
-
-    def snapshot(self) -> Any:
-        return np.array(self._tokens, dtype=np.int32)
-
-    def restore(self, saved: Any) -> None:
-        now = np.array(self._tokens, dtype=np.int32)
-        length = min(len(now), len(saved))
-        differ = np.flatnonzero(now[:length] != saved[:length])
+    def become(self, tokens: Sequence[int]) -> None:
+        """Make it that of another text; cheap if much of the beginning is the same."""
+        length = min(len(self.tokens), len(tokens))
+        differ = np.flatnonzero(np.array(self.tokens[:length]) != np.array(tokens[:length]))
         shared = int(differ[0]) if len(differ) else length
-        while len(self._tokens) > shared:
+        while len(self.tokens) > shared:
             self._drop()
-        for token in saved[shared:].tolist():
-            self._append(token)
+        for token in tokens[shared:]:
+            self.append(token)
 
-    def propose(self, context: Context) -> ScoredTree | None:
-        text = [*self._tokens[1 - LONGEST :], context.root]
-        depth = min(context.depth, self.nodes)
-        trie = _Trie(context.root)
-        for rank, (place, matched) in enumerate(self._places(text)):
-            length = -(-depth // (rank + 1))  # second thoughts are rarely right for long
-            trie.add(self._continuation(place, context.root, length), matched)
-        if len(trie.tokens) == 1:
-            return None
-        return trie.tree(self.nodes, context.prices)
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        place = len(self.tokens) - 1
+        for key, last, before in zip(KEYS, self._last, self._before, strict=True):
+            gram = tuple(self.tokens[-key:])
+            before.append(last.get(gram, -1) if len(gram) == key else -1)
+            if len(gram) == key:
+                last[gram] = place
 
-    def _continuation(self, place: int, root: int, length: int) -> list[int]:
-        """What followed `place`; where that runs into the present, the text goes round in circles."""
-        following = [*self._tokens[place + 1 : place + 1 + length], root][:length]
-        circle = len(self._tokens) - place
-        while len(following) < length:
-            following.append(following[-circle])
-        return following
+    def _drop(self) -> None:
+        for key, last, before in zip(KEYS, self._last, self._before, strict=True):
+            gram, earlier = tuple(self.tokens[-key:]), before.pop()
+            if earlier >= 0:
+                last[gram] = earlier
+            else:
+                last.pop(gram, None)
+        self.tokens.pop()
 
-    def _places(self, text: list[int]) -> Iterator[tuple[int, int]]:
+    def places(self, text: list[int]) -> Iterator[tuple[int, int]]:
         """Where the end of `text` stood before and how many tokens agreed; the latest places of the longest n-gram."""
         for key, last, before in zip(KEYS, self._last, self._before, strict=True):
             place = last.get(tuple(text[-key:]), -1) if len(text) >= key else -1
@@ -91,29 +74,61 @@ class NGram(Draft):
                 yield from found[:PLACES]
                 return
 
+    def continuation(self, place: int, root: int, length: int) -> list[int]:
+        """What followed `place`; where that runs into the present, the text goes round in circles."""
+        following = [*self.tokens[place + 1 : place + 1 + length], root][:length]
+        circle = len(self.tokens) - place
+        while len(following) < length:
+            following.append(following[-circle])
+        return following
+
     def _agreement(self, text: list[int], place: int, known: int) -> int:
         count, longest = known, min(len(text), place + 1)
-        while count < longest and self._tokens[place - count] == text[-1 - count]:
+        while count < longest and self.tokens[place - count] == text[-1 - count]:
             count += 1
         return count
 
-    def _append(self, token: int) -> None:
-        self._tokens.append(token)
-        place = len(self._tokens) - 1
-        for key, last, before in zip(KEYS, self._last, self._before, strict=True):
-            gram = tuple(self._tokens[-key:])
-            before.append(last.get(gram, -1) if len(gram) == key else -1)
-            if len(gram) == key:
-                last[gram] = place
 
-    def _drop(self) -> None:
-        for key, last, before in zip(KEYS, self._last, self._before, strict=True):
-            gram, earlier = tuple(self._tokens[-key:]), before.pop()
-            if earlier >= 0:
-                last[gram] = earlier
-            else:
-                last.pop(gram, None)
-        self._tokens.pop()
+class NGram(Draft[NGramMemory]):
+    """Continues the text as it went on where its last few tokens stood before."""
+
+    name = "ngram"
+
+    def __init__(self, nodes: int = MAX_NODES - 1) -> None:
+        self.nodes = nodes
+
+    def new_memory(self) -> NGramMemory:
+        return NGramMemory()
+
+    def observe(
+        self,
+        memory: NGramMemory,
+        tokens: Sequence[int],
+        position: int,
+        features: Rows | None,
+        hidden: Rows | None,
+    ) -> None:
+        if position != len(memory.tokens):
+            memory.become([])
+        for token in tokens:
+            memory.append(token)
+
+    def snapshot(self, memory: NGramMemory) -> Any:
+        return np.array(memory.tokens, dtype=np.int32)
+
+    def restore(self, memory: NGramMemory, saved: Any) -> None:
+        memory.become(saved.tolist())
+
+    def propose(self, memory: NGramMemory, context: Context) -> ScoredTree | None:
+        text = [*memory.tokens[1 - LONGEST :], context.root]
+        depth = min(context.depth, self.nodes)
+        trie = _Trie(context.root)
+        for rank, (place, matched) in enumerate(memory.places(text)):
+            length = -(-depth // (rank + 1))  # second thoughts are rarely right for long
+            trie.add(memory.continuation(place, context.root, length), matched)
+        if len(trie.tokens) == 1:
+            return None
+        return trie.tree(self.nodes, context.prices)
 
 
 class _Trie:

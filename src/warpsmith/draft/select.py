@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -46,9 +45,12 @@ def make_proposer(
     most = backend.largest_tree - 1
     if budget != "auto" and budget > most:
         raise BadRequest(f"Trees on this device have room for {most} drafted nodes, not {budget}.", "Or use auto.")
+    left_out: list[str] = []
     if budget != "auto":
-        chosen = next(_choices(backend, model)) if draft == "auto" else _named(draft, backend)
-        chosen.nodes = budget
+        chosen = (
+            _own(backend, model, left_out) or _named("ngram", backend) if draft == "auto" else _named(draft, backend)
+        )
+        chosen.nodes, chosen.left_out = budget, tuple(left_out)
         return chosen
     from warpsmith.draft.budget import Budgeted
     from warpsmith.draft.costs import costs_of
@@ -60,21 +62,35 @@ def make_proposer(
     if draft != "auto":
         named = _named(draft, backend)
         return held(named, named.wants)
-    own, text = _affordable(backend, model), _named("ngram", backend)
+    own, text = _own(backend, model, left_out, affordable=True), _named("ngram", backend)
+    proposer: Proposer
     if own is None:
-        return held(text, text.wants)
-    from warpsmith.draft.relay import Relay
+        proposer = held(text, text.wants)
+    else:
+        from warpsmith.draft.cascade import Cascade
 
-    return Relay([held(text, own.wants), held(own, own.wants)])
+        proposer = Cascade([held(text, own.wants), held(own, own.wants)])
+    proposer.left_out = tuple(left_out)
+    return proposer
 
 
-def _affordable(backend: Backend, model: Path | None) -> Draft | None:
-    """The first of the model's own drafts that guesses fast enough here to pay."""
+def _own(backend: Backend, model: Path | None, left_out: list[str], affordable: bool = False) -> Draft | None:
+    """The first of the model's own drafts that can be used here: the one that lies beside it, then its MTP head.
+    `affordable`: and guesses fast enough to pay. Why one cannot is added to `left_out`."""
     from warpsmith.draft.costs import tokens_of_a_guess
 
-    for draft in _choices(backend, model):
-        if draft.name != "ngram" and tokens_of_a_guess(draft, backend) < AFFORDABLE:
+    head = "mtp" if backend.config.mtp_layers else None
+    for kind, name in (("dflash", _own_draft(model)), ("mtp", head)):
+        if name is None:
+            continue
+        try:
+            draft = _named(name, backend)
+        except WarpsmithError as error:
+            left_out.append(f"{kind} ({error.problem.rstrip('.')})")
+            continue
+        if not affordable or (tokens := tokens_of_a_guess(draft, backend)) < AFFORDABLE:
             return draft
+        left_out.append(f"{kind} (a guess takes as long as {tokens:.1f} tokens)")
     return None
 
 
@@ -87,22 +103,10 @@ def _named(draft: str | Path, backend: Backend) -> Draft:
         from warpsmith.draft.mtp import MTP
 
         return MTP(backend)
+    from warpsmith.checkpoint.dflash import open_draft
     from warpsmith.draft.dflash import DFlash
-    from warpsmith.draft.dflash_files import open_draft
 
     return DFlash(open_draft(draft), backend)
-
-
-def _choices(backend: Backend, model: Path | None) -> Iterator[Draft]:
-    """The model's own draft if it has one that can be used here, then its MTP head, then the text itself."""
-    for name in (_own_draft(model), "mtp", "ngram"):
-        if name is None:
-            continue
-        try:
-            draft = _named(name, backend)
-        except WarpsmithError:
-            continue
-        yield draft
 
 
 def _own_draft(model: Path | None) -> Path | None:

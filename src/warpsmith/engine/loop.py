@@ -9,11 +9,12 @@ from typing import Literal
 
 import numpy as np
 
-from warpsmith.backend.base import Output, next_token, wanted_for
-from warpsmith.backend.sampling import Sampling, check
+from warpsmith.backend.base import next_token, wanted_for
+from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
 from warpsmith.draft.base import Context
 from warpsmith.engine.conversation import Conversation
+from warpsmith.engine.request import check_sampling
 from warpsmith.engine.stats import PLAIN, Stats
 from warpsmith.errors import BadRequest
 
@@ -48,13 +49,14 @@ class Generation:
         stop_ids: frozenset[int] = frozenset(),
         until: Callable[[int], bool] | None = None,
         on_step: Callable[[Step], None] | None = None,
+        kept: int | None = None,
     ) -> None:
         """`until` sees every token once, in order, but for stop ids; when it returns True that token is the last.
-        `on_step` sees every step of a request with a draft, once it is committed."""
-        self.conversation, self.prompt = conversation, prompt
+        `on_step` sees every step of a request with a draft, once it is committed. `kept` is what `begin` takes."""
+        self.conversation, self.prompt, self.kept = conversation, prompt, kept
         self.sampling = sampling or Sampling()
         conversation.check(prompt)
-        check(self.sampling, conversation.backend.config.vocab)
+        check_sampling(self.sampling, conversation.backend.config.vocab)
         room = conversation.context - len(prompt)
         if max_tokens is not None and max_tokens < 1:
             raise BadRequest(f"max_tokens is {max_tokens}.", "Ask for at least one token, or leave it out.")
@@ -70,6 +72,7 @@ class Generation:
             device=conversation.backend.name,
             mode=proposer.name if proposer else PLAIN,
             speculation_off=None if proposer else "no draft",
+            left_out=list(proposer.left_out) if proposer else [],
             seed=self.sampling.seed if self.sampling.temperature > 0 else None,
             prompt_tokens=len(prompt),
         )
@@ -85,7 +88,7 @@ class Generation:
     def step(self) -> list[int]:
         """Decide what follows the root: one token, and one more for each that the draft guessed right."""
         conversation, stats, start = self._current(), self.stats, perf_counter()
-        tree, root = self._propose(), conversation.ids[-1]
+        tree, root = self._propose(), conversation.sequence.ids[-1]
         drafted = perf_counter()
         if tree is None and self.bare:
             path, run = [0], list(conversation.decode(1, frozenset(), self.sampling))
@@ -93,10 +96,10 @@ class Generation:
             conversation.settle()
             run = self._cut(run)
         else:
-            tree = tree or Tree.chain([root])
-            output = conversation.backend.forward(conversation.state, tree, self.want)
+            tree, backend, state = tree or Tree.chain([root]), conversation.backend, conversation.sequence.state
+            output = backend.forward([(state, tree)], self.want)
             verified = perf_counter()
-            path, run = self._walk(tree, output)
+            path, run = backend.verify(state, tree, self.sampling, conversation.recent(self.sampling))
             run = self._cut(run)  # before the state advances: what comes after the end never happened
             walked = perf_counter()
             conversation.advance(path[: len(run)], run, output)
@@ -108,7 +111,7 @@ class Generation:
         stats.decode_seconds += committed - start
         if conversation.proposer is not None:
             forward = verified - drafted + committed - walked
-            conversation.proposer.spent(len(run), committed - start, forward)
+            conversation.proposer.spent(conversation.sequence.draft, len(run), committed - start, forward)
         if self.on_step is not None:
             self.on_step(Step(tree or Tree.chain([root]), path[: len(run)], run))
         return run
@@ -116,41 +119,30 @@ class Generation:
     def _first(self) -> list[int]:
         """Prefill, and choose the first token from its last row."""
         start = perf_counter()
-        output, self.stats.cached_tokens = self.conversation.begin(self.prompt, self.want)
+        output, self.stats.cached_tokens = self.conversation.begin(self.prompt, self.want, self.kept)
         self.turn = self.conversation.turn
-        run = self._cut([self._choose(output, -1, [])])
-        self.conversation.ids.extend(run)
+        history, position = self.conversation.recent(self.sampling), len(self.prompt)
+        run = self._cut([next_token(output, -1, self.sampling, history, position)])
+        self.conversation.sequence.ids.extend(run)
         self.stats.prefill_seconds = perf_counter() - start
         return run
 
     def _rest(self) -> int:
         """How many tokens to decode before the draft is asked again: without one, all of them."""
         left, proposer = self.limit - self.stats.generated_tokens, self.conversation.proposer
-        return left if proposer is None else min(proposer.rest, left)
+        return left if proposer is None else min(proposer.rest(self.conversation.sequence.draft), left)
 
     def _propose(self) -> Tree | None:
-        conversation, depth = self.conversation, self.limit - self.stats.generated_tokens - 1
-        if conversation.proposer is None or depth < 1:
+        proposer, sequence = self.conversation.proposer, self.conversation.sequence
+        depth = self.limit - self.stats.generated_tokens - 1
+        if proposer is None or depth < 1:
             return None
-        tree = conversation.proposer.propose(Context(conversation.ids, conversation.state, depth))
+        tree = proposer.propose(sequence.draft, Context(sequence.ids, sequence.state, depth))
         if tree is None:
             return None
-        if tree.tokens[0] != conversation.ids[-1]:
-            raise ValueError(f"{conversation.proposer} proposed a tree that does not start at the root")
+        if tree.tokens[0] != sequence.ids[-1]:
+            raise ValueError(f"{proposer} proposed a tree that does not start at the root")
         return _trim(tree, depth)
-
-    def _walk(self, tree: Tree, output: Output) -> tuple[list[int], list[int]]:
-        """Follow the sampler through the tree. Returns the nodes it chose at, and what it chose at each."""
-        path, run = [0], [self._choose(output, 0, [])]
-        while len(tree) > 1 and (child := tree.child.get((path[-1], run[-1]))) is not None:
-            path.append(child)
-            run.append(self._choose(output, child, run))
-        return path, run
-
-    def _choose(self, output: Output, row: int, run: list[int]) -> int:
-        """The token after the conversation's ids and `run`, from that node's row."""
-        history = [*self.conversation.recent(self.sampling), *run]
-        return next_token(output, row, self.sampling, history, len(self.conversation.ids) + len(run))
 
     def _cut(self, run: list[int]) -> list[int]:
         """Count the run's tokens and end it where the text ends."""
@@ -171,7 +163,7 @@ class Generation:
         conversation, start, seconds, tokens = self._current(), perf_counter(), 0.0, 0
         try:
             for token in conversation.decode(count, self.stop_ids, self.sampling):
-                root, run = conversation.ids[-2], self._cut([token])
+                root, run = conversation.sequence.ids[-2], self._cut([token])
                 self.stats.count_step(drafted=0, decided=1)
                 took = perf_counter() - start
                 self.stats.decode_seconds += took
@@ -186,7 +178,7 @@ class Generation:
             if self.turn == conversation.turn:
                 conversation.settle()
                 if conversation.proposer is not None and tokens:
-                    conversation.proposer.spent(tokens, seconds, None)
+                    conversation.proposer.spent(conversation.sequence.draft, tokens, seconds, None)
 
     def _current(self) -> Conversation:
         if self.turn != self.conversation.turn:

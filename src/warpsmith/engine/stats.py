@@ -19,6 +19,7 @@ class Stats:
     device: str = ""
     mode: str = PLAIN  # "plain", or the name of the draft
     speculation_off: str | None = None  # why nothing is drafted: at all, or any more by the end
+    left_out: list[str] = field(default_factory=list)  # drafts that would have been preferred, each with why not
     seed: int | None = None  # of a sampled completion, so that it can be repeated
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt: taken from an earlier request, not computed again
@@ -83,6 +84,8 @@ class Stats:
             parts.append(f"{self.mode}, {self.acceptance_length:.2f} tokens a step")
             if self.speculation_off:
                 parts.append(f"drafted in {self.drafted_steps} of {self.steps} steps: {self.speculation_off}")
+        if self.left_out:
+            parts.append(f"left out: {', '.join(self.left_out)}")
         if self.device:
             parts.append(self.device)
         return " | ".join(parts)

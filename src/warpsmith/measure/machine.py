@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import platform
-import sys
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from warpsmith.backend.cores import usable_cores as usable_cores
 
@@ -51,39 +48,6 @@ def memory() -> dict[str, int]:
     except (OSError, ValueError):
         pass
     return facts
-
-
-def gpus() -> tuple[list[dict[str, Any]], str]:
-    """NVIDIA GPUs as the driver lists them, and a sentence about the driver."""
-    try:
-        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    except OSError:
-        return [], "no NVIDIA driver"
-    if (status := driver.cuInit(0)) != 0:
-        return [], f"the NVIDIA driver does not start (error {status})"
-    number = ctypes.c_int()
-    driver.cuDriverGetVersion(ctypes.byref(number))
-    cuda = f"driver for CUDA {number.value // 1000}.{number.value % 1000 // 10}"
-    driver.cuDeviceGetCount(ctypes.byref(number))
-    return [_gpu(driver, i) for i in range(number.value)], cuda
-
-
-def _gpu(driver: ctypes.CDLL, ordinal: int) -> dict[str, Any]:
-    device, number, total, name = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(128)
-    driver.cuDeviceGet(ctypes.byref(device), ordinal)
-    driver.cuDeviceGetName(name, len(name), device)
-    driver.cuDeviceTotalMem_v2(ctypes.byref(total), device)
-
-    def attribute(which: int) -> int:
-        driver.cuDeviceGetAttribute(ctypes.byref(number), which, device)
-        return number.value
-
-    return {
-        "name": name.value.decode(errors="replace"),
-        "compute_capability": f"{attribute(75)}.{attribute(76)}",
-        "multiprocessors": attribute(16),
-        "memory": total.value,
-    }
 
 
 def package_version(name: str) -> str | None:

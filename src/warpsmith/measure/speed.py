@@ -1,5 +1,5 @@
 """How fast a backend reads a prompt and generates: the tests of llama-bench, timed the way it times them. And what a
-tree of drafted tokens takes, which llama-bench has no test for.
+tree of drafted tokens takes, and several sequences side by side, which llama-bench has no test for.
 
 Tokenising and making room for the state are not counted. Tokens are generated greedily, unless a test says how to
 sample them. A test at depth d starts on top of d tokens that are already there.
@@ -14,8 +14,9 @@ from time import perf_counter_ns
 
 import numpy as np
 
-from warpsmith.backend.base import Backend
+from warpsmith.backend.base import Backend, State, wanted_for
 from warpsmith.backend.sampling import Sampling
+from warpsmith.backend.tree import Tree
 from warpsmith.draft.costs import typical_tree
 
 PASSES = 8  # of a tree, in one repetition: a single one is too short to time
@@ -30,16 +31,19 @@ class Case:
     depth: int = 0
     nodes: int = 0
     sampling: Sampling | None = field(default=None, hash=False)
+    sequences: int = 1  # that generate side by side, each as many tokens
 
     @property
     def name(self) -> str:
         lengths = {"pp": self.prompt, "tg": self.generate, "tree": self.nodes}
         parts = [f"{kind}{length}" for kind, length in lengths.items() if length]
-        return "+".join(parts) + " sampled" * (self.sampling is not None) + f" @ d{self.depth}" * (self.depth > 0)
+        beside = f" x {self.sequences}" * (self.sequences > 1)
+        sampled, depth = " sampled" * (self.sampling is not None), f" @ d{self.depth}" * (self.depth > 0)
+        return "+".join(parts) + beside + sampled + depth
 
     @property
     def tokens(self) -> int:
-        return self.prompt + self.generate + self.nodes * PASSES
+        return self.prompt + self.generate * self.sequences + self.nodes * PASSES
 
     @property
     def context(self) -> int:
@@ -93,7 +97,7 @@ class Result:
 def reached(result: Result, backend: Backend, bandwidth: float) -> float | None:
     """The part of `bandwidth` at which passes read the bytes they cannot do without; None where that is not known."""
     needed = backend.bytes_a_token(result.test.depth + result.test.generate // 2)
-    if not result.test.passes or needed is None:
+    if not result.test.passes or result.test.sequences > 1 or needed is None:
         return None
     return needed / (result.pass_seconds * bandwidth)
 
@@ -109,7 +113,8 @@ def measure(backend: Backend, test: Case, repetitions: int = 5, clock: Callable[
     random = np.random.default_rng(0)
     ids = random.integers(backend.config.vocab, size=test.depth + test.prompt + 1).tolist()
     past, prompt, first = ids[: test.depth], ids[test.depth : -1], ids[-1]
-    state = backend.new_state(test.context)
+    states = [backend.new_state(test.context) for _ in range(test.sequences)]
+    state = states[0]
     if past:
         backend.prefill(state, past)
     start = backend.snapshot(state)
@@ -118,19 +123,36 @@ def measure(backend: Backend, test: Case, repetitions: int = 5, clock: Callable[
     def run(generate: int, passes: int) -> None:
         if prompt:
             backend.prefill(state, prompt)
-        for _ in backend.decode(state, first, generate, frozenset(), test.sampling, ids):
-            pass
+        if test.sequences > 1:
+            _side_by_side(backend, states, ids, generate, test.sampling)
+        else:
+            for _ in backend.decode(state, first, generate, frozenset(), test.sampling, ids):
+                pass
         for tree in trees[:passes]:
-            backend.forward(state, tree)
+            backend.forward([(state, tree)])
 
+    for each in states[1:]:
+        backend.restore(each, start)
     run(min(test.generate, 1), 1)
     samples = []
     for _ in range(repetitions):
-        backend.restore(state, start)
+        for each in states:
+            backend.restore(each, start)
         before = clock()
         run(test.generate, PASSES)
         samples.append(max(1, clock() - before))
     return Result(test, samples)
+
+
+def _side_by_side(backend: Backend, states: list[State], ids: list[int], count: int, sampling: Sampling | None) -> None:
+    """As many tokens of each sequence, one of each in every forward pass."""
+    tokens = [ids[-1]] * len(states)
+    for _ in range(count):
+        batch = [(state, Tree.chain([token])) for state, token in zip(states, tokens, strict=True)]
+        backend.forward(batch, wanted_for(sampling))
+        for i, (state, tree) in enumerate(batch):
+            path, (tokens[i],) = backend.verify(state, tree, sampling, ids)
+            backend.commit(state, path)
 
 
 def _deviation(samples: list[int] | list[float]) -> float:

@@ -24,6 +24,7 @@ def record(result: Result, facts: dict[str, Any]) -> dict[str, Any]:
         "n_gen": result.test.generate,
         "n_depth": result.test.depth,
         "n_nodes": result.test.nodes,
+        "n_seq": result.test.sequences,
         "sampling": None if result.test.sampling is None else asdict(result.test.sampling),
         "avg_ns": round(result.avg_ns),
         "stddev_ns": round(result.stddev_ns),
@@ -51,7 +52,8 @@ def table(records: Sequence[dict[str, Any]], format: str) -> str:
 
 
 def _markdown(records: Sequence[dict[str, Any]]) -> str:
-    header = ["model", "size", "params", "backend", "threads", "test", "t/s", "median"]
+    several = any(r["n_seq"] > 1 for r in records)
+    header = ["model", "size", "params", "backend", "threads", *["sequences"] * several, "test", "t/s", "median"]
     trees, bandwidth = any(r["n_nodes"] for r in records), records[0].get("bandwidth")
     header += ["x one node"] * trees
     header += [f"of {bandwidth / 1e9:.0f} GB/s"] if bandwidth else []
@@ -62,6 +64,7 @@ def _markdown(records: Sequence[dict[str, Any]]) -> str:
             count(r["model_n_params"]),
             r["backends"],
             str(r["n_threads"]),
+            *[str(r["n_seq"])] * several,
             r["test"],
             f"{r['avg_ts']:.2f} ± {r['stddev_ts']:.2f}",
             f"{r['median_ts']:.2f}",

@@ -59,9 +59,9 @@ def default_template(thinking: bool = True) -> str:
     return _DEFAULT_TEMPLATE.replace("THINKING", "true" if thinking else "false")
 
 
-def default_sampling(metadata: Mapping[str, Any] | None = None) -> dict[str, float]:
-    """How to sample when the request does not say: what the file declares, over what the family is published with."""
-    sampling: dict[str, float] = {"top_k": 20, "top_p": 0.95}
+def declared_sampling(metadata: Mapping[str, Any] | None = None) -> dict[str, float]:
+    """How to sample when the request does not say: what the file declares."""
+    sampling: dict[str, float] = {}
     names = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
     for key, name in names.items():
         value = (metadata or {}).get(f"general.sampling.{key}")

@@ -14,25 +14,33 @@ from warpsmith.backend.base import (
     ARGMAX,
     PREFILL_CHUNK,
     Backend,
+    Batch,
     BlockDraft,
     MemoryPart,
     Output,
     Snapshot,
     State,
     Want,
+    check_batch,
     check_room,
+    check_snapshot,
     check_tokens,
+    keep_drafted,
     next_token,
     output_from_logits,
+    take_drafted,
     wanted_for,
 )
 from warpsmith.backend.cores import usable_cores
 from warpsmith.backend.cpu import _cpu, loading
+from warpsmith.backend.rows import HostRows, Rows
 from warpsmith.backend.sampling import Sampling
-from warpsmith.backend.tree import MAX_NODES, Tree
+from warpsmith.backend.tree import MAX_NODES
 from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.checkpoint.dflash import DFlashConfig
 from warpsmith.errors import BadRequest, DoesNotFit
 from warpsmith.model.config import Config
+from warpsmith.model.weights import expected_shapes
 
 CacheType = Literal["f16", "f32", "q8_0"]
 CACHE_BYTES: dict[CacheType, float] = {"f16": 2.0, "f32": 4.0, "q8_0": 34 / 32}  # of one number
@@ -41,12 +49,11 @@ _TOKENS = {"none": 0, "argmax": 1, "top": 2, "logits": 3}
 
 
 class CpuState(State):
-    """The engine's memory of a sequence, and the last forward's tree until one of its paths is committed."""
+    """The engine's memory of a sequence."""
 
     def __init__(self, native: _cpu.State) -> None:
         self.native = native
         self.context = native.context
-        self.pending: Tree | None = None
 
     @property
     def length(self) -> int:  # type: ignore[override]
@@ -56,12 +63,13 @@ class CpuState(State):
 class CpuBackend(Backend):
     """C++ kernels for the processor in hand. A prompt, a tree or a token is one call into the engine.
 
-    `features` restricts the instruction sets (all this processor has, if None): for tests and comparisons;
+    `cpu_features` restricts the instruction sets (all this processor has, if None): for tests and comparisons;
     ["portable"] is plain C++. `cache_type_k` and `cache_type_v` are how keys and values are kept. `progress` hears of
     the bytes packed so far and of all there are.
     """
 
     name = "cpu"
+    prefill_multiple = 1  # a chain's bits do not depend on where it is cut
 
     def __init__(
         self,
@@ -69,7 +77,7 @@ class CpuBackend(Backend):
         tensors: Mapping[str, Tensor],
         *,
         threads: int | None = None,
-        features: Sequence[str] | None = None,
+        cpu_features: Sequence[str] | None = None,
         cache_type_k: CacheType = "f16",
         cache_type_v: CacheType = "f16",
         progress: Callable[[int, int], object] | None = None,
@@ -84,12 +92,13 @@ class CpuBackend(Backend):
         self.threads = usable_cores() if threads is None else threads
         if not 1 <= self.threads <= 1024:
             raise BadRequest(f"{self.threads} threads cannot share the work.", "Ask for 1 to 1024.")
-        allowed = _allowed_features(features)
+        allowed = _allowed_features(cpu_features)
         self._weight_bytes = loading.weight_bytes(config, tensors)
+        self._weight_types = " ".join(sorted({tensors[name].type.name for name in expected_shapes(config)}))
         self._bytes_read = loading.weight_bytes(config, tensors, every_token=True)
         _check_fits(self._weight_bytes, "The weights")
         self._engine = _cpu.Engine(config, self.threads, allowed)
-        if features is not None and allowed and self.kernels == PORTABLE:
+        if cpu_features is not None and allowed and self.kernels == PORTABLE:
             raise BadRequest(
                 f"There are no kernels for {', '.join(allowed)} alone.",
                 f"Use {','.join(_cpu.features())} or {PORTABLE}.",
@@ -101,20 +110,28 @@ class CpuBackend(Backend):
         """Which kernels were chosen: portable, neon, neon-i8mm, avx2 or avx512."""
         return self._engine.kernels
 
+    # -- the contract ---------------------------------------------------------------------------------------------
+
     @property
     def settings(self) -> dict[str, int | str]:
-        """What was chosen or left to us, under the names that llama-bench has for it, and the kernels."""
+        """Under the names that llama-bench has for them, where it has."""
         return {
+            "device": self.name,
             "n_threads": self.threads,
             "cpu_kernels": self.kernels,
             "type_k": self.cache_type_k,
             "type_v": self.cache_type_v,
+            "weight_types": self._weight_types,
         }
 
-    # -- the contract ---------------------------------------------------------------------------------------------
+    def memory(self, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
+        states = [MemoryPart(part.what, sequences * part.nbytes) for part in self._state_memory(context)]
+        return [MemoryPart("weights", self._weight_bytes), *states, MemoryPart("snapshots", snapshots)]
 
-    def memory(self, context: int) -> list[MemoryPart]:
-        return [MemoryPart("weights", self._weight_bytes), *self._state_memory(context)]
+    def snapshot_bytes(self, length: int) -> int:
+        c = self.config
+        state = c.value_heads * c.key_head_dim * c.value_head_dim + (c.conv_kernel - 1) * c.conv_channels
+        return length * self._kv_bytes + len(c.recurrent_layers) * state * 4
 
     def new_state(self, context: int) -> CpuState:
         if not 1 <= context < 1 << 31:
@@ -131,7 +148,7 @@ class CpuBackend(Backend):
         check_tokens(self.config, tokens)
         check_room(state, len(tokens))
         self._check_want(want)
-        state.pending = None
+        state.drafted = None
         output = self._output(want, len(tokens), len(tokens) if want.every_row else 1)
         # pieces of what one call can take: a chain's bits do not depend on where it is cut
         for start in range(0, len(tokens), PREFILL_CHUNK):
@@ -142,26 +159,22 @@ class CpuBackend(Backend):
             self._engine.chain(state.native, piece, native)
         return output
 
-    def forward(self, state: State, tree: Tree, want: Want = ARGMAX) -> Output:
-        assert isinstance(state, CpuState)
-        check_tokens(self.config, tree.tokens)
-        check_room(state, int(tree.depths().max()) + 1)
+    def forward(self, batch: Batch, want: Want = ARGMAX) -> Output:
+        check_batch(self, batch)
         self._check_want(want)
-        output = self._output(want, len(tree), len(tree))
-        every = slice(0, len(tree))
-        self._engine.tree(state.native, tree.tokens, tree.parents, self._native_want(want, output, 0, every, every))
-        state.pending = tree
-        return output
+        states, sizes = [], []
+        for state, tree in batch:
+            assert isinstance(state, CpuState)
+            states.append(state.native)
+            sizes.append(len(tree))
+        tokens, parents = (np.concatenate([getattr(t, name) for _, t in batch]) for name in ("tokens", "parents"))
+        output, every = self._output(want, len(tokens), len(tokens)), slice(0, len(tokens))
+        self._engine.trees(states, sizes, tokens, parents, self._native_want(want, output, 0, every, every))
+        return keep_drafted(batch, output)
 
     def commit(self, state: State, path: Sequence[int]) -> None:
         assert isinstance(state, CpuState)
-        nodes = list(path)
-        if state.pending is None:
-            raise BadRequest("There is no forward pass to commit.", "Call forward first; each is committed once.")
-        if not nodes or not 0 <= nodes[-1] < len(state.pending) or nodes != state.pending.path(nodes[-1]):
-            raise BadRequest(f"{nodes} is not a path of the tree from its root.")
-        self._engine.commit(state.native, np.array(nodes, dtype=np.int32))
-        state.pending = None
+        self._engine.commit(state.native, np.array(take_drafted(state, path), dtype=np.int32))
 
     def snapshot(self, state: State) -> Snapshot:
         assert isinstance(state, CpuState)
@@ -171,13 +184,9 @@ class CpuBackend(Backend):
 
     def restore(self, state: State, snapshot: Snapshot) -> None:
         assert isinstance(state, CpuState)
-        if snapshot.length > state.context:
-            raise BadRequest(
-                f"A snapshot of {snapshot.length} tokens does not fit in a context of {state.context}.",
-                "Restore it into a state at least as long.",
-            )
+        check_snapshot(state, snapshot)
         state.native.load(snapshot.data, snapshot.length)
-        state.pending = None
+        state.drafted = None
 
     def decode(
         self,
@@ -216,7 +225,9 @@ class CpuBackend(Backend):
         self._engine.multiply("token_embd.weight" if self.config.tied else "output.weight", rows, logits)
         return output_from_logits(logits[:, : self.config.vocab], want)
 
-    def block_draft(self, config: Any, tensors: Mapping[str, Tensor], capacity: Sequence[int]) -> BlockDraft | None:
+    def block_draft(
+        self, config: DFlashConfig, tensors: Mapping[str, Tensor], capacity: Sequence[int]
+    ) -> BlockDraft | None:
         from warpsmith.backend.cpu.draft import CpuDraft
 
         return CpuDraft(self._engine, self.config, config, tensors, capacity) if CpuDraft.runs(config) else None
@@ -263,15 +274,20 @@ class CpuBackend(Backend):
 
     # -- what goes in and comes out -------------------------------------------------------------------------------
 
-    def _state_memory(self, context: int) -> list[MemoryPart]:
+    @property
+    def _kv_bytes(self) -> int:
+        """Of one token's keys and values, those of the MTP block among them."""
         c = self.config
         pair_bytes = CACHE_BYTES[self.cache_type_k] + CACHE_BYTES[self.cache_type_v]
-        kv_row = int((len(c.attention_layers) + bool(c.mtp_layers)) * c.kv_heads * c.head_dim * pair_bytes)
+        return int((len(c.attention_layers) + bool(c.mtp_layers)) * c.kv_heads * c.head_dim * pair_bytes)
+
+    def _state_memory(self, context: int) -> list[MemoryPart]:
+        c = self.config
         recurrent = len(c.recurrent_layers)
         states = 2 * c.value_heads * c.key_head_dim * c.value_head_dim + (c.conv_kernel - 1) * c.conv_channels
-        rows = recurrent * MAX_NODES * (c.conv_channels + 2 * c.value_heads) * 4 + MAX_NODES * kv_row
+        rows = recurrent * MAX_NODES * (c.conv_channels + 2 * c.value_heads) * 4 + MAX_NODES * self._kv_bytes
         return [
-            MemoryPart("keys and values", context * kv_row),
+            MemoryPart("keys and values", context * self._kv_bytes),
             MemoryPart("DeltaNet states", recurrent * states * 4),
             MemoryPart("rows of a tree", rows),
         ]
@@ -292,11 +308,11 @@ class CpuBackend(Backend):
             output.top_logits = np.empty((token_rows, want.top), np.float32)
             output.logsumexp = np.empty(token_rows, np.float32)
         if want.tokens == "logits":
-            output.logits = np.empty((token_rows, self.config.vocab), np.float32)
+            output.logits = HostRows(np.empty((token_rows, self.config.vocab), np.float32))
         if want.features:
-            output.features = np.empty((rows, len(want.features) * hidden), np.float32)
+            output.features = HostRows(np.empty((rows, len(want.features) * hidden), np.float32))
         if want.hidden:
-            output.hidden = np.empty((rows, hidden), np.float32)
+            output.hidden = HostRows(np.empty((rows, hidden), np.float32))
         return output
 
     @staticmethod
@@ -310,7 +326,8 @@ class CpuBackend(Backend):
     def _native_want(want: Want, output: Output, first_row: int, token_rows: slice, rows: slice) -> _cpu.Want:
         """One call's share of `output`: tokens of the call's rows from `first_row` on, features of all its rows."""
 
-        def part(array: np.ndarray | None, piece: slice) -> Any:
+        def part(whole: np.ndarray | Rows | None, piece: slice) -> Any:
+            array = whole.numpy() if isinstance(whole, Rows) else whole
             return None if array is None else array[piece]
 
         return _cpu.Want(

@@ -23,9 +23,61 @@ size_t mixing(const DraftConfig& c) {
 
 }  // namespace
 
-Draft::Draft(Model& target, DraftConfig config)
-    : m(target), c(std::move(config)), stages_(target.pool, target.kernels, widest(c), mixing(c)),
+DraftMemory::DraftMemory(const DraftConfig& c)
+    : layers_(c.layers), kv_heads_(c.kv_heads), head_dim_(c.head_dim), capacity_(c.capacity),
       positions_(*std::max_element(c.capacity.begin(), c.capacity.end())) {
+    size_t rows = 0;
+    for (const int capacity : capacity_) {
+        cache_at_.push_back(rows);
+        rows += 2 * static_cast<size_t>(kv_heads_) * capacity;
+    }
+    caches_ = Memory(rows * head_dim_ * sizeof(uint16_t));
+}
+
+int DraftMemory::kept(int layer) const { return static_cast<int>(std::min<int64_t>(appended, capacity_[layer])); }
+
+uint16_t* DraftMemory::row(int layer, int which, int head, int64_t number) const {
+    const size_t plane = cache_at_[layer] + static_cast<size_t>(which * kv_heads_ + head) * capacity_[layer];
+    return reinterpret_cast<uint16_t*>(caches_.data()) + (plane + number % capacity_[layer]) * head_dim_;
+}
+
+// appended, the positions, then every cache's rows in use, plane by plane.
+size_t DraftMemory::snapshot_bytes() const {
+    size_t bytes = sizeof(appended) + positions_.size() * sizeof(positions_[0]);
+    for (int i = 0; i < layers_; i++) bytes += 2 * static_cast<size_t>(kv_heads_) * kept(i) * head_dim_ * sizeof(uint16_t);
+    return bytes;
+}
+
+void DraftMemory::save(uint8_t* to) const {
+    std::memcpy(to, &appended, sizeof(appended));
+    to += sizeof(appended);
+    const size_t positions = positions_.size() * sizeof(positions_[0]);
+    std::memcpy(to, positions_.data(), positions);
+    to += positions;
+    for (int i = 0; i < layers_; i++) {
+        const size_t bytes = static_cast<size_t>(kept(i)) * head_dim_ * sizeof(uint16_t);
+        for (int plane = 0; plane < 2 * kv_heads_; plane++, to += bytes) {
+            std::memcpy(to, row(i, plane / kv_heads_, plane % kv_heads_, 0), bytes);
+        }
+    }
+}
+
+void DraftMemory::load(const uint8_t* from) {
+    std::memcpy(&appended, from, sizeof(appended));
+    from += sizeof(appended);
+    const size_t positions = positions_.size() * sizeof(positions_[0]);
+    std::memcpy(positions_.data(), from, positions);
+    from += positions;
+    for (int i = 0; i < layers_; i++) {
+        const size_t bytes = static_cast<size_t>(kept(i)) * head_dim_ * sizeof(uint16_t);
+        for (int plane = 0; plane < 2 * kv_heads_; plane++, from += bytes) {
+            std::memcpy(row(i, plane / kv_heads_, plane % kv_heads_, 0), from, bytes);
+        }
+    }
+}
+
+Draft::Draft(Model& target, DraftConfig config)
+    : m(target), c(std::move(config)), stages_(target.pool, target.kernels, widest(c), mixing(c)) {
     const size_t nodes = kMaxNodes;
     size_t total = 0;
     const auto rows = [&](int width) { const size_t at = total; total += nodes * width; return at; };
@@ -36,13 +88,6 @@ Draft::Draft(Model& target, DraftConfig config)
     float* base = memory_.floats();
     x_ = base + at_x, q_ = base + at_q, k_ = base + at_k, v_ = base + at_v, y_ = base + at_y, h_ = base + at_h;
     projected_ = base + at_projected;
-
-    size_t ring_rows = 0;
-    for (const int capacity : c.capacity) {
-        ring_at_.push_back(ring_rows);
-        ring_rows += 2 * static_cast<size_t>(c.kv_heads) * capacity;
-    }
-    rings_ = Memory(ring_rows * c.head_dim * sizeof(uint16_t));
 
     const int half = c.head_dim / 2;
     for (int j = 0; j < half; j++) frequency_.push_back(std::pow(c.rope_theta, -static_cast<double>(j) / half));
@@ -75,13 +120,6 @@ void Draft::finish() {
     }
 }
 
-int Draft::kept(int layer) const { return static_cast<int>(std::min<int64_t>(appended_, c.capacity[layer])); }
-
-uint16_t* Draft::ring_row(int layer, int which, int head, int64_t number) const {
-    const size_t plane = ring_at_[layer] + static_cast<size_t>(which * c.kv_heads + head) * c.capacity[layer];
-    return reinterpret_cast<uint16_t*>(rings_.data()) + (plane + number % c.capacity[layer]) * c.head_dim;
-}
-
 // Angles of `count` positions in a row: a sine for the first, and the formula of sums for the others.
 void Draft::rotation(int position, int count, Rotation& turn) const {
     const size_t half = frequency_.size();
@@ -107,31 +145,32 @@ void Draft::rotate_head(float* x, const float* norm, const Rotation& turn, int r
     }
 }
 
-void Draft::append(const float* features, int count, int position) {
+void Draft::append(DraftMemory& memory, const float* features, int count, int position) {
     Rotation turn;
     rotation(position, count, turn);
-    m.pool.run([&](int) { add_context(features, count, position, turn); });
-    appended_ += count;
+    m.pool.run([&](int) { add_context(memory, features, count, position, turn); });
+    memory.appended += count;
 }
 
-void Draft::propose(const float* features, int count, int at, int32_t root, int position, int rows, const Want& want) {
+void Draft::propose(DraftMemory& memory, const float* features, int count, int at, int32_t root, int position, int rows,
+                    const Want& want) {
     Rotation context, block;
     if (count) rotation(at, count, context);
     rotation(position, c.block, block);
     stages_.begin(want, m.config.vocab, rows);
-    const int64_t before = appended_;
+    const int64_t before = memory.appended;
     m.pool.run([&](int thread) {
         if (count) {
-            add_context(features, count, at, context);
-            if (thread == 0) appended_ = before + count;
+            add_context(memory, features, count, at, context);
+            if (thread == 0) memory.appended = before + count;
             m.pool.barrier();
         }
-        fill_block(thread, root, position, rows, block, want);
+        fill_block(memory, thread, root, position, rows, block, want);
     });
 }
 
 // Context rows pass through the feature projection and the layers' key and value projections only.
-void Draft::add_context(const float* features, int count, int position, const Rotation& turn) {
+void Draft::add_context(DraftMemory& memory, const float* features, int count, int position, const Rotation& turn) {
     const int wide = c.features * c.hidden, kv = c.kv_dim(), stride = 2 * c.layers * kv;
     stages_.project(stages_.columns(features, wide, wide, count, form_of(fc_.type)), {{&fc_, x_, c.hidden}});
     int forms = 0;
@@ -151,17 +190,18 @@ void Draft::add_context(const float* features, int count, int position, const Ro
             for (int head = 0; head < c.kv_heads; head++) {
                 float *k = from + head * c.head_dim, *v = k + kv;
                 rotate_head(k, layers_[i].k_norm, turn, row);
-                m.kernels.to_f16(k, c.head_dim, reinterpret_cast<uint8_t*>(ring_row(i, 0, head, appended_ + row)));
-                m.kernels.to_f16(v, c.head_dim, reinterpret_cast<uint8_t*>(ring_row(i, 1, head, appended_ + row)));
+                const int64_t number = memory.appended + row;
+                m.kernels.to_f16(k, c.head_dim, reinterpret_cast<uint8_t*>(memory.row(i, 0, head, number)));
+                m.kernels.to_f16(v, c.head_dim, reinterpret_cast<uint8_t*>(memory.row(i, 1, head, number)));
             }
         }
-        const int longest = static_cast<int>(positions_.size());
-        if (row >= count - longest) positions_[(appended_ + row) % longest] = position + row;
+        if (row >= count - memory.longest()) memory.position(memory.appended + row) = position + row;
     });
 }
 
 // The whole block runs through the layers; of the last one only the rows that are asked about are computed.
-void Draft::fill_block(int thread, int32_t root, int position, int rows, const Rotation& turn, const Want& want) {
+void Draft::fill_block(DraftMemory& memory, int thread, int32_t root, int position, int rows, const Rotation& turn,
+                       const Want& want) {
     const int hidden = c.hidden, asked = rows + 1;
     m.pool.share(c.block, 1, [&](int row) {
         unpack_row(m.embedding, row ? c.mask_token : root, x_ + static_cast<size_t>(row) * hidden);
@@ -177,7 +217,7 @@ void Draft::fill_block(int thread, int32_t root, int position, int rows, const R
             for (int head = 0; row < n && head < c.heads; head++) rotate_head(q + head * c.head_dim, l.q_norm.data(), turn, row);
             for (int head = 0; head < c.kv_heads; head++) rotate_head(k + head * c.head_dim, l.k_norm, turn, row);
         });
-        attend(thread, i, position, n);
+        attend(memory, thread, i, position, n);
         stages_.project_add(thread, stages_.columns(y_, c.query_dim(), c.query_dim(), n, form_of(l.o.type)), l.o, x_, hidden);
         const int gates = form_of(l.gate.type) | form_of(l.up.type);
         stages_.gated(thread, stages_.normed(x_, hidden, hidden, n, l.post_norm, c.eps, gates), l.gate, l.up, h_, c.ffn);
@@ -191,16 +231,16 @@ void Draft::fill_block(int thread, int32_t root, int position, int rows, const R
     if (want.tokens != Tokens::None) stages_.tokens(thread, m.head, y_ + hidden, rows, want);
 }
 
-// Each of the block's first n rows sees a run of the ring's rows, oldest first, up to the newest, and then one of the block's.
-void Draft::attend(int thread, int index, int position, int n) {
-    const int width = c.head_dim, group = c.heads / c.kv_heads, size = width + 2, past = kept(index), window = c.windows[index];
-    const int64_t oldest = appended_ - past;
-    const auto first_seen = [&](int row) {  // of the ring's rows
+// Each of the block's first n rows sees a run of the cache's rows, oldest first, up to the newest, and then one of the block's.
+void Draft::attend(DraftMemory& memory, int thread, int index, int position, int n) {
+    const int width = c.head_dim, group = c.heads / c.kv_heads, size = width + 2, past = memory.kept(index), window = c.windows[index];
+    const int64_t oldest = memory.appended - past;
+    const auto first_seen = [&](int row) {  // of the cache's rows
         if (!window) return 0;
         int first = 0, last = past;
         while (first < last) {
             const int middle = (first + last) / 2;
-            if (positions_[(oldest + middle) % positions_.size()] > position + row - window) last = middle;
+            if (memory.position(oldest + middle) > position + row - window) last = middle;
             else first = middle + 1;
         }
         return first;
@@ -225,8 +265,12 @@ void Draft::attend(int thread, int index, int position, int n) {
         for (int at = first[0]; at < past; at += kChunkKeys) {
             const int count = std::min(kChunkKeys, past - at);
             for (int i = 0; i < count; i++) {
-                m.kernels.from_f16(reinterpret_cast<const uint8_t*>(ring_row(index, 0, head, oldest + at + i)), width, keys + i * width);
-                m.kernels.from_f16(reinterpret_cast<const uint8_t*>(ring_row(index, 1, head, oldest + at + i)), width, values + i * width);
+                const int64_t number = oldest + at + i;
+                const auto kept = [&](int which) {
+                    return reinterpret_cast<const uint8_t*>(memory.row(index, which, head, number));
+                };
+                m.kernels.from_f16(kept(0), width, keys + i * width);
+                m.kernels.from_f16(kept(1), width, values + i * width);
             }
             for (int row = begin; row < end; row++) see(row, std::max(0, first[row - begin] - at), count);
         }
@@ -249,41 +293,6 @@ void Draft::attend(int thread, int index, int position, int n) {
             for (int j = 0; j < width; j++) y[j] = running[i * size + j] * by;
         }
     });
-}
-
-// appended, the positions, then every ring's rows in use, plane by plane.
-size_t Draft::snapshot_bytes() const {
-    size_t bytes = sizeof(appended_) + positions_.size() * sizeof(positions_[0]);
-    for (int i = 0; i < c.layers; i++) bytes += 2 * static_cast<size_t>(c.kv_heads) * kept(i) * c.head_dim * sizeof(uint16_t);
-    return bytes;
-}
-
-void Draft::save(uint8_t* to) const {
-    std::memcpy(to, &appended_, sizeof(appended_));
-    to += sizeof(appended_);
-    const size_t positions = positions_.size() * sizeof(positions_[0]);
-    std::memcpy(to, positions_.data(), positions);
-    to += positions;
-    for (int i = 0; i < c.layers; i++) {
-        const size_t bytes = static_cast<size_t>(kept(i)) * c.head_dim * sizeof(uint16_t);
-        for (int plane = 0; plane < 2 * c.kv_heads; plane++, to += bytes) {
-            std::memcpy(to, ring_row(i, plane / c.kv_heads, plane % c.kv_heads, 0), bytes);
-        }
-    }
-}
-
-void Draft::load(const uint8_t* from) {
-    std::memcpy(&appended_, from, sizeof(appended_));
-    from += sizeof(appended_);
-    const size_t positions = positions_.size() * sizeof(positions_[0]);
-    std::memcpy(positions_.data(), from, positions);
-    from += positions;
-    for (int i = 0; i < c.layers; i++) {
-        const size_t bytes = static_cast<size_t>(kept(i)) * c.head_dim * sizeof(uint16_t);
-        for (int plane = 0; plane < 2 * c.kv_heads; plane++, from += bytes) {
-            std::memcpy(ring_row(i, plane / c.kv_heads, plane % c.kv_heads, 0), from, bytes);
-        }
-    }
 }
 
 }  // namespace warpsmith

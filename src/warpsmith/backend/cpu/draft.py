@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from warpsmith.backend.base import BlockDraft, Output, Want
+from warpsmith.backend.base import BlockDraft, BlockMemory, Output, Want
 from warpsmith.backend.cpu import _cpu, loading
+from warpsmith.backend.rows import HostRows, Rows
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.checkpoint.dflash import DFlashConfig
 from warpsmith.model.config import Config
 
 _TOKENS = {"none": 0, "top": 2}
 
 
-class CpuDraft(BlockDraft):
+@dataclass
+class CpuMemory(BlockMemory):
     """The last few rows wait, so that one call can append them and fill a block."""
 
+    native: _cpu.DraftMemory
+    waiting: tuple[np.ndarray, int] | None = None  # (features, position)
+
+
+class CpuDraft(BlockDraft):
+    """Weights on the engine's side."""
+
     def __init__(
-        self, engine: _cpu.Engine, target: Config, config: Any, tensors: Mapping[str, Tensor], capacity: Sequence[int]
+        self,
+        engine: _cpu.Engine,
+        target: Config,
+        config: DFlashConfig,
+        tensors: Mapping[str, Tensor],
+        capacity: Sequence[int],
     ) -> None:
         self._target, self._native = target, _cpu.Draft(engine, config, list(capacity))
         matrices = {name: tensor for name, tensor in tensors.items() if len(tensor.shape) == 2}
@@ -34,30 +50,35 @@ class CpuDraft(BlockDraft):
             rows, cols = tensor.shape
             self._native.add_matrix(name, kinds[name], rows, cols, np.ascontiguousarray(stored))
         self._native.finish()
-        self._waiting: tuple[np.ndarray, int] | None = None
 
     @staticmethod
-    def runs(config: Any) -> bool:
+    def runs(config: DFlashConfig) -> bool:
         """Kernels work on whole vectors; every published draft has widths that allow it."""
         return not (config.hidden % 16 or config.ffn % 16 or config.head_dim % 32) and config.block <= MAX_NODES
 
-    def append(self, features: np.ndarray, position: int) -> None:
-        self._settle()
-        rows = np.ascontiguousarray(features, np.float32)
+    def new_memory(self) -> CpuMemory:
+        return CpuMemory(_cpu.DraftMemory(self._native))
+
+    def append(self, memory: BlockMemory, features: Rows, position: int) -> None:
+        assert isinstance(memory, CpuMemory)
+        self._settle(memory)
+        rows = np.ascontiguousarray(features.numpy(), np.float32)
         last = (len(rows) - 1) // MAX_NODES * MAX_NODES
         for start in range(0, last, MAX_NODES):
-            self._native.append(rows[start : start + MAX_NODES], position + start)
-        self._waiting = rows[last:], position + last
+            self._native.append(memory.native, rows[start : start + MAX_NODES], position + start)
+        memory.waiting = rows[last:], position + last
 
-    def fill(self, root: int, position: int, rows: int, want: Want) -> Output:
-        output = Output()
+    def fill(self, memory: BlockMemory, root: int, position: int, rows: int, want: Want) -> Output:
+        assert isinstance(memory, CpuMemory)
+        output, hidden = Output(), None
         if want.tokens == "top":
             output.argmax = np.empty(rows, np.int32)
             output.top_ids = np.empty((rows, want.top), np.int32)
             output.top_logits = np.empty((rows, want.top), np.float32)
             output.logsumexp = np.empty(rows, np.float32)
         if want.hidden:
-            output.hidden = np.empty((rows + 1, self._target.hidden), np.float32)
+            hidden = np.empty((rows + 1, self._target.hidden), np.float32)
+            output.hidden = HostRows(hidden)
         native = _cpu.Want(
             tokens=_TOKENS[want.tokens],
             top=want.top,
@@ -69,28 +90,31 @@ class CpuDraft(BlockDraft):
             logsumexp=output.logsumexp,
             logits=None,
             features_out=None,
-            hidden=output.hidden,
+            hidden=hidden,
         )
-        features, at = self._waiting or (None, 0)
-        self._waiting = None
-        self._native.propose(features, at, root, position, rows, native)
+        features, at = memory.waiting or (None, 0)
+        memory.waiting = None
+        self._native.propose(memory.native, features, at, root, position, rows, native)
         return output
 
-    def forget(self) -> None:
-        self._waiting = None
-        self._native.forget()
+    def forget(self, memory: BlockMemory) -> None:
+        assert isinstance(memory, CpuMemory)
+        memory.waiting = None
+        memory.native.forget()
 
-    def snapshot(self) -> np.ndarray:
-        self._settle()
-        saved = np.empty(self._native.snapshot_bytes(), np.uint8)
-        self._native.save(saved)
+    def snapshot(self, memory: BlockMemory) -> np.ndarray:
+        assert isinstance(memory, CpuMemory)
+        self._settle(memory)
+        saved = np.empty(memory.native.snapshot_bytes(), np.uint8)
+        memory.native.save(saved)
         return saved
 
-    def restore(self, saved: Any) -> None:
-        self._waiting = None
-        self._native.load(saved)
+    def restore(self, memory: BlockMemory, saved: Any) -> None:
+        assert isinstance(memory, CpuMemory)
+        memory.waiting = None
+        memory.native.load(saved)
 
-    def _settle(self) -> None:
-        if self._waiting is not None:
-            self._native.append(*self._waiting)
-            self._waiting = None
+    def _settle(self, memory: CpuMemory) -> None:
+        if memory.waiting is not None:
+            self._native.append(memory.native, *memory.waiting)
+            memory.waiting = None

@@ -12,7 +12,9 @@ from warpsmith.backend.cpu import _cpu
 from warpsmith.checkpoint.blocks import IQ4_LEVELS, LAYOUTS, TYPES, dequantize
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.checkpoint.quantize import quantize
+from warpsmith.errors import WarpsmithError
 from warpsmith.model.config import Config
+from warpsmith.model.plan import forward_plan, mtp_plan
 from warpsmith.model.weights import expected_shapes
 
 log = logging.getLogger(__name__)
@@ -41,10 +43,28 @@ def weight_bytes(config: Config, tensors: Mapping[str, Tensor], every_token: boo
     )
 
 
+def check_plan(config: Config) -> None:
+    """A pass has its stages in C++: refuse a plan that has others."""
+    before, delta, attention, after, entering = (part.split() for part in _cpu.STAGES.split("|"))
+    layers = [op for recurrent in config.recurrent for op in (delta if recurrent else attention)]
+    runs = [(forward_plan(config), [*before, *layers, *after])]
+    if config.mtp_layers:
+        runs.append((mtp_plan(config), [*entering, *attention, *after]))
+    for planned, known in runs:
+        ops = [stage.op for stage in planned]
+        if ops != known:
+            other = next((op for op, k in zip(ops, known, strict=False) if op != k), "another number of stages")
+            raise WarpsmithError(
+                f"The CPU engine does not run this plan: it does not expect {other} where the plan has it.",
+                "Write the stage in backend/cpu/pass.cpp and name it in pass.h.",
+            )
+
+
 def load(
     engine: _cpu.Engine, config: Config, tensors: Mapping[str, Tensor], progress: Callable[[int, int], object] | None
 ) -> None:
     """Pack every weight. `progress` hears of the stored bytes done so far and of all there are."""
+    check_plan(config)
     shapes = expected_shapes(config)
     total, done = sum(tensors[name].nbytes for name in shapes), 0
     engine.reserve(weight_bytes(config, tensors))

@@ -93,6 +93,7 @@ Kv kv_of(const std::string& name) {
 
 NB_MODULE(_cpu, m) {
     m.doc() = "Kernels of the CPU backend.";
+    m.attr("STAGES") = kStages;
     m.def("features", &cpu_features, "Instruction sets of this processor that matter to the kernels.");
     m.def("packed_bytes", [](const std::string& type, int rows, int cols) {
         return Weights::packed_bytes(type_of(type), rows, cols);
@@ -152,17 +153,23 @@ NB_MODULE(_cpu, m) {
                  const std::lock_guard<std::mutex> lock(self.model.busy);
                  const Tree tree = Tree::chain(n);
                  state.tree.n = 0;
-                 Pass(self.model, *self.work, state, tree, state.length, true).forward(ids, want);
+                 Pass(self.model, *self.work, {{state, tree, state.length}}, true).forward(ids, want);
                  state.length += n;
              })
-        .def("tree",
-             [](Engine& self, State& state, Array<const int32_t> tokens, Array<const int32_t> parents, const Want& want) {
-                 const int n = static_cast<int>(tokens.size());
+        .def("trees",
+             [](Engine& self, const std::vector<State*>& states, const std::vector<int>& nodes,
+                Array<const int32_t> tokens, Array<const int32_t> parents, const Want& want) {
+                 // a tree a state, one after another in `tokens` and `parents`
                  const int32_t *ids = tokens.data(), *above = parents.data();
                  nb::gil_scoped_release release;
                  const std::lock_guard<std::mutex> lock(self.model.busy);
-                 state.tree = Tree::of(above, n);
-                 Pass(self.model, *self.work, state, state.tree, state.length, false).forward(ids, want);
+                 std::vector<Part> parts;
+                 for (size_t i = 0; i < states.size(); above += nodes[i++]) {
+                     State& state = *states[i];
+                     state.tree = Tree::of(above, nodes[i]);
+                     parts.push_back({state, state.tree, state.length});
+                 }
+                 Pass(self.model, *self.work, std::move(parts), false).forward(ids, want);
              })
         .def("commit",
              [](Engine& self, State& state, Array<const int32_t> path) {
@@ -180,7 +187,7 @@ NB_MODULE(_cpu, m) {
                  nb::gil_scoped_release release;
                  const std::lock_guard<std::mutex> lock(self.model.busy);
                  const Tree tree = Tree::chain(n);
-                 Pass(self.model, *self.work, state, tree, position, true).mtp(ids, rows, want);
+                 Pass(self.model, *self.work, {{state, tree, position}}, true).mtp(ids, rows, want);
              });
 
     nb::class_<Draft>(m, "Draft")
@@ -203,25 +210,30 @@ NB_MODULE(_cpu, m) {
         })
         .def("finish", &Draft::finish)
         .def("append",
-             [](Draft& self, Array<const float> features, int position) {
+             [](Draft& self, DraftMemory& memory, Array<const float> features, int position) {
                  const int n = static_cast<int>(features.shape(0));
                  const float* rows = features.data();
                  nb::gil_scoped_release release;
                  const std::lock_guard<std::mutex> lock(self.target().busy);
-                 self.append(rows, n, position);
+                 self.append(memory, rows, n, position);
              })
         .def("propose",
-             [](Draft& self, Maybe<const float> features, int at, int root, int position, int rows, const Want& want) {
+             [](Draft& self, DraftMemory& memory, Maybe<const float> features, int at, int root, int position, int rows,
+                const Want& want) {
                  const int n = features ? static_cast<int>(features->shape(0)) : 0;
                  const float* committed = pointer(features);
                  nb::gil_scoped_release release;
                  const std::lock_guard<std::mutex> lock(self.target().busy);
-                 self.propose(committed, n, at, root, position, rows, want);
-             }, nb::arg("features").none(), nb::arg("at"), nb::arg("root"), nb::arg("position"), nb::arg("rows"), nb::arg("want"))
-        .def("forget", &Draft::forget)
-        .def("snapshot_bytes", &Draft::snapshot_bytes)
-        .def("save", [](const Draft& self, Array<uint8_t> to) { self.save(to.data()); })
-        .def("load", [](Draft& self, Array<const uint8_t> from) { self.load(from.data()); });
+                 self.propose(memory, committed, n, at, root, position, rows, want);
+             }, nb::arg("memory"), nb::arg("features").none(), nb::arg("at"), nb::arg("root"), nb::arg("position"),
+             nb::arg("rows"), nb::arg("want"));
+
+    nb::class_<DraftMemory>(m, "DraftMemory")
+        .def("__init__", [](DraftMemory* self, const Draft& draft) { new (self) DraftMemory(draft.config()); })
+        .def("forget", &DraftMemory::forget)
+        .def("snapshot_bytes", &DraftMemory::snapshot_bytes)
+        .def("save", [](const DraftMemory& self, Array<uint8_t> to) { self.save(to.data()); })
+        .def("load", [](DraftMemory& self, Array<const uint8_t> from) { self.load(from.data()); });
 
     nb::class_<State>(m, "State")
         .def("__init__",

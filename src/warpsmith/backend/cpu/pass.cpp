@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "packing.h"
 
@@ -45,16 +46,22 @@ void multiply(Model& model, Workspace& work, const std::string& name, const floa
     });
 }
 
-Pass::Pass(Model& model, Workspace& work, State& s, const Tree& t, int at, bool inside)
-    : m(model), c(model.config), kernels(model.kernels), pool(model.pool), w(work), state(s), tree(t), n(t.n),
-      position(at), in_place(inside) {
+Pass::Pass(Model& model, Workspace& work, std::vector<Part> sequences, bool inside)
+    : m(model), c(model.config), kernels(model.kernels), pool(model.pool), w(work), parts(std::move(sequences)),
+      in_place(inside) {
+    for (Part& part : parts) {
+        part.first = n;
+        n += part.tree.n;
+        part_of.resize(n, &part);
+    }
     const int half = c.rotary_dim / 2;
     cosine.resize(static_cast<size_t>(n) * half);
     sine.resize(cosine.size());
     for (int j = 0; j < half; j++) {
         const double frequency = std::pow(c.rope_theta, -static_cast<double>(j) / half);
         for (int i = 0; i < n; i++) {
-            const double angle = (position + tree.depth[i]) * frequency;
+            const Part& part = *part_of[i];
+            const double angle = (part.position + part.tree.depth[i - part.first]) * frequency;
             cosine[static_cast<size_t>(i) * half + j] = static_cast<float>(std::cos(angle));
             sine[static_cast<size_t>(i) * half + j] = static_cast<float>(std::sin(angle));
         }
@@ -73,8 +80,8 @@ void Pass::forward(const int32_t* tokens, const Want& want) {
                 const size_t stride = want.features.size() * c.hidden;
                 // x is next written two barriers from here
                 for (int row = thread; row < n; row += pool.threads()) {
-                    std::memcpy(want.features_out + row * stride + f * c.hidden, w.x + static_cast<size_t>(row) * c.hidden,
-                                c.hidden * sizeof(float));
+                    std::memcpy(want.features_out + row * stride + f * c.hidden,
+                                w.x + static_cast<size_t>(row) * c.hidden, c.hidden * sizeof(float));
                 }
             }
         }
@@ -119,12 +126,11 @@ void Pass::layer(int thread, int index) {
     if (l.recurrent) {
         const int forms = form_of(l.qkv.type) | form_of(l.z.type) | form_of(l.beta.type) | form_of(l.alpha.type);
         const Acts acts = normed(l.norm, forms);
-        float* gates = gate_rows(index);
-        const int stride = state.gate_stride();
-        w.stages.project(acts, {{&l.qkv, qkv_rows(index), c.channels()},
+        const int stride = gate_stride();
+        w.stages.project(acts, {{&l.qkv, w.qkv, c.channels()},
                                 {&l.z, w.z, c.value_dim()},
-                                {&l.beta, gates, stride},
-                                {&l.alpha, gates + stride / 2, stride}});
+                                {&l.beta, w.gates, stride},
+                                {&l.alpha, w.gates + stride / 2, stride}});
         delta_mix(thread, index);
         add_mixed(thread, w.y, c.value_dim(), l.mix_out);
     } else {
@@ -144,12 +150,13 @@ void Pass::mlp(int thread, const Layer& l) {
 void Pass::finish(int thread, const float* norm, const Want& want) {
     if (want.tokens == Tokens::None && !want.hidden_out) return;
     pool.share(n, 1, [&](int row) {
-        float* to = w.normed + static_cast<size_t>(row) * c.hidden;
-        kernels.rms_norm(w.x + static_cast<size_t>(row) * c.hidden, norm, c.hidden, c.eps, to);
-        if (want.hidden_out) std::memcpy(want.hidden_out + static_cast<size_t>(row) * c.hidden, to, c.hidden * sizeof(float));
+        const size_t at = static_cast<size_t>(row) * c.hidden;
+        kernels.rms_norm(w.x + at, norm, c.hidden, c.eps, w.normed + at);
+        if (want.hidden_out) std::memcpy(want.hidden_out + at, w.normed + at, c.hidden * sizeof(float));
     });
     if (want.tokens == Tokens::None || want.first_row >= n) return;
-    w.stages.tokens(thread, m.head, w.normed + static_cast<size_t>(want.first_row) * c.hidden, n - want.first_row, want);
+    const float* first = w.normed + static_cast<size_t>(want.first_row) * c.hidden;
+    w.stages.tokens(thread, m.head, first, n - want.first_row, want);
 }
 
 }  // namespace warpsmith

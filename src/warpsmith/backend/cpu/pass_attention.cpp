@@ -33,7 +33,8 @@ void to_q8(const float* x, int width, uint8_t* out) {
         const float d = Generic::half(scale), by = d > 0 ? 1.0f / d : 0.0f;
         std::memcpy(out, &scale, 2);
         for (int i = 0; i < 32; i++) {
-            out[2 + i] = static_cast<uint8_t>(static_cast<int8_t>(std::nearbyint(std::max(-127.0f, std::min(127.0f, x[i] * by)))));
+            const float level = std::nearbyint(std::max(-127.0f, std::min(127.0f, x[i] * by)));
+            out[2 + i] = static_cast<uint8_t>(static_cast<int8_t>(level));
         }
     }
 }
@@ -55,24 +56,27 @@ void clear(float* running, int width) {
 }  // namespace
 
 // Norm, RoPE and rounding of one node's queries, keys and values.
-void Pass::attention_rows(int index, int node) {
+void Pass::attention_rows(int index, int row) {
     const Layer& l = m.layers[index];
-    const int width = c.head_dim, half = c.rotary_dim / 2;
-    const float *cos = cosine.data() + static_cast<size_t>(node) * half, *sin = sine.data() + static_cast<size_t>(node) * half;
+    const Part& part = *part_of[row];
+    const State& state = part.state;
+    const int width = c.head_dim, half = c.rotary_dim / 2, node = row - part.first, at = part.position + node;
+    const float* cos = cosine.data() + static_cast<size_t>(row) * half;
+    const float* sin = sine.data() + static_cast<size_t>(row) * half;
     const float scale = 1.0f / std::sqrt(static_cast<float>(width));
     for (int head = 0; head < c.heads; head++) {
-        float* q = w.q + (static_cast<size_t>(node) * c.heads + head) * 2 * width;
+        float* q = w.q + (static_cast<size_t>(row) * c.heads + head) * 2 * width;
         kernels.rms_norm(q, l.q_norm, width, c.eps, q);
         rotate(q, half, cos, sin);
         for (int i = 0; i < width; i++) q[i] *= scale;
     }
     for (int head = 0; head < c.kv_heads; head++) {
-        float* k = w.k + static_cast<size_t>(node) * c.kv_dim() + head * width;
-        const float* v = w.v + static_cast<size_t>(node) * c.kv_dim() + head * width;
+        float* k = w.k + static_cast<size_t>(row) * c.kv_dim() + head * width;
+        const float* v = w.v + static_cast<size_t>(row) * c.kv_dim() + head * width;
         kernels.rms_norm(k, l.k_norm, width, c.eps, k);
         rotate(k, half, cos, sin);
-        uint8_t* rows[2] = {in_place ? state.key_row(index, head, position + node) : state.pending_key(index, node, head),
-                            in_place ? state.value_row(index, head, position + node) : state.pending_value(index, node, head)};
+        uint8_t* rows[2] = {in_place ? state.key_row(index, head, at) : state.pending_key(index, node, head),
+                            in_place ? state.value_row(index, head, at) : state.pending_value(index, node, head)};
         const float* from[2] = {k, v};
         for (int i = 0; i < 2; i++) {
             if (state.kinds[i] == Kv::F16) kernels.to_f16(from[i], width, rows[i]);
@@ -82,9 +86,12 @@ void Pass::attention_rows(int index, int node) {
     }
 }
 
-const uint8_t* Pass::kv_row(int index, bool value, int head, int node, int at) const {
-    if (in_place || at < position) return value ? state.value_row(index, head, at) : state.key_row(index, head, at);
-    const int ancestor = tree.path[node][at - position];
+const uint8_t* Pass::kv_row(const Part& part, int index, bool value, int head, int node, int at) const {
+    const State& state = part.state;
+    if (in_place || at < part.position) {
+        return value ? state.value_row(index, head, at) : state.key_row(index, head, at);
+    }
+    const int ancestor = part.tree.path[node][at - part.position];
     return value ? state.pending_value(index, ancestor, head) : state.pending_key(index, ancestor, head);
 }
 
@@ -96,77 +103,89 @@ void Pass::load_rows(Kv kind, const uint8_t* const* rows, int count, float* out)
     }
 }
 
-// One segment of keys for nodes first .. last-1 and the query heads of one kv head; `running` is theirs, node by node.
-void Pass::attend_segment(int thread, int index, int head, int first, int last, int segment, float* running) {
+// One segment of keys for a job's nodes and the query heads of its kv head; `running` is theirs, node by node.
+void Pass::attend_segment(int thread, int index, const Job& job, int segment, float* running) {
+    const Part& part = *job.part;
     const int width = c.head_dim, group = c.heads / c.kv_heads, state_size = width + 2;
+    const auto end_of = [&](int node) { return part.position + part.tree.depth[node] + 1; };
     float *keys = w.scratch(thread), *values = keys + kChunkKeys * width;
-    for (int i = 0; i < (last - first) * group; i++) clear(running + static_cast<size_t>(i) * state_size, width);
+    const size_t queries = static_cast<size_t>(job.last - job.first) * group;
+    for (size_t i = 0; i < queries; i++) clear(running + i * state_size, width);
     int end = 0;
-    for (int i = first; i < last; i++) end = std::max(end, position + tree.depth[i] + 1);
+    for (int i = job.first; i < job.last; i++) end = std::max(end, end_of(i));
     const uint8_t *key_rows[kChunkKeys], *value_rows[kChunkKeys];
     for (int at = segment * kSegment; at < std::min(end, (segment + 1) * kSegment); at += kChunkKeys) {
-        const bool shared = at + kChunkKeys <= position;  // the same committed rows for every node
-        for (int i = first; i < last; i++) {
-            const int count = std::min(kChunkKeys, position + tree.depth[i] + 1 - at);
+        const bool shared = at + kChunkKeys <= part.position;  // the same committed rows for every node
+        for (int i = job.first; i < job.last; i++) {
+            const int count = std::min(kChunkKeys, end_of(i) - at);
             if (count <= 0) continue;
-            if (!shared || i == first) {
+            if (!shared || i == job.first) {
                 for (int j = 0; j < count; j++) {
-                    key_rows[j] = kv_row(index, false, head, i, at + j);
-                    value_rows[j] = kv_row(index, true, head, i, at + j);
+                    key_rows[j] = kv_row(part, index, false, job.head, i, at + j);
+                    value_rows[j] = kv_row(part, index, true, job.head, i, at + j);
                 }
-                load_rows(state.kinds[0], key_rows, count, keys);
-                load_rows(state.kinds[1], value_rows, count, values);
+                load_rows(part.state.kinds[0], key_rows, count, keys);
+                load_rows(part.state.kinds[1], value_rows, count, values);
             }
             for (int g = 0; g < group; g++) {
-                const float* q = w.q + (static_cast<size_t>(i) * c.heads + head * group + g) * 2 * width;
-                kernels.attend(q, keys, values, count, width, running + (static_cast<size_t>(i - first) * group + g) * state_size);
+                const size_t row = part.first + i, query = static_cast<size_t>(i - job.first) * group + g;
+                const float* q = w.q + (row * c.heads + job.head * group + g) * 2 * width;
+                kernels.attend(q, keys, values, count, width, running + query * state_size);
             }
         }
     }
 }
 
-void Pass::attention_out(int node, int head, const float* running) const {
+void Pass::attention_out(int row, int head, const float* running) const {
     const int width = c.head_dim;
-    const float* gate = w.q + (static_cast<size_t>(node) * c.heads + head) * 2 * width + width;
-    float* y = w.y + static_cast<size_t>(node) * c.query_dim() + head * width;
+    const float* gate = w.q + (static_cast<size_t>(row) * c.heads + head) * 2 * width + width;
+    float* y = w.y + static_cast<size_t>(row) * c.query_dim() + head * width;
     const float by = 1.0f / running[width + 1];
     for (int i = 0; i < width; i++) y[i] = running[i] * by;
     kernels.sigmoid_mul(gate, y, width, y);
 }
 
 void Pass::plan_attention() {
-    int end = 0;
-    for (int i = 0; i < n; i++) end = std::max(end, position + tree.depth[i] + 1);
-    segments = (end + kSegment - 1) / kSegment;
-    attention_jobs = (n + kTogether - 1) / kTogether * c.kv_heads;
-    split_segments = segments > 1 && attention_jobs < 2 * pool.threads();  // few nodes, a long past
-    if (split_segments) {
-        const size_t job = static_cast<size_t>(kTogether) * (c.heads / c.kv_heads) * (c.head_dim + 2);
-        w.partial.resize(std::max(w.partial.size(), job * attention_jobs * segments));
+    int units = 0;
+    bool long_past = false;
+    for (const Part& part : parts) {
+        int end = 0;
+        for (int i = 0; i < part.tree.n; i++) end = std::max(end, part.position + part.tree.depth[i] + 1);
+        const int segments = (end + kSegment - 1) / kSegment;
+        long_past = long_past || segments > 1;
+        for (int first = 0; first < part.tree.n; first += kTogether) {
+            const int last = std::min(part.tree.n, first + kTogether);
+            for (int head = 0; head < c.kv_heads; head++, units += segments) {
+                jobs.push_back({&part, head, first, last, segments, units});
+            }
+        }
     }
+    if (!long_past || static_cast<int>(jobs.size()) >= 2 * pool.threads()) return;
+    for (size_t i = 0; i < jobs.size(); i++) job_of.insert(job_of.end(), jobs[i].segments, static_cast<int>(i));
+    const size_t own = static_cast<size_t>(kTogether) * (c.heads / c.kv_heads) * (c.head_dim + 2);
+    w.partial.resize(std::max(w.partial.size(), own * units));
 }
 
 void Pass::attention_mix(int thread, int index) {
-    pool.share(n, 1, [&](int node) { attention_rows(index, node); });
-    const int width = c.head_dim, group = c.heads / c.kv_heads;
+    pool.share(n, 1, [&](int row) { attention_rows(index, row); });
+    const int width = c.head_dim, group = c.heads / c.kv_heads, count = static_cast<int>(jobs.size());
     const size_t size = width + 2, own = kTogether * group * size;
-    const auto first_of = [&](int job) { return job / c.kv_heads * kTogether; };
-    const auto last_of = [&](int job) { return std::min(n, first_of(job) + kTogether); };
-    const auto out = [&](int job, int query, const float* total) {
-        attention_out(first_of(job) + query / group, job % c.kv_heads * group + query % group, total);
+    const auto queries_of = [&](const Job& job) { return (job.last - job.first) * group; };
+    const auto out = [&](const Job& job, int query, const float* total) {
+        attention_out(job.part->first + job.first + query / group, job.head * group + query % group, total);
     };
-    if (split_segments) {
-        pool.share(attention_jobs * segments, 1, [&](int unit) {
-            const int job = unit / segments;
-            attend_segment(thread, index, job % c.kv_heads, first_of(job), last_of(job), unit % segments,
-                           w.partial.data() + unit * own);
+    if (!job_of.empty()) {  // few nodes, a long past
+        pool.share(static_cast<int>(job_of.size()), 1, [&](int unit) {
+            const Job& job = jobs[job_of[unit]];
+            attend_segment(thread, index, job, unit - job.unit, w.partial.data() + unit * own);
         });
-        pool.share(attention_jobs, 1, [&](int job) {
+        pool.share(count, 1, [&](int i) {
+            const Job& job = jobs[i];
             float* total = w.scratch(thread);
-            for (int query = 0; query < (last_of(job) - first_of(job)) * group; query++) {
+            for (int query = 0; query < queries_of(job); query++) {
                 clear(total, width);
-                for (int s = 0; s < segments; s++) {
-                    const size_t unit = static_cast<size_t>(job) * segments + s;
+                for (int s = 0; s < job.segments; s++) {
+                    const size_t unit = static_cast<size_t>(job.unit) + s;
                     kernels.merge(w.partial.data() + unit * own + query * size, width, total);
                 }
                 out(job, query, total);
@@ -174,16 +193,16 @@ void Pass::attention_mix(int thread, int index) {
         });
         return;
     }
-    pool.share(attention_jobs, 1, [&](int job) {
-        const int queries = (last_of(job) - first_of(job)) * group;
+    pool.share(count, 1, [&](int unit) {
+        const Job& job = jobs[unit];
         float* part = w.scratch(thread) + 2 * kChunkKeys * width;
         float* total = part + own;
-        for (int i = 0; i < queries; i++) clear(total + i * size, width);
-        for (int s = 0; s < segments; s++) {
-            attend_segment(thread, index, job % c.kv_heads, first_of(job), last_of(job), s, part);
-            for (int i = 0; i < queries; i++) kernels.merge(part + i * size, width, total + i * size);
+        for (int i = 0; i < queries_of(job); i++) clear(total + i * size, width);
+        for (int s = 0; s < job.segments; s++) {
+            attend_segment(thread, index, job, s, part);
+            for (int i = 0; i < queries_of(job); i++) kernels.merge(part + i * size, width, total + i * size);
         }
-        for (int i = 0; i < queries; i++) out(job, i, total + i * size);
+        for (int i = 0; i < queries_of(job); i++) out(job, i, total + i * size);
     });
 }
 

@@ -1,5 +1,6 @@
-// The convolution and the gated delta rule, one value head at a time: a head's inputs, states and outputs meet no
-// other head's, so a unit of work is a head for all nodes, and a node's arithmetic is that of decoding it alone.
+// The convolution and the gated delta rule, one value head of one sequence at a time: a head's inputs, states and
+// outputs meet no other head's, so a unit of work is a head for all nodes of a tree, and a node's arithmetic is that of
+// decoding it alone.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -53,31 +54,44 @@ struct HeadInputs {
 
 }  // namespace
 
-float* Pass::qkv_rows(int index) const { return in_place ? w.qkv : state.qkv(index); }
-float* Pass::gate_rows(int index) const { return in_place ? w.gates : state.gates(index); }
-
 void Pass::delta_mix(int thread, int index) {
-    pool.share(c.value_heads, 1, [&](int head) { delta_head(thread, index, head); });
+    const int heads = static_cast<int>(parts.size()) * c.value_heads;
+    pool.share(heads + (in_place ? 0 : n), 1, [&](int unit) {
+        if (unit < heads) delta_head(thread, index, parts[unit / c.value_heads], unit % c.value_heads);
+        else keep_row(index, unit - heads);
+    });
     if (!in_place) return;
     // the rows that the next chunk's convolution looks back on; nobody reads them before the next barrier
     const int keep = c.conv_kernel - 1;
     if (thread == 0) {
-        float* conv = state.conv(index);
+        float* conv = parts[0].state.conv(index);
         const int old = std::max(0, keep - n);
         std::memmove(conv, conv + static_cast<size_t>(keep - old) * c.channels(), old * c.channels() * sizeof(float));
         std::memcpy(conv + static_cast<size_t>(old) * c.channels(),
-                    w.qkv + static_cast<size_t>(n - (keep - old)) * c.channels(), (keep - old) * c.channels() * sizeof(float));
+                    w.qkv + static_cast<size_t>(n - (keep - old)) * c.channels(),
+                    (keep - old) * c.channels() * sizeof(float));
     }
 }
 
-void Pass::delta_head(int thread, int index, int head) {
+// What a commit will want to know of a row.
+void Pass::keep_row(int index, int row) const {
+    const Part& part = *part_of[row];
+    const size_t node = static_cast<size_t>(row - part.first), channels = c.channels(), gates = gate_stride();
+    std::memcpy(part.state.qkv(index) + node * channels, w.qkv + row * channels, channels * sizeof(float));
+    std::memcpy(part.state.gates(index) + node * gates, w.gates + row * gates, gates * sizeof(float));
+}
+
+void Pass::delta_head(int thread, int index, const Part& sequence, int head) {
     const HeadInputs inputs{c, kernels, m.layers[index], head};
-    const int dk = c.key_head_dim, dv = c.value_head_dim, stride = state.gate_stride();
-    const float *qkv = qkv_rows(index), *gates = gate_rows(index);
+    const State& state = sequence.state;
+    const Tree& tree = sequence.tree;
+    const int dk = c.key_head_dim, dv = c.value_head_dim, stride = gate_stride();
+    const float* qkv = w.qkv + static_cast<size_t>(sequence.first) * c.channels();
+    const float* gates = w.gates + static_cast<size_t>(sequence.first) * stride;
     float* q = w.scratch(thread);
     float *k = q + kMaxNodes * dk, *v = k + kMaxNodes * dk, *out = v + kMaxNodes * dv;
     float *decay = out + kMaxNodes * dv, *beta = decay + kMaxNodes, *slots = beta + kMaxNodes;
-    for (int i = 0; i < n; i++) {
+    for (int i = 0; i < tree.n; i++) {
         const float* rows[16];
         window(state, tree, index, i, qkv, rows);
         inputs.query(rows, q + i * dk);
@@ -98,18 +112,19 @@ void Pass::delta_head(int thread, int index, int head) {
         };
         const int column = part * width;
         const auto step = [&](int i) {
-            return DeltaStep{dk, width, k + i * dk, q + i * dk, v + i * dv + column, decay[i], beta[i], out + i * dv + column};
+            const int at = i * dv + column;
+            return DeltaStep{dk, width, k + i * dk, q + i * dk, v + at, decay[i], beta[i], out + at};
         };
         if (in_place) {
-            for (int i = 0; i < n; i++) kernels.delta_step(committed, committed, step(i));
+            for (int i = 0; i < tree.n; i++) kernels.delta_step(committed, committed, step(i));
         } else {
             for (const Tree::Visit& visit : tree.visits) {
                 kernels.delta_step(place(visit.from), place(visit.to), step(visit.node));
             }
         }
     }
-    for (int i = 0; i < n; i++) {
-        const size_t at = static_cast<size_t>(i) * c.value_dim() + head * dv;
+    for (int i = 0; i < tree.n; i++) {
+        const size_t at = static_cast<size_t>(sequence.first + i) * c.value_dim() + head * dv;
         kernels.gated_norm(out + i * dv, m.layers[index].ssm_norm, w.z + at, dv, c.eps, w.y + at);
     }
 }
@@ -140,7 +155,8 @@ void Pass::commit(Model& model, Workspace& work, State& state, const int32_t* no
                     const float decay = inputs.decay(gates, stride), beta = inputs.beta(gates);
                     for (int part = 0; part < dv / width; part++) {
                         float* s = state.delta(index) + (static_cast<size_t>(head) * dv + part * width) * dk;
-                        kernels.delta_step(s, s, DeltaStep{dk, width, k, nullptr, v + part * width, decay, beta, nullptr});
+                        const DeltaStep step{dk, width, k, nullptr, v + part * width, decay, beta, nullptr};
+                        kernels.delta_step(s, s, step);
                     }
                 }
             });
@@ -158,9 +174,12 @@ void Pass::commit(Model& model, Workspace& work, State& state, const int32_t* no
             }
         } else {
             for (int i = 0; i < count; i++) {
+                const int node = nodes[i], at = state.length + i;
                 for (int head = 0; head < c.kv_heads; head++) {
-                    std::memcpy(state.key_row(index, head, state.length + i), state.pending_key(index, nodes[i], head), state.row_bytes(false));
-                    std::memcpy(state.value_row(index, head, state.length + i), state.pending_value(index, nodes[i], head), state.row_bytes(true));
+                    std::memcpy(state.key_row(index, head, at), state.pending_key(index, node, head),
+                                state.row_bytes(false));
+                    std::memcpy(state.value_row(index, head, at), state.pending_value(index, node, head),
+                                state.row_bytes(true));
                 }
             }
         }

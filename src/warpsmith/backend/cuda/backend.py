@@ -3,63 +3,71 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from statistics import median
 
 import numpy as np
 
 from warpsmith.backend.base import (
     ARGMAX,
-    LOGITS,
     Backend,
+    Batch,
     MemoryPart,
     Output,
     Snapshot,
     State,
     Want,
+    check_batch,
     check_room,
+    check_snapshot,
     check_tokens,
+    drafted,
+    join_outputs,
+    keep_drafted,
     output_from_logits,
+    take_drafted,
+    walk,
 )
-from warpsmith.backend.cuda.compiler import build, target
-from warpsmith.backend.cuda.drawing import UNDECIDED, Drawing
-from warpsmith.backend.cuda.driver import Buffer, Chip, Device, Event, Kernel, Pinned
-from warpsmith.backend.cuda.exchange import NOT_YET
-from warpsmith.backend.cuda.layout import Layout, busy_sms
-from warpsmith.backend.cuda.memory import check_fit, memory_parts
-from warpsmith.backend.cuda.packing import Progress, load_weights
-from warpsmith.backend.cuda.profiles import Profile
-from warpsmith.backend.cuda.profiles import choose as choose_profile
+from warpsmith.backend.candidates import candidates_needed, choose_among
+from warpsmith.backend.cuda.build.compiler import build, target
+from warpsmith.backend.cuda.build.profiles import Profile
+from warpsmith.backend.cuda.build.profiles import choose as choose_profile
+from warpsmith.backend.cuda.debug.trace import read_stage, stage_number
+from warpsmith.backend.cuda.decoding import BURST, Decoder
+from warpsmith.backend.cuda.memory.driver import Buffer, Chip, Device, Event, Kernel, Pinned
+from warpsmith.backend.cuda.memory.exchange import NOT_YET
+from warpsmith.backend.cuda.memory.layout import Layout
+from warpsmith.backend.cuda.memory.plan import check_fit, memory_parts, pending_bytes
+from warpsmith.backend.cuda.rows import CudaRows
+from warpsmith.backend.cuda.sampler import DeviceSampler
+from warpsmith.backend.cuda.schedule import busy_sms
 from warpsmith.backend.cuda.shape import (
     COLUMNS,
     HEAD_DIM,
     LARGEST_HIDDEN,
     MAX_FEATURES,
-    MAX_STEPS,
-    MAX_STOPS,
     READ_AHEAD,
-    SLOT_BYTES,
     STATE_DIM,
     threads_of,
 )
 from warpsmith.backend.cuda.structures import Draw, Params, Path, Request, Stream
 from warpsmith.backend.cuda.top import MAX_TOP, Top
-from warpsmith.backend.cuda.trace import read_stage, stage_number
+from warpsmith.backend.cuda.weights.loading import Progress, load_weights
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.errors import BadRequest, NoDevice
 from warpsmith.model.config import Config
 
-BURST = MAX_STEPS  # tokens a decoding launch makes before it comes back
 EVERY_STAGE = 1 << 30
-NOT_READY = 600  # what the driver answers while a kernel runs
 VARIANTS = (1, 8, 16, 24, 32, 64)  # nodes a build of the kernel takes
 
 
 class CudaState(State):
-    """One sequence on the device."""
+    """One sequence on the device: its past, what of a tree is needed to commit a path, and a copy of what decoding
+    overwrites, to come back to if that runs ahead of who listens."""
 
     def __init__(self, backend: CudaBackend, context: int) -> None:
         device, layout = backend.device, backend.layout
@@ -68,6 +76,9 @@ class CudaState(State):
         self.history = device.zeros(layout.history_bytes)
         self.keys = device.allocate(layout.cache_bytes(context))
         self.values = device.allocate(layout.cache_bytes(context))
+        self.pending = {name: device.allocate(nbytes) for name, nbytes in pending_bytes(layout).items()}
+        self.kept_delta = device.allocate(layout.delta_bytes)
+        self.kept_history = device.allocate(layout.history_bytes)
         self.params = backend.params_for(self)  # the same for every launch
 
 
@@ -101,40 +112,57 @@ class CudaBackend(Backend):
         self._kernels: dict[int, Kernel] = {}
         compilers = ThreadPoolExecutor(1 + len(VARIANTS))  # side by side, and while the weights are copied
         sizes = [n for n in VARIANTS if n <= self.largest_tree]
-        self._images = {n: compilers.submit(self._image, "forward.cu", n) for n in sizes}
-        top_image = compilers.submit(self._image, "top.cu")
+        self._images = {n: compilers.submit(self._image, "forward/forward.cu", n) for n in sizes}
+        top_image = compilers.submit(self._image, "sample/top.cu")
         compilers.shutdown(wait=False)
-        pack = self.device.load(self._image("pack.cu")).kernel("pack")
-        self._commit = self.device.load(self._image("commit.cu")).kernel("commit")
+        pack = self.device.load(self._image("weights/pack.cu")).kernel("pack")
+        self._commit = self.device.load(self._image("forward/commit.cu")).kernel("commit")
 
-        self.stream, self.embedding = load_weights(self.device, pack, layout, tensors, progress)
+        self.stream, self.embedding = load_weights(self.device, pack, layout.stream, tensors, progress)
         self.vectors = self.device.upload(
-            np.concatenate([tensors[n].float32().reshape(-1) for n in layout.vector_names()])
+            np.concatenate([tensors[n].float32().reshape(-1) for n in layout.schedule.vectors()])
         )
         self.rope = self.device.upload(layout.rope_table(self.context))
-        self.stream_start = self.device.upload(layout.stream_start.astype(np.uint64))
-        self.head_start = self.device.upload(layout.part_start[-1].astype(np.uint64))
+        self.stream_start = self.device.upload(layout.stream.start.astype(np.uint64))
+        self.head_start = self.device.upload(layout.stream.part_start[-1].astype(np.uint64))
         self.exchange = self.device.allocate(layout.exchange.bytes)
         self.parts = self.device.allocate(layout.parts_bytes)
         self._reset_parts()
-        self.pending = {n: self.device.allocate(b) for n, b in layout.pending_bytes().items()}
+        self.branch_state = self.device.allocate(layout.pending_bytes()["branch_state"])
         self.logits = self.device.allocate(MAX_NODES * config.vocab * 4)
         self.features = self.device.allocate(MAX_FEATURES * MAX_NODES * config.hidden * 4)
         self.hidden = self.device.allocate(MAX_NODES * config.hidden * 4)
-        self.kept_delta = self.device.allocate(layout.delta_bytes)
-        self.kept_history = self.device.allocate(layout.history_bytes)
         self.ring = Pinned(self.device, np.int32, 1 + max(BURST, MAX_NODES))
         marks = int(str(self.options.get("PROFILE", 0)))  # a profiling build keeps that many clocks an SM
         self.profile = self.device.zeros(layout.sms * marks * 8)
         self._top = Top(self.device, top_image.result(), self.logits)
-        self._drawing = Drawing(self.device, layout, self.context)
+        sampler = DeviceSampler(self.device, layout, self.context)
+        self._decoder = Decoder(self.device, sampler, self.ring, self.logits, config.vocab)
         self.undecided = 0  # sampled tokens that the device left to the host
-        self._last: tuple[CudaState, Tree] | None = None
+        self._launches = 0  # so far: rows of an output are overwritten by the next
+        self._weight_types = " ".join(sorted(set(stored.values())))
 
     # -- the contract ---------------------------------------------------------------------------------------------
 
-    def memory(self, context: int) -> list[MemoryPart]:
-        return memory_parts(self.layout, context)
+    @property
+    def settings(self) -> dict[str, int | str]:
+        return {
+            "device": self.name,
+            "gpu": self.chip.name,
+            "sms": self.layout.sms,
+            "architecture": self.architecture,
+            "profile": repr(self.chip_profile),
+            "type_k": "f16",
+            "type_v": "f16",
+            "weight_types": self._weight_types,
+            **{name: str(value) for name, value in self.options.items()},
+        }
+
+    def memory(self, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
+        return memory_parts(self.layout, context, sequences, snapshots)
+
+    def snapshot_bytes(self, length: int) -> int:
+        return self.layout.delta_bytes + self.layout.history_bytes + 2 * self.layout.cache_bytes(length)
 
     def new_state(self, context: int) -> CudaState:
         if context > self.context:
@@ -150,47 +178,82 @@ class CudaBackend(Backend):
             chunk = ids[start : start + self.largest_tree]
             last = start + len(chunk) == len(ids)
             tokens = want.tokens if want.every_row or last else "none"
-            part = self.forward(state, Tree.chain(chunk), Want(tokens, want.top, want.features, want.hidden))
+            wanted = Want(tokens, want.top, want.features, want.hidden)
+            part = self.forward([(state, Tree.chain(chunk))], wanted)
             self.commit(state, range(len(chunk)))
-            parts.append(part)
-        return _join(parts, want)
-
-    def forward(self, state: State, tree: Tree, want: Want = ARGMAX) -> Output:
-        assert isinstance(state, CudaState)
-        check_tokens(self.config, tree.tokens)
-        check_room(state, int(tree.depths().max()) + 1)
-        if len(tree) > self.largest_tree:
-            raise BadRequest(f"{len(tree)} nodes are more than the {self.largest_tree} that {self.chip.name} takes.")
-        self._launch(state, tree, want)
-        self._last = (state, tree)
-        n, hidden = len(tree), self.config.hidden
-        output = Output()
-        if want.tokens == "top" and 1 <= (count := min(want.top, self.config.vocab)) <= MAX_TOP:
-            output = self._top.of(n, count)
-        elif want.tokens in ("top", "logits"):
-            output = output_from_logits(self.logits.read(np.float32, (n, self.config.vocab)), want)
-        elif want.tokens == "argmax":
-            self.device.synchronize()
-            output.argmax = self.ring.array[1 : 1 + n].copy()
-        if want.features:
-            rows = self.features.read(np.float32, (len(want.features), n, hidden))
-            output.features = np.ascontiguousarray(rows.transpose(1, 0, 2)).reshape(n, -1)
-        if want.hidden:
-            output.hidden = self.hidden.read(np.float32, (n, hidden))
+            parts.append(join_outputs([part]) if len(ids) > self.largest_tree else part)  # over before the next one's
+        output = join_outputs(parts) if len(parts) > 1 else parts[0]
+        if not want.every_row:
+            of_tokens = replace(output, features=None, hidden=None)[-1:]
+            output = replace(of_tokens, features=output.features, hidden=output.hidden)
         return output
+
+    def forward(self, batch: Batch, want: Want = ARGMAX) -> Output:
+        check_batch(self, batch)
+        row = 0
+        for state, tree in batch:
+            assert isinstance(state, CudaState)
+            self.launch(state, tree, want, row=row)
+            row += len(tree)
+        return keep_drafted(batch, self._output([len(tree) for _, tree in batch], want))
+
+    def _output(self, sizes: list[int], want: Want) -> Output:
+        """Of trees of these sizes that were launched just now, one after another."""
+        nodes, vocab, hidden, layers = sum(sizes), self.config.vocab, self.config.hidden, len(want.features)
+        launches = self._launches
+
+        def rows(buffer: Buffer, offsets: np.ndarray, width: int) -> CudaRows:
+            return CudaRows(buffer, offsets, width, lambda: self._launches == launches)
+
+        one_after_another, output = np.arange(nodes)[:, None], Output()
+        if want.tokens == "top" and 1 <= (count := min(want.top, vocab)) <= MAX_TOP:
+            output = self._top.of(nodes, count)
+        elif want.tokens == "top":
+            output = output_from_logits(self.logits.read(np.float32, (nodes, vocab)), want)
+        elif want.tokens != "none":
+            self.device.synchronize()
+            output.argmax = self.ring.array[1 : 1 + nodes].copy()
+        if want.tokens == "logits":
+            output.logits = rows(self.logits, one_after_another * vocab, vocab)
+        if want.features:  # of each tree [layers][nodes][hidden]
+            starts = np.cumsum([0, *sizes[:-1]]) * layers
+            places = [s + np.arange(layers) * n + np.arange(n)[:, None] for s, n in zip(starts, sizes, strict=True)]
+            output.features = rows(self.features, np.concatenate(places) * hidden, hidden)
+        if want.hidden:
+            output.hidden = rows(self.hidden, one_after_another * hidden, hidden)
+        return output
+
+    def verify(
+        self, state: State, tree: Tree, sampling: Sampling | None = None, history: Sequence[int] = ()
+    ) -> tuple[list[int], list[int]]:
+        count = None if sampling is None or sampling.greedy else candidates_needed(sampling, history, len(tree))
+        if sampling is None or count is None or count > min(MAX_TOP, self.config.vocab):
+            return super().verify(state, tree, sampling, history)
+        logits = drafted(state, tree).output.logits
+        assert isinstance(logits, CudaRows)
+        assert logits.buffer is self.logits
+        best = self._top.of(len(tree), count, int(logits.offsets[0, 0]))
+        assert best.top_ids is not None
+        assert best.top_logits is not None
+        assert best.logsumexp is not None
+        rows = list(zip(best.top_ids, best.top_logits, best.logsumexp.tolist(), strict=True))
+
+        def choose_at(node: int, text: list[int], position: int) -> int:
+            token = choose_among(*rows[node], sampling, text, position)
+            if token is None:
+                self.undecided += 1
+                token = choose(logits.row(node), sampling, text, position)
+            return token
+
+        return walk(tree, choose_at, history, state.length)
 
     def commit(self, state: State, path: Sequence[int]) -> None:
         assert isinstance(state, CudaState)
-        nodes = list(path)
-        if self._last is None or self._last[0] is not state:
-            raise BadRequest("There is no forward pass to commit.", "Call forward first; each is committed once.")
-        if not nodes or nodes != self._last[1].path(nodes[-1]):
-            raise BadRequest(f"{nodes} is not a path of the tree from its root.")
+        nodes = take_drafted(state, path)
         argument = Path(len(nodes), state.length, (ctypes.c_int * MAX_NODES)(*nodes))
         blocks = self.layout.delta_layers * self.layout.blocks
         blocks += self.layout.attention_layers * self.config.kv_heads
         self._commit.launch(blocks, COLUMNS * 32, state.params, argument)
-        self._last = None
         state.length += len(nodes)
 
     def decode(
@@ -204,84 +267,10 @@ class CudaBackend(Backend):
     ) -> Generator[int]:
         assert isinstance(state, CudaState)
         check_tokens(self.config, np.array([token]))
-        sampling, text = None if sampling is None or sampling.greedy else sampling, list(history)
-        if len(stop) > MAX_STOPS or (sampling is not None and not self._drawing.takes(sampling, text)):
-            yield from super().decode(state, token, count, stop, sampling, text)
-            return
-        self._last = None
-        while count > 0:
-            burst = min(count, BURST)
-            check_room(state, burst)
-            for running, kept in self._recurrent(state):
-                kept.copy_from(running)
-            tokens: list[int] = []
-            try:
-                for following in self._burst(state, token, burst, stop, sampling, text):
-                    tokens.append(following)
-                    yield following
-            finally:
-                self.device.synchronize()
-                if len(tokens) < self.ring.array[0]:  # it ran ahead of who listens: go back, and run only that far
-                    for running, kept in self._recurrent(state):
-                        running.copy_from(kept)
-                    if tokens:
-                        self._start(state, token, len(tokens), frozenset(), sampling, text)
-                        self.device.synchronize()
-                state.length += len(tokens)
-            if tokens[-1] in stop:
-                return
-            token = tokens[-1]
-            text += tokens
-            count -= len(tokens)
-
-    def _recurrent(self, state: CudaState) -> list[tuple[Buffer, Buffer]]:
-        """What decoding overwrites, and where its last known good copy is kept. Keys and values only grow."""
-        return [(state.delta, self.kept_delta), (state.history, self.kept_history)]
-
-    def _burst(
-        self,
-        state: CudaState,
-        token: int,
-        steps: int,
-        stop: frozenset[int],
-        sampling: Sampling | None,
-        text: list[int],
-    ) -> Iterator[int]:
-        """One launch; ids are handed on as the device writes them. It ends early where one is left to the host."""
-        cu, ring = self.device.cu, self.ring.array
-        ring[0] = 0
-        self._start(state, token, steps, stop, sampling, text)
-        seen, running = 0, True
-        while running:
-            running = int(cu.cuStreamQuery(0)[0]) == NOT_READY
-            if not running:
-                self.device.synchronize()
-            while seen < ring[0]:
-                seen += 1
-                following = int(ring[seen])
-                if following == UNDECIDED:
-                    assert sampling is not None
-                    self.undecided += 1
-                    logits = self.logits.read(np.float32, (self.config.vocab,))
-                    past = [*text, *ring[1:seen].tolist()]
-                    following = choose(logits, sampling, past, state.length + seen)
-                yield following
-
-    def _start(
-        self,
-        state: CudaState,
-        token: int,
-        steps: int,
-        stop: frozenset[int],
-        sampling: Sampling | None,
-        text: list[int],
-    ) -> None:
-        """Queue a launch that decodes."""
-        draw, want = None, ARGMAX
-        if sampling is not None:
-            draw = self._drawing.request(sampling, text, steps)
-            want = LOGITS if sampling.temperature > 0 else ARGMAX  # kept for tokens that it leaves to us
-        self._launch(state, Tree.chain([token]), want, steps=steps, stop=sorted(stop), draw=draw)
+        if self._decoder.takes(stop, sampling, history):
+            yield from self._decoder.run(self, state, token, count, stop, sampling, history)
+        else:
+            yield from super().decode(state, token, count, stop, sampling, history)
 
     def snapshot(self, state: State) -> Snapshot:
         assert isinstance(state, CudaState)
@@ -298,37 +287,35 @@ class CudaBackend(Backend):
 
     def restore(self, state: State, snapshot: Snapshot) -> None:
         assert isinstance(state, CudaState)
-        if snapshot.length > state.context:
-            raise BadRequest(
-                f"A snapshot of {snapshot.length} tokens does not fit in a context of {state.context}.",
-                "Restore it into a state at least as long.",
-            )
+        check_snapshot(state, snapshot)
         delta, history, keys, values = snapshot.data
         state.delta.copy_from(delta)
         state.history.copy_from(history)
         if used := self.layout.cache_bytes(snapshot.length):
             state.keys.copy_starts(keys, self.layout.caches, used // self.layout.caches)
             state.values.copy_starts(values, self.layout.caches, used // self.layout.caches)
-        state.length, self._last = snapshot.length, None
+        state.length, state.drafted = snapshot.length, None
 
     def trace(self, state: State, tree: Tree, stop_after: str) -> dict[str, np.ndarray]:
         """The exchanged buffers after a stage of the plan (`delta_mix.3`), to compare with the reference's."""
         assert isinstance(state, CudaState)
-        self._launch(state, tree, ARGMAX, stop_after=stage_number(self.config, stop_after))
+        self.launch(state, tree, ARGMAX, stop_after=stage_number(self.layout.schedule, stop_after))
+        state.drafted = None
         self.device.synchronize()
         self._reset_parts()  # a pass that stops inside a layer may leave some behind
-        return read_stage(self, stop_after, len(tree))
+        return read_stage(self, state, stop_after, len(tree))
 
     def bytes_a_token(self, length: int) -> int:
         layout = self.layout
-        weights = layout.stream_bytes + layout.vector_bytes
+        weights = layout.stream.bytes + layout.vector_bytes
         return weights + 2 * layout.cache_bytes(length) + 2 * layout.delta_bytes
 
     def read_bandwidth(self) -> float:
         """Every SM reads its stream and does nothing with it; the median of nine times."""
-        image = build("stream.cu", self.architecture, {})
+        image = build("weights/stream.cu", self.architecture, {})
         kernel = self.device.load(image).kernel("read_stream", READ_AHEAD)
-        ends = self.device.upload(np.append(self.layout.stream_start, self.layout.stream_bytes).astype(np.uint64))
+        bounds = self._stream_bounds()
+        ends = self.device.upload(bounds.astype(np.uint64))
         request = Stream(bytes=self.stream.pointer, start=ends.pointer)
         begin, end = Event(self.device), Event(self.device)
         times = []
@@ -338,7 +325,11 @@ class CudaBackend(Backend):
             end.record()
             end.wait()
             times.append(end.seconds_since(begin))
-        return self.layout.stream_bytes / median(times[1:])
+        return int(bounds[-1]) / median(times[1:])
+
+    def _stream_bounds(self) -> np.ndarray:
+        """Where each SM's stream begins, and where the last one's ends."""
+        return np.append(self.layout.stream.start, self.layout.stream.bytes)
 
     def _reset_parts(self) -> None:
         self.parts.fill_starts(NOT_YET, 1, self.parts.nbytes // 4)
@@ -369,12 +360,12 @@ class CudaBackend(Backend):
             "keys": at(state.keys), "values": at(state.values), "out_count": self.ring.pointer,
             "out_tokens": self.ring.pointer + 4, "out_logits": at(self.logits), "out_features": at(self.features),
             "out_hidden": at(self.hidden), "profile": at(self.profile),
-            "exchange": at(self.exchange), "parts": at(self.parts),
+            "exchange": at(self.exchange), "parts": at(self.parts), "branch_state": at(self.branch_state),
         }  # fmt: skip
-        pointers |= {name: at(buffer) for name, buffer in self.pending.items()}
+        pointers |= {name: at(buffer) for name, buffer in state.pending.items()}
         return Params(context=state.context, **pointers)
 
-    def _launch(
+    def launch(
         self,
         state: CudaState,
         tree: Tree,
@@ -383,7 +374,18 @@ class CudaBackend(Backend):
         stop: Sequence[int] = (),
         stop_after: int = EVERY_STAGE,
         draw: Draw | None = None,
+        row: int = 0,
     ) -> None:
+        """Queue a pass whose first node's outputs are row number `row` of all that is computed together."""
+        self._decoder.let_go_of_ring()
+        self._launches += 1
+        params, c = state.params, self.config
+        if row:
+            params = Params.from_buffer_copy(params)
+            params.out_tokens += 4 * row
+            params.out_logits += 4 * row * c.vocab
+            params.out_hidden += 4 * row * c.hidden
+            params.out_features += 4 * row * c.hidden * len(want.features)
         request = Request(
             nodes=len(tree),
             length=state.length,
@@ -398,17 +400,17 @@ class CudaBackend(Backend):
         request.parents[: len(tree)] = tree.parents.tolist()
         request.stop_ids[: len(stop)] = list(stop)
         request.feature_layers[: len(want.features)] = list(want.features)
-        self.exchange.fill_starts(NOT_YET, 2, -(-len(tree) // 8) * self.layout.exchange.octet_words)
-        arguments = (state.params, request, draw or Draw())  # kernels for trees know of no draw
+        self.exchange.fill_starts(NOT_YET, 2, -(-len(tree) // 8) * self.layout.exchange.tile_words)
+        arguments = (params, request, draw or Draw())  # kernels for trees know of no draw
         self._kernel(len(tree)).launch(self.layout.sms, threads_of(self.architecture), *arguments, cooperative=True)
 
 
 def build_constants(layout: Layout, chip: Chip, profile: Profile, nodes: int) -> dict[str, object]:
     """What a build for trees of up to `nodes` nodes is told."""
-    return layout.constants() | {
+    return layout.headers() | {
         "NODES": nodes,
         "SHARED_MEMORY": chip.shared_memory,
-        "IN_FLIGHT": max(1, profile.in_flight // SLOT_BYTES),
+        "IN_FLIGHT": max(1, round(profile.in_flight / layout.stream.slot_bytes)),
     }
 
 
@@ -416,18 +418,7 @@ def check_shape(config: Config) -> None:
     """The kernels are written for the family's own head shapes."""
     c = config
     fits = c.head_dim == HEAD_DIM and c.rotary_dim == 64 and c.key_head_dim == c.value_head_dim == STATE_DIM
-    fits = fits and c.conv_kernel == 4 and c.hidden % 8 == 0 and c.ffn % 4 == 0 and c.layers <= 64
+    fits = fits and c.conv_kernel == 4 and c.hidden % 8 == 0 and c.ffn % 4 == 0 and c.layers <= 128
     fits = fits and c.hidden <= LARGEST_HIDDEN and 128 % c.kv_heads == 0 and 128 // c.kv_heads >= 32
     if not fits:
         raise NoDevice("The CUDA kernels do not take this model's shape.", "Use --device cpu.")
-
-
-def _join(parts: list[Output], want: Want) -> Output:
-    def rows(name: str) -> np.ndarray | None:
-        arrays = [a for p in parts if (a := getattr(p, name)) is not None]
-        if not arrays:
-            return None
-        joined = np.concatenate(arrays)
-        return joined if want.every_row or name in ("features", "hidden") else joined[-1:]
-
-    return Output(**{name: rows(name) for name in Output.__dataclass_fields__})

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 # of shape.cuh and shared.cuh
-WARPS, CHUNK_K, SLOT_BYTES = 8, 256, 16384
-STREAM_TYPES = ("BF16", "Q8_0")  # WeightType
-WIDE, NARROW = 16, 8  # rows of a unit
-LARGEST_HIDDEN = 16 * CHUNK_K  # MAX_CHUNKS: a unit must fit in the registers
+WARPS, CHUNK_K = 8, 256
+WIDE, NARROW = 16, 8  # rows of a row tile
+LARGEST_HIDDEN = 16 * CHUNK_K  # MAX_CHUNKS: a row tile must fit in the registers
 COLUMNS, HISTORY, STATE_DIM, HEAD_DIM = 16, 4, 128, 256
 # of params.cuh
 MAX_STOPS, MAX_FEATURES = 16, 8
@@ -20,8 +19,8 @@ def chunks_of(k: int) -> int:
     return -(-k // CHUNK_K)
 
 
-def units_of(rows: int, unit_rows: int) -> int:
-    return -(-rows // unit_rows)
+def tiles_of(rows: int, tile_rows: int) -> int:
+    return -(-rows // tile_rows)
 
 
 def threads_of(architecture: str) -> int:

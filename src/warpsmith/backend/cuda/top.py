@@ -1,11 +1,11 @@
-"""The best tokens of every node and their log-sum-exp, found on the device (kernels/top.cu)."""
+"""The best tokens of every node and their log-sum-exp, found on the device (kernels/sample/top.cu)."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from warpsmith.backend.base import Output
-from warpsmith.backend.cuda.driver import Buffer, Device
+from warpsmith.backend.cuda.memory.driver import Buffer, Device
 from warpsmith.backend.cuda.structures import TopRequest
 from warpsmith.backend.tree import MAX_NODES
 
@@ -33,12 +33,12 @@ class Top:
         self._keys, self._sums, self._out = (device.allocate(sizes[name]) for name in ("keys", "sums", "out"))
         self._arrived = device.zeros(sizes["arrived"])
 
-    def of(self, nodes: int, count: int) -> Output:
-        """From the logits of the forward pass that was queued before."""
+    def of(self, nodes: int, count: int, offset: int = 0) -> Output:
+        """From the logits of the forward pass that was queued before, `offset` floats from their beginning on."""
         assert 1 <= nodes <= MAX_NODES
         assert 1 <= count <= MAX_TOP
         request = TopRequest(
-            logits=self.logits.pointer,
+            logits=self.logits.pointer + 4 * offset,
             keys=self._keys.pointer,
             sums=self._sums.pointer,
             arrived=self._arrived.pointer,

@@ -11,17 +11,25 @@ from warpsmith.backend.base import (
     ARGMAX,
     PREFILL_CHUNK,
     Backend,
+    Batch,
     MemoryPart,
     Output,
     Snapshot,
     State,
     Want,
+    check_batch,
     check_room,
+    check_snapshot,
     check_tokens,
+    join_outputs,
+    keep_drafted,
     output_from_logits,
+    take_drafted,
 )
+from warpsmith.backend.cores import usable_cores
 from warpsmith.backend.reference import ops
-from warpsmith.backend.reference.mixers import Buffers, ChunkMixer, LayerState, TreeMixer
+from warpsmith.backend.reference.mixers import BatchMixer, Buffers, ChunkMixer, LayerState, Mixer, TreeMixer
+from warpsmith.backend.rows import HostRows
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.blocks import dequantize
 from warpsmith.checkpoint.canonical import Tensor
@@ -42,7 +50,7 @@ def project_chunk(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 class ReferenceState(State):
-    """Per-layer memory, and the last forward's rows until one of its paths is committed."""
+    """Per-layer memory, and the last tree's rows until one of its paths is committed."""
 
     def __init__(self, config: Config, context: int, dtype: np.dtype) -> None:
         self.length, self.context = 0, context
@@ -69,18 +77,28 @@ class ReferenceBackend(Backend):
         self.plan = forward_plan(config)
         self.mtp_plan = mtp_plan(config) if config.mtp_layers else []
         self._weights: dict[str, np.ndarray] = {}
+        width, c = self.dtype.itemsize, config
+        states = c.value_heads * c.key_head_dim * c.value_head_dim + (c.conv_kernel - 1) * c.conv_channels
+        self._recurrent_bytes = len(c.recurrent_layers) * states * width
+        self._kv_bytes = 2 * (len(c.attention_layers) + c.mtp_layers) * c.kv_heads * c.head_dim * width  # of a token
 
     # -- the contract ---------------------------------------------------------------------------------------------
 
-    def memory(self, context: int) -> list[MemoryPart]:
-        c, width = self.config, self.dtype.itemsize
-        kv_layers = len(c.attention_layers) + c.mtp_layers
-        state = c.value_heads * c.key_head_dim * c.value_head_dim + (c.conv_kernel - 1) * c.conv_channels
+    @property
+    def settings(self) -> dict[str, int | str]:
+        return {"device": self.name, "type": self.dtype.name, "n_threads": usable_cores()}
+
+    def memory(self, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
+        weights = sum(t.elements for t in self.tensors.values()) * self.dtype.itemsize
         return [
-            MemoryPart("weights", sum(t.elements for t in self.tensors.values()) * width),
-            MemoryPart("keys and values", 2 * kv_layers * context * c.kv_heads * c.head_dim * width),
-            MemoryPart("DeltaNet states", len(c.recurrent_layers) * state * width),
+            MemoryPart("weights", weights),
+            MemoryPart("keys and values", sequences * context * self._kv_bytes),
+            MemoryPart("DeltaNet states", sequences * self._recurrent_bytes),
+            MemoryPart("snapshots", snapshots),
         ]
+
+    def snapshot_bytes(self, length: int) -> int:
+        return length * self._kv_bytes + self._recurrent_bytes
 
     def new_state(self, context: int) -> ReferenceState:
         return ReferenceState(self.config, context, self.dtype)
@@ -92,7 +110,7 @@ class ReferenceBackend(Backend):
             raise BadRequest("There is nothing to prefill.", "Pass at least one token.")
         check_tokens(self.config, tokens)
         check_room(state, len(tokens))
-        state.pending = None
+        state.drafted = state.pending = None
         parts: list[Output] = []
         # chunk by chunk through the whole model, so that a split at a chunk boundary changes nothing
         for start in range(0, len(tokens), PREFILL_CHUNK):
@@ -102,23 +120,24 @@ class ReferenceBackend(Backend):
             rows = slice(None) if want.every_row else slice(-1, None) if last else slice(0)
             parts.append(self._run(self.plan, {"tokens": chunk}, mixer, project_chunk, want, rows))
             state.length += len(chunk)
-        return _concatenate(parts)
+        return join_outputs(parts)
 
-    def forward(self, state: State, tree: Tree, want: Want = ARGMAX) -> Output:
-        assert isinstance(state, ReferenceState)
-        check_tokens(self.config, tree.tokens)
-        check_room(state, int(tree.depths().max()) + 1)
-        state.pending = TreeMixer(self.config, state.layers, state.length, tree)
-        return self._run(self.plan, {"tokens": tree.tokens}, state.pending, project_rows, want, slice(None))
+    def forward(self, batch: Batch, want: Want = ARGMAX) -> Output:
+        check_batch(self, batch)
+        mixers = []
+        for state, tree in batch:
+            assert isinstance(state, ReferenceState)
+            state.pending = TreeMixer(self.config, state.layers, state.length, tree)
+            mixers.append(state.pending)
+        tokens = np.concatenate([tree.tokens for _, tree in batch])
+        output = self._run(self.plan, {"tokens": tokens}, BatchMixer(mixers), project_rows, want, slice(None))
+        return keep_drafted(batch, output)
 
     def commit(self, state: State, path: Sequence[int]) -> None:
         assert isinstance(state, ReferenceState)
-        pending, nodes = state.pending, list(path)
-        if pending is None:
-            raise BadRequest("There is no forward pass to commit.", "Call forward first; each is committed once.")
-        if not nodes or nodes != pending.tree.path(nodes[-1]):
-            raise BadRequest(f"{nodes} is not a path of the tree from its root.")
-        pending.commit(nodes)
+        nodes = take_drafted(state, path)
+        assert state.pending is not None
+        state.pending.commit(nodes)
         state.pending = None
         state.length += len(nodes)
 
@@ -133,11 +152,12 @@ class ReferenceBackend(Backend):
 
     def restore(self, state: State, snapshot: Snapshot) -> None:
         assert isinstance(state, ReferenceState)
+        check_snapshot(state, snapshot)
         for i, saved in snapshot.data.items():
             layer = state.layers[i]
             layer.keys[: len(saved.keys)], layer.values[: len(saved.values)] = saved.keys, saved.values
             layer.conv, layer.delta = saved.conv.copy(), saved.delta.copy()
-        state.length, state.pending = snapshot.length, None
+        state.length, state.drafted, state.pending = snapshot.length, None, None
 
     def embed(self, tokens: Sequence[int]) -> np.ndarray:
         ids = np.asarray(tokens, dtype=np.int32)
@@ -179,7 +199,7 @@ class ReferenceBackend(Backend):
         self,
         plan: list[Stage],
         buffers: Buffers,
-        mixer: ChunkMixer | TreeMixer,
+        mixer: Mixer,
         project: Project,
         want: Want,
         rows: slice,
@@ -198,12 +218,12 @@ class ReferenceBackend(Backend):
             head = self.weight(plan[-1].weights["head"])
             output = output_from_logits(project(hidden[rows], head).astype(np.float32), want)
         if want.features:
-            output.features = np.concatenate([features[i] for i in want.features], axis=1)
+            output.features = HostRows(np.concatenate([features[i] for i in want.features], axis=1))
         if want.hidden:
-            output.hidden = hidden.astype(np.float32)
+            output.hidden = HostRows(hidden.astype(np.float32))
         return output
 
-    def _stage(self, stage: Stage, b: Buffers, mixer: ChunkMixer | TreeMixer, project: Project) -> None:
+    def _stage(self, stage: Stage, b: Buffers, mixer: Mixer, project: Project) -> None:
         w = {role: self.weight(name) for role, name in stage.weights.items() if role != "embedding"}
         eps = self.config.eps
         match stage.op:
@@ -249,13 +269,3 @@ class ReferenceBackend(Backend):
         if name not in self._weights:
             self._weights[name] = np.ascontiguousarray(self.tensors[name].float32(), dtype=self.dtype)
         return self._weights[name]
-
-
-def _concatenate(parts: list[Output]) -> Output:
-    """One output from those of consecutive chunks."""
-
-    def join(name: str) -> np.ndarray | None:
-        arrays = [a for p in parts if (a := getattr(p, name)) is not None]
-        return np.concatenate(arrays) if arrays else None
-
-    return Output(**{name: join(name) for name in Output.__dataclass_fields__})

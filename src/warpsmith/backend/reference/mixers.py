@@ -1,12 +1,14 @@
 """The two stages of a layer that look at other tokens: convolution + DeltaNet, and attention.
 
 Everything else in a forward pass works row by row. A mixer either runs a chunk of consecutive tokens and writes the
-state (prefill), or the nodes of a tree, each on its own ancestors and none on the state (forward).
+state (prefill), or the nodes of trees, each on its own ancestors and none on the state (forward).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -76,6 +78,14 @@ def attention_inputs(
         for x, w in ((q, weights["q_norm"]), (k, weights["k_norm"]))
     )
     return q, k, v, gate.reshape(count, -1)
+
+
+class Mixer(Protocol):
+    """Each returns what the layer's output projection reads, one row a token."""
+
+    def delta(self, layer: int, buffers: Buffers, weights: Weights) -> np.ndarray: ...
+
+    def attention(self, layer: int, buffers: Buffers, weights: Weights) -> np.ndarray: ...
 
 
 class ChunkMixer:
@@ -156,3 +166,23 @@ class TreeMixer:
                 state.conv = np.concatenate([state.conv, rows["qkv"][path]])[len(path) :]
                 for node in path:
                     state.delta, _ = ops.delta_step(state.delta, *self.inputs[layer].row(node))
+
+
+class BatchMixer:
+    """Trees of several sequences, one after another: each sees its own rows alone."""
+
+    def __init__(self, mixers: Sequence[TreeMixer]) -> None:
+        self.mixers = mixers
+
+    def delta(self, layer: int, buffers: Buffers, weights: Weights) -> np.ndarray:
+        return np.concatenate([mixer.delta(layer, own, weights) for mixer, own in self._apart(buffers)])
+
+    def attention(self, layer: int, buffers: Buffers, weights: Weights) -> np.ndarray:
+        return np.concatenate([mixer.attention(layer, own, weights) for mixer, own in self._apart(buffers)])
+
+    def _apart(self, buffers: Buffers) -> Iterator[tuple[TreeMixer, Buffers]]:
+        start = 0
+        for mixer in self.mixers:
+            end = start + len(mixer.tree)
+            yield mixer, {name: rows[start:end] for name, rows in buffers.items()}
+            start = end

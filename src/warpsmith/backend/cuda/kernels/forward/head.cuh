@@ -1,0 +1,129 @@
+// The end of a forward pass: the LM head and the choice of the next token.
+#pragma once
+#include "forward/matmul.cuh"
+#include "sample/ranked.cuh"
+
+// Where a token is drawn, an SM keeps its logits (see sample.cuh).
+__device__ __forceinline__ Candidates& candidates(const Block& b) { return *(Candidates*)(b.scratch + MIX_AT); }
+__device__ __forceinline__ int own_logits(const Block& b) {
+    return min(first_of(HEAD_TILES, b.sm + 1) * WIDE, VOCAB) - first_of(HEAD_TILES, b.sm) * WIDE;
+}
+
+// Bias, then penalties, as the sampler's `penalise`; and the best of each warp after them. All logits are there.
+__device__ __forceinline__ void penalise_own(Block& b) {
+    b.begin_stage();
+    Candidates& c = candidates(b);
+    const Draw& d = *b.draw;
+    const int first = first_of(HEAD_TILES, b.sm) * WIDE, count = own_logits(b), drawn = b.length - b.r.length;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < d.biased; i += CONSUMERS) {
+        const int2 bias = __ldg(d.biases + i);
+        const int at = bias.x - first;
+        if (at >= 0 && at < count) c.own[at] = c.own[at] + __int_as_float(bias.y);
+    }
+    if (d.last_n != 0) {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < count; i += CONSUMERS) c.count[i] = 0;
+        b.sync();
+        const int end = d.windowed + drawn;
+#pragma unroll 1
+        for (int i = (d.last_n < 0 ? 0 : max(0, end - d.last_n)) + threadIdx.x; i < end; i += CONSUMERS) {
+            const int at = (i < d.windowed ? __ldg(d.window + i) : b.s.drawn[i - d.windowed]) - first;
+            if (at >= 0 && at < count) atomicAdd(&c.count[at], 1);
+        }
+    }
+    b.sync();
+    u64 best = 0;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count; i += CONSUMERS) {
+        float logit = c.own[i];
+        if (d.last_n != 0 && c.count[i] > 0) logit = penalised(d, logit, c.count[i]);
+        logit += 0.0f;  // no -0, which is 0 to the sampler
+        c.own[i] = logit;
+        best = best_of(best, ranked(logit, first + i));
+    }
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) best = best_of(best, __shfl_xor_sync(~0u, best, step));
+    if (b.lane == 0) b.s.best[b.warp] = best;
+    b.sync();
+}
+
+// Logits of every token, the best of which is kept; written out if asked.
+__device__ __forceinline__ void begin_head(Block& b) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < larger(NODES, WARPS); i += CONSUMERS) b.s.best[i] = 0;
+}
+
+__device__ __forceinline__ void rank_logits(Block& b, bool live, int row, int token, float4 logits) {
+    const float logit[4] = {logits.x, logits.y, logits.z, logits.w};
+    u64 best = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (live && row + i < VOCAB) {
+            best = best_of(best, ranked(logit[i], row + i));
+            if (b.r.want_logits) b.p.out_logits[(size_t)token * VOCAB + row + i] = logit[i];
+        }
+    if constexpr (SAMPLES)
+        if (live && b.draw->sampled) *(float4*)(candidates(b).own + (row - first_of(HEAD_TILES, b.sm) * WIDE)) = logits;
+    // One token: several warps have some of its rows. Several: a token's lanes are one warp's.
+#pragma unroll
+    for (int step = 1; step < (NODES == 1 ? 2 : 4 * TILES_AT_ONCE); step *= 2)
+        best = best_of(best, __shfl_xor_sync(~0u, best, step));
+    u64* kept = NODES == 1 ? &b.s.best[b.warp] : &b.s.best[token];
+    if (live && b.lane % (4 * TILES_AT_ONCE) == 0) *kept = best_of(*kept, best);
+}
+
+__device__ __forceinline__ void end_head(Block& b, const float* norm_weight) {
+    b.sync();
+    if constexpr (SAMPLES)
+        if (b.draw->sampled) penalise_own(b);
+#pragma unroll 1
+    for (int token = threadIdx.x; token < b.nodes; token += CONSUMERS) {
+        u64 best = b.s.best[token];
+        if (NODES == 1) {
+#pragma unroll
+            for (int w = 1; w < WARPS; w++) best = best_of(best, b.s.best[w]);
+        }
+        publish8(b.words(BEST_PHASE, token, BEST_AT) + b.sm * 2, b.other(BEST_PHASE), best ? ~(u32)best : 0,
+                 (u32)(best >> 32));
+    }
+    if (b.r.want_hidden) {  // x after the final norm: each SM its own rows
+        const OwnTiles own(b.sm);
+        const int rows = own.count * NARROW;
+#pragma unroll 1
+        for (int item = threadIdx.x; item < b.nodes * rows; item += CONSUMERS) {
+            const int token = item / rows, tile = item % rows / NARROW, row = item % NARROW,
+                      at = (own.first + tile) * NARROW + row;
+            b.p.out_hidden[(size_t)token * HIDDEN + at] =
+                b.s.residual[tile][token][row] * inverse_rms(b, token) * __ldg(norm_weight + at);
+        }
+    }
+}
+
+// The best of all SMs, a warp a token; known to every thread of the block afterwards (in s.token).
+__device__ __forceinline__ void choose_greedy(Block& b) {
+    constexpr int EACH = (SMS + 31) / 32;
+#pragma unroll 1
+    for (int token = b.warp; token < b.nodes; token += WARPS) {
+        const u32* from = b.words(BEST_PHASE, token, BEST_AT);
+        uint2 got[EACH];
+        Watchdog dog;
+        bool came;
+        do {
+            came = true;
+#pragma unroll
+            for (int i = 0; i < EACH; i++) got[i] = load8(from + min(i * 32 + b.lane, SMS - 1) * 2);
+#pragma unroll
+            for (int i = 0; i < EACH; i++) came &= got[i].x != NOT_YET;
+            dog.check();
+        } while (!came);
+        __syncwarp();
+        u64 best = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) best = best_of(best, (u64)got[i].y << 32 | (u32)~got[i].x);
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) best = best_of(best, __shfl_xor_sync(~0u, best, step));
+        if (b.lane == 0) b.s.token[token] = (int)~(u32)best;
+    }
+    b.sync();
+}

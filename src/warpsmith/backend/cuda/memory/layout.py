@@ -1,0 +1,121 @@
+"""Where everything lies on the device: the host's view of `shape.cuh`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from warpsmith.backend.cuda.memory.exchange import Exchange
+from warpsmith.backend.cuda.schedule import Schedule
+from warpsmith.backend.cuda.shape import CANDIDATES, COLUMNS, HEAD_DIM, HISTORY, MAX_OWN_LOGITS, STATE_DIM, WIDE
+from warpsmith.backend.cuda.weights.stream import WeightStream
+from warpsmith.backend.tree import MAX_NODES
+from warpsmith.model.config import Config
+from warpsmith.model.weights import expected_shapes
+
+MAX_BIASES = 4096  # of a launch that samples
+
+
+class Layout:
+    """Sizes and offsets for one model on one number of SMs. `stored` has the types of its tensors in the file, BF16
+    where nothing is said."""
+
+    def __init__(self, config: Config, sms: int, stored: Mapping[str, str] | None = None) -> None:
+        self.config, self.sms = config, sms
+        self.schedule = Schedule(config, sms)
+        self.stream = WeightStream(self.schedule, stored or {})
+        c = config
+        self.blocks = c.value_dim // COLUMNS
+        self.splits = 128 // c.kv_heads
+        self.delta_layers = len(c.recurrent_layers)
+        self.attention_layers = len(c.attention_layers)
+
+    @property
+    def vector_bytes(self) -> int:
+        shapes = expected_shapes(self.config)
+        return sum(math.prod(shapes[name]) for name in self.schedule.vectors()) * 4
+
+    def vector_start(self, name: str) -> int:
+        """Floats before a vector."""
+        names, shapes = self.schedule.vectors(), expected_shapes(self.config)
+        return sum(math.prod(shapes[n]) for n in names[: names.index(name)])
+
+    def rope_bytes(self, context: int) -> int:
+        return (64 + context // 64 + 1) * (self.config.rotary_dim // 2) * 8
+
+    def rope_table(self, context: int) -> np.ndarray:
+        return rope_table(self.config, context)
+
+    # -- exchanges ------------------------------------------------------------------------------------------------
+
+    @property
+    def exchange(self) -> Exchange:
+        return self.schedule.exchange
+
+    @property
+    def parts_bytes(self) -> int:
+        """Attention's means of every split, in fp16."""
+        return MAX_NODES * self.config.heads * self.splits * HEAD_DIM * 2
+
+    @property
+    def samples(self) -> bool:
+        """Whether an SM has room for its logits while a token is sampled (see candidates.cuh)."""
+        return -(-self.schedule.head.tiles // self.sms) * WIDE <= MAX_OWN_LOGITS
+
+    @property
+    def list_bytes(self) -> int:
+        """What SMs tell each other while a token is sampled: records of 16 bytes (see sample.cuh)."""
+        return 16 * (1 + self.sms * (1 + CANDIDATES))
+
+    def sampler_bytes(self, context: int) -> int:
+        return self.list_bytes + context * 4 + MAX_BIASES * 8
+
+    # -- per sequence, in bytes -----------------------------------------------------------------------------------
+
+    @property
+    def delta_bytes(self) -> int:
+        return self.delta_layers * self.blocks * COLUMNS * STATE_DIM * 4
+
+    @property
+    def history_bytes(self) -> int:
+        return self.delta_layers * HISTORY * self.config.conv_channels * 4
+
+    @property
+    def caches(self) -> int:
+        """Key heads of all layers, each with a contiguous cache of its own."""
+        return self.attention_layers * self.config.kv_heads
+
+    def cache_bytes(self, context: int) -> int:
+        """Keys, or values."""
+        return self.caches * context * HEAD_DIM * 2
+
+    def pending_bytes(self) -> dict[str, int]:
+        nodes = self.delta_layers * MAX_NODES * 4
+        rows = nodes * self.blocks
+        kv = self.attention_layers * self.config.kv_heads * MAX_NODES * HEAD_DIM * 2
+        return {
+            "pending_raw": nodes * self.config.conv_channels,
+            "pending_key": nodes * self.config.key_heads * STATE_DIM,
+            "pending_write": rows * COLUMNS,
+            "pending_fade": rows,
+            "pending_keys": kv,
+            "pending_values": kv,
+            "branch_state": self.blocks * MAX_NODES * COLUMNS * STATE_DIM * 4,
+        }
+
+    # -- for the kernels ------------------------------------------------------------------------------------------
+
+    def headers(self) -> dict[str, str]:
+        """Generated ones, by the names they are included by."""
+        return {"schedule.cuh": self.schedule.header(), "stream.cuh": self.stream.header()}
+
+
+def rope_table(config: Config, context: int) -> np.ndarray:
+    """cos and sin of a position's low six bits [64, 32], then of the rest [context / 64 + 1, 32]."""
+    half = config.rotary_dim // 2
+    frequencies = config.rope_theta ** (-np.arange(half, dtype=np.float64) / half)
+    positions = np.concatenate([np.arange(64), np.arange(context // 64 + 1) * 64]).astype(np.float64)
+    angles = positions[:, None] * frequencies
+    return np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)

@@ -1,0 +1,66 @@
+"""What a model takes on the device, part by part, and whether it fits: decided before anything is loaded."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from warpsmith.backend.base import MemoryPart
+from warpsmith.backend.cuda.memory.layout import Layout
+from warpsmith.backend.cuda.shape import MAX_FEATURES
+from warpsmith.backend.cuda.top import top_bytes
+from warpsmith.backend.cuda.weights.loading import STAGING_BYTES
+from warpsmith.backend.tree import MAX_NODES
+from warpsmith.errors import DoesNotFit
+
+DRIVER_BYTES = 128 << 20  # room left for the kernels' code and local memory, and for rounded-up allocations
+
+
+class Sized(Protocol):
+    def pending_bytes(self) -> Mapping[str, int]: ...
+
+
+def pending_bytes(layout: Sized) -> dict[str, int]:
+    """What a sequence keeps of its last tree until a path of that is committed: all but what only the pass needs."""
+    return {name: nbytes for name, nbytes in layout.pending_bytes().items() if name != "branch_state"}
+
+
+def memory_parts(layout: Layout, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
+    """The weights, as many sequences of `context` tokens, bytes of snapshots, and everything a forward pass writes."""
+    c = layout.config
+    states = 2 * (layout.delta_bytes + layout.history_bytes)  # and the copy that decoding can go back to
+    exchanges = layout.exchange.bytes + layout.parts_bytes + layout.pending_bytes()["branch_state"]
+    outputs = MAX_NODES * 4 * (c.vocab + c.hidden * (1 + MAX_FEATURES))
+    outputs += layout.sampler_bytes(context) + sum(top_bytes().values())
+    tables = layout.rope_bytes(context) + STAGING_BYTES
+    return [
+        MemoryPart("weights", layout.stream.bytes + layout.stream.embedding_bytes + layout.vector_bytes),
+        MemoryPart("keys and values", sequences * 2 * layout.cache_bytes(context)),
+        MemoryPart("DeltaNet states", sequences * states),
+        MemoryPart("rows of a tree", sequences * sum(pending_bytes(layout).values())),
+        MemoryPart("snapshots", snapshots),
+        MemoryPart("scratch", exchanges + outputs + tables),
+        MemoryPart("driver", DRIVER_BYTES),
+    ]
+
+
+def check_fit(layout: Layout, context: int, free: int, device: str) -> None:
+    refuse_what_does_not_fit(lambda tokens: memory_parts(layout, tokens), context, free, device)
+
+
+def refuse_what_does_not_fit(parts: Callable[[int], list[MemoryPart]], context: int, free: int, device: str) -> None:
+    """Refuse what does not fit into `free` bytes of `device`, with the numbers and with what would fit."""
+
+    def needed(tokens: int) -> int:
+        return sum(part.nbytes for part in parts(tokens))
+
+    if needed(context) <= free:
+        return
+    listing = ", ".join(f"{p.what} {p.nbytes / 2**30:.2f}" for p in parts(context))
+    fitting = bisect_right(range(context), free, key=needed) - 1
+    raise DoesNotFit(
+        f"A context of {context} tokens needs {needed(context) / 2**30:.2f} GiB ({listing}), and {device} has "
+        f"{free / 2**30:.2f} GiB free.",
+        f"A context of {fitting} would fit (-c {fitting})." if fitting > 1 else "Use a smaller model, or --device cpu.",
+    )
