@@ -48,7 +48,8 @@ def _folder() -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     (folder / "machine.h").write_text((HERE / "machine.h").read_text())
-    (folder / "common" / "ptx.cuh").write_text((HERE / "ptx.cuh").read_text())
+    for name in ("ptx.cuh", "wgmma.cuh"):
+        (folder / "common" / name).write_text((HERE / name).read_text())
     return folder
 
 
@@ -205,9 +206,13 @@ class Driver:
 def emulated_gpu(sms: int, variants: tuple[int, ...]) -> Iterator[Driver]:
     """A machine with a GPU of so many SMs; the kernel is built for trees of these sizes."""
     driver = Driver(sms)
+    _folder()  # once, before several threads build
     with (
         mock.patch("warpsmith.backend.cuda.memory.driver._bindings", return_value=driver),
         mock.patch("warpsmith.backend.cuda.backend.build", build),
+        mock.patch("warpsmith.backend.cuda.large.backend.build", build),
+        mock.patch("warpsmith.backend.cuda.large.backend.target", return_value="sm_90a"),
+        mock.patch("warpsmith.backend.cuda.large.backend.VARIANTS", variants),
         mock.patch("warpsmith.backend.cuda.backend.VARIANTS", variants),
         mock.patch("warpsmith.backend.cuda.backend.target", return_value="sm_90a"),
     ):

@@ -22,6 +22,7 @@
 #define __constant__
 #define __grid_constant__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __shared__ static
 #define __align__(n) __attribute__((aligned(n)))
@@ -46,8 +47,8 @@ struct Warp {
 struct Block {
     std::vector<unsigned char> shared;
     std::vector<Warp> warps;
-    int waiting[2] = {0, 0};
-    unsigned long generation[2] = {0, 0};
+    int waiting[3] = {0, 0, 0};
+    unsigned long generation[3] = {0, 0, 0};
 };
 struct Fiber {
     void* stack_pointer = nullptr;
@@ -318,6 +319,12 @@ inline T atomicAdd(T* at, T v) {
 inline int atomicExch(int* at, int v) {
     const int old = *at;
     *at = v;
+    return old;
+}
+template <class T>
+inline T atomicMax(T* at, T v) {
+    const T old = *at;
+    if (v > old) *at = v;
     return old;
 }
 inline int min(int a, int b) { return a < b ? a : b; }

@@ -98,6 +98,9 @@ inline uint2 load8(const void* at) { return *(const uint2*)at; }
 inline u32 load4(const void* at) { return *(const u32*)at; }
 
 template <int COUNT>
+inline void sync_with_reducers() { machine::barrier(2, COUNT); }
+inline void fence_gpu() {}
+template <int COUNT>
 inline void sync_threads() { machine::barrier(1, COUNT); }
 
 // --- arithmetic -----------------------------------------------------------------------------------------------------
@@ -188,6 +191,7 @@ inline uint2 load_shared8(u32 address) { return *(const uint2*)shared_pointer(ad
 inline u32 load_shared4(u32 address) { return *(const u32*)shared_pointer(address); }
 inline u32 load_shared2(u32 address) { return *(const u16*)shared_pointer(address); }
 
+inline int uniform(int v) { return __shfl_sync(~0u, v, 0); }
 inline bool everywhere(bool here) { return __all_sync(~0u, here); }
 inline float warp_sum(float v) {
     for (int step = 1; step < 32; step *= 2) v += __shfl_xor_sync(~0u, v, step);

@@ -65,7 +65,7 @@ class Device:
 
 _CACHES = ("cache_type_k", "cache_type_v")
 DEVICES = (  # as `auto` tries them
-    Device("cuda", "CudaBackend", ("f16",), offers=("context", "progress"), own_memory=True),
+    Device("cuda", "open_backend", ("f16",), offers=("context", "progress"), own_memory=True),
     Device("cpu", "CpuBackend", ("f16", "f32", "q8_0"), ("threads", "cpu_features", *_CACHES), offers=("progress",)),
     Device("reference", "ReferenceBackend", ("f32",)),
 )

@@ -314,7 +314,8 @@ class CudaBackend(Backend):
         """Every SM reads its stream and does nothing with it; the median of nine times."""
         image = build("weights/stream.cu", self.architecture, {})
         kernel = self.device.load(image).kernel("read_stream", READ_AHEAD)
-        ends = self.device.upload(np.append(self.layout.stream.start, self.layout.stream.bytes).astype(np.uint64))
+        bounds = self._stream_bounds()
+        ends = self.device.upload(bounds.astype(np.uint64))
         request = Stream(bytes=self.stream.pointer, start=ends.pointer)
         begin, end = Event(self.device), Event(self.device)
         times = []
@@ -324,7 +325,11 @@ class CudaBackend(Backend):
             end.record()
             end.wait()
             times.append(end.seconds_since(begin))
-        return self.layout.stream.bytes / median(times[1:])
+        return int(bounds[-1]) / median(times[1:])
+
+    def _stream_bounds(self) -> np.ndarray:
+        """Where each SM's stream begins, and where the last one's ends."""
+        return np.append(self.layout.stream.start, self.layout.stream.bytes)
 
     def _reset_parts(self) -> None:
         self.parts.fill_starts(NOT_YET, 1, self.parts.nbytes // 4)

@@ -46,12 +46,7 @@ class Layout:
         return (64 + context // 64 + 1) * (self.config.rotary_dim // 2) * 8
 
     def rope_table(self, context: int) -> np.ndarray:
-        """cos and sin of a position's low six bits [64, 32], then of the rest [context / 64 + 1, 32]."""
-        half = self.config.rotary_dim // 2
-        frequencies = self.config.rope_theta ** (-np.arange(half, dtype=np.float64) / half)
-        positions = np.concatenate([np.arange(64), np.arange(context // 64 + 1) * 64]).astype(np.float64)
-        angles = positions[:, None] * frequencies
-        return np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
+        return rope_table(self.config, context)
 
     # -- exchanges ------------------------------------------------------------------------------------------------
 
@@ -115,3 +110,12 @@ class Layout:
     def headers(self) -> dict[str, str]:
         """Generated ones, by the names they are included by."""
         return {"schedule.cuh": self.schedule.header(), "stream.cuh": self.stream.header()}
+
+
+def rope_table(config: Config, context: int) -> np.ndarray:
+    """cos and sin of a position's low six bits [64, 32], then of the rest [context / 64 + 1, 32]."""
+    half = config.rotary_dim // 2
+    frequencies = config.rope_theta ** (-np.arange(half, dtype=np.float64) / half)
+    positions = np.concatenate([np.arange(64), np.arange(context // 64 + 1) * 64]).astype(np.float64)
+    angles = positions[:, None] * frequencies
+    return np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)

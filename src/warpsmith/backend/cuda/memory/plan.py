@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from warpsmith.backend.base import MemoryPart
 from warpsmith.backend.cuda.memory.layout import Layout
@@ -15,7 +17,11 @@ from warpsmith.errors import DoesNotFit
 DRIVER_BYTES = 128 << 20  # room left for the kernels' code and local memory, and for rounded-up allocations
 
 
-def pending_bytes(layout: Layout) -> dict[str, int]:
+class Sized(Protocol):
+    def pending_bytes(self) -> Mapping[str, int]: ...
+
+
+def pending_bytes(layout: Sized) -> dict[str, int]:
     """What a sequence keeps of its last tree until a path of that is committed: all but what only the pass needs."""
     return {name: nbytes for name, nbytes in layout.pending_bytes().items() if name != "branch_state"}
 
@@ -40,14 +46,18 @@ def memory_parts(layout: Layout, context: int, sequences: int = 1, snapshots: in
 
 
 def check_fit(layout: Layout, context: int, free: int, device: str) -> None:
+    refuse_what_does_not_fit(lambda tokens: memory_parts(layout, tokens), context, free, device)
+
+
+def refuse_what_does_not_fit(parts: Callable[[int], list[MemoryPart]], context: int, free: int, device: str) -> None:
     """Refuse what does not fit into `free` bytes of `device`, with the numbers and with what would fit."""
 
     def needed(tokens: int) -> int:
-        return sum(part.nbytes for part in memory_parts(layout, tokens))
+        return sum(part.nbytes for part in parts(tokens))
 
     if needed(context) <= free:
         return
-    listing = ", ".join(f"{p.what} {p.nbytes / 2**30:.2f}" for p in memory_parts(layout, context))
+    listing = ", ".join(f"{p.what} {p.nbytes / 2**30:.2f}" for p in parts(context))
     fitting = bisect_right(range(context), free, key=needed) - 1
     raise DoesNotFit(
         f"A context of {context} tokens needs {needed(context) / 2**30:.2f} GiB ({listing}), and {device} has "

@@ -6,13 +6,14 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import cycle
+from typing import Protocol
 
 import numpy as np
 
 from warpsmith.backend.cuda.memory.driver import Buffer, Device, Event, Kernel, Pinned
 from warpsmith.backend.cuda.structures import Pack
-from warpsmith.backend.cuda.weights.formats import Format
 from warpsmith.backend.cuda.weights.stream import EMBEDDING, WeightStream
+from warpsmith.checkpoint.blocks import BlockType
 from warpsmith.checkpoint.canonical import Tensor
 
 STAGING_BYTES = 16 << 20
@@ -20,6 +21,15 @@ STAGING_BYTES = 16 << 20
 Progress = Callable[[int, int], object]  # hears of bytes done and bytes in all
 
 log = logging.getLogger(__name__)
+
+
+class Held(Protocol):
+    """How rows are handed to the device."""
+
+    @property
+    def type(self) -> BlockType: ...
+
+    def convert(self, stored: BlockType, rows: np.ndarray) -> np.ndarray: ...
 
 
 def load_weights(
@@ -38,7 +48,7 @@ def load_weights(
     staging = device.allocate(STAGING_BYTES)
     starts = device.upload(planned.part_start.astype(np.uint64))
     dealt = device.upload(np.array([planned.first_tiles[h.stage.names[-1]] for h in planned.parts], dtype=np.int32))
-    rows = _Rows(device, sum(held_bytes(*each) for each in copied), progress)
+    rows = StagedRows(device, sum(held_bytes(*each) for each in copied), progress)
     for number, held in enumerate(planned.parts):
         for piece in held.part.pieces:
             for first, count, buffer, nbytes in rows.of(tensors[piece.tensor], held.format):
@@ -68,14 +78,14 @@ def load_weights(
     return stream, embedding
 
 
-class _Rows:
+class StagedRows:
     """The host copies rows out of the file into one pinned buffer while the device fetches them from the other."""
 
     def __init__(self, device: Device, total: int, progress: Progress | None) -> None:
         self.buffers = cycle([(Pinned(device, np.uint8, STAGING_BYTES), Event(device)) for _ in range(2)])
         self.total, self.done, self.progress = total, 0, progress
 
-    def of(self, tensor: Tensor, held: Format) -> Iterator[tuple[int, int, Pinned, int]]:
+    def of(self, tensor: Tensor, held: Held) -> Iterator[tuple[int, int, Pinned, int]]:
         """(first row, rows, buffer they are in, bytes): some rows of a tensor at a time, in the blocks of the format
         they are held in. Whoever takes them has queued their copy when he asks for more."""
         raw = tensor.raw()
@@ -92,11 +102,11 @@ class _Rows:
                 self.progress(self.done, self.total)
 
 
-def held_bytes(tensor: Tensor, held: Format) -> int:
+def held_bytes(tensor: Tensor, held: Held) -> int:
     return tensor.elements // held.type.elems * held.type.bytes
 
 
-def warn_of_widened(copied: Iterable[tuple[Tensor, Format]]) -> None:
+def warn_of_widened(copied: Iterable[tuple[Tensor, Held]]) -> None:
     """Say which tensors grow: those whose type no format is for, or that share row tiles with another type."""
     kinds = Counter((t.type.name, held.type.name) for t, held in copied if held_bytes(t, held) > t.nbytes)
     for (kind, held), count in kinds.items():

@@ -191,6 +191,13 @@ __device__ __forceinline__ void sync_threads() {
     asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory");
 }
 
+// The same at a second barrier.
+template <int COUNT>
+__device__ __forceinline__ void sync_with_reducers() { asm volatile("bar.sync 2, %0;" ::"n"(COUNT) : "memory"); }
+
+// What this thread has written before is seen by other SMs before what it writes afterwards.
+__device__ __forceinline__ void fence_gpu() { __threadfence(); }
+
 // --- arithmetic -----------------------------------------------------------------------------------------------------
 
 // acc (16 x 8) += a (16 x 16, bf16) * b (16 x 8, bf16).
@@ -279,6 +286,9 @@ __device__ __forceinline__ u32 load_shared2(u32 address) {
     asm volatile("ld.shared.u16 %0, [%1];" : "=r"(v) : "r"(address));
     return v;
 }
+
+// The same number in every lane, which the compiler then knows: it may keep it in a register of the whole warp.
+__device__ __forceinline__ int uniform(int v) { return (int)__reduce_max_sync(~0u, (unsigned)v); }
 
 // True when it is in every lane. Polling until then keeps the warp together.
 __device__ __forceinline__ bool everywhere(bool here) { return __all_sync(~0u, here); }

@@ -1,0 +1,164 @@
+// The activations-first forward pass: what the host fixes when it builds, and what follows from it.
+//
+// Given with -D: HIDDEN FFN VOCAB LAYERS HEADS KV_HEADS KEY_HEADS VALUE_HEADS EPS (the model); SLAB_TYPE_MASK
+// EMBEDDING_TYPE (how its weights are stored); GROUP_BLOCKS (superblocks of K that an SM has at most); TABLE_ENTRIES
+// (of the largest table of tiles but the head's); SMS SHARED_MEMORY IN_FLIGHT (the chip); NODES (8, 16 or 24: columns
+// of this build).
+#pragma once
+#include "large/slab.cuh"
+
+constexpr int WARPS = 8, CONSUMERS = 256, REDUCERS = 2, THREADS = 384;
+constexpr int HEAD_DIM = 256, STATE_DIM = 128, BLOCK_K = 256, ROWS = 64;  // ROWS: of a tile of results
+constexpr int KEY_DIM = KEY_HEADS * STATE_DIM, VALUE_DIM = VALUE_HEADS * STATE_DIM,
+              CONV_CHANNELS = 2 * KEY_DIM + VALUE_DIM;
+constexpr int GROUP = HEADS / KV_HEADS, ATTENTION_DIM = HEADS * HEAD_DIM;
+constexpr int Y_DIM = VALUE_DIM > ATTENTION_DIM ? VALUE_DIM : ATTENTION_DIM;
+constexpr int MAX_NODES = 64, HISTORY = 4, COLUMNS = 16, BLOCKS = VALUE_DIM / COLUMNS,
+              BLOCKS_PER_HEAD = STATE_DIM / COLUMNS;
+constexpr int MAX_STOPS = 16, MAX_FEATURES = 8;
+constexpr int OCTETS = NODES / 8;
+// Groups of K of projections from the residual stream, from the mixers and from the MLP's inner activation; rows of
+// stages.
+__host__ __device__ constexpr int groups_of(int k) { return (k / BLOCK_K + GROUP_BLOCKS - 1) / GROUP_BLOCKS; }
+constexpr int HIDDEN_GROUPS = groups_of(HIDDEN), INNER_GROUPS = groups_of(FFN);
+
+__host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+__host__ __device__ constexpr int up(int n, int to) { return (n + to - 1) / to * to; }
+__host__ __device__ constexpr bool has_type(int type) { return SLAB_TYPE_MASK >> type & 1; }
+// Superblocks of a slot of the ring, for 64 rows.
+__host__ __device__ constexpr int slot_blocks(int type) { return type == SLAB_Q4_K ? 2 : 1; }
+__host__ __device__ constexpr int largest_slot() {
+    int most = 0;
+    for (int t = 0; t < SLAB_TYPES; t++)
+        if (has_type(t)) most = larger(most, slot_blocks(t) * 4 * slab_bytes(t));
+    return most;
+}
+constexpr int SLOT_BYTES = up(largest_slot(), 128);
+
+// Rows of a stage, in the order of its parts; every part begins a tile of 64 rows.
+constexpr int Z_AT = up(CONV_CHANNELS, ROWS), GATES_AT = Z_AT + up(VALUE_DIM, ROWS);  // DeltaNet: qkv | z | beta, alpha
+constexpr int KEYS_AT = up(2 * ATTENTION_DIM, ROWS),
+              VALUES_AT = KEYS_AT + up(KV_HEADS * HEAD_DIM, ROWS);  // q and gate | k | v
+
+constexpr int DELTA_ROWS = GATES_AT + up(2 * VALUE_HEADS, ROWS),
+              ATTENTION_IN_ROWS = VALUES_AT + up(KV_HEADS * HEAD_DIM, ROWS);
+constexpr int RESIDUAL_ROWS = up(HIDDEN, ROWS), MLP_ROWS = up(2 * FFN, ROWS);
+
+// Who has which part of the residual stream: pieces of 8 rows, dealt in order.
+constexpr int PIECES = HIDDEN / 8, OWN_PIECES = (PIECES + SMS - 1) / SMS;
+__device__ __forceinline__ int first_of(int all, int sm) { return (int)((unsigned)all * (unsigned)sm / SMS); }
+
+// Vectors: the small F32 weights, layer after layer.
+constexpr int DELTA_VECTORS = 2 * HIDDEN + 4 * CONV_CHANNELS + 2 * VALUE_HEADS + STATE_DIM,
+              ATTENTION_VECTORS = 2 * HIDDEN + 2 * HEAD_DIM;
+constexpr int MIX_NORM = 0, MLP_NORM = HIDDEN, CONV_AT = 2 * HIDDEN, DT_AT = CONV_AT + 4 * CONV_CHANNELS,
+              A_AT = DT_AT + VALUE_HEADS;
+constexpr int GATED_NORM_AT = A_AT + VALUE_HEADS, Q_NORM_AT = 2 * HIDDEN, K_NORM_AT = Q_NORM_AT + HEAD_DIM;
+
+// Attention: chunks of 64 positions; chunk c of those that all queries share belongs to split c mod SPLITS.
+constexpr int CHUNK = 64, SPLITS = 128 / KV_HEADS, TAILS = 2, PARTS = SPLITS + TAILS;
+
+// --- a thread block's shared memory ---------------------------------------------------------------------------------
+// Activations of a group of superblocks: 16 steps of 16 k, then the sums of 32 k (rounded, rests):
+// [octet][half][token][8] fp16.
+constexpr int STEP_BYTES = NODES * 32, BLOCK_BYTES = 17 * STEP_BYTES, OPERAND_BYTES = GROUP_BLOCKS * BLOCK_BYTES;
+// DeltaNet: two heads' inputs before and after the convolution, rows of value columns, gates.
+constexpr int MIX_UNITS = VALUE_DIM / 8, OWN_UNITS = (MIX_UNITS + SMS - 1) / SMS, OWN_HEADS = (OWN_UNITS + 14) / 16 + 1;
+constexpr int MIX_CHANNELS = OWN_HEADS * 2 * STATE_DIM + OWN_UNITS * 8,
+              MIX_ROW = 2 * MIX_CHANNELS + OWN_UNITS * 8 + OWN_HEADS * 8;
+constexpr int MIX_BYTES = NODES * MIX_ROW * 4;
+// Attention: values of a chunk, rows of queries, scores and weights of some tiles of 16 queries.
+constexpr int QUERY_TILES = NODES == 8 ? (8 * GROUP + 15) / 16 < 4 ? (8 * GROUP + 15) / 16 : 4 : 4,
+              QUERY_ROW = HEAD_DIM / 2 + 4, SCORE_ROW = CHUNK + 4, WEIGHT_ROW = CHUNK + 8;
+constexpr int QUERIES_AT = CHUNK * 512, SCORES_AT = QUERIES_AT + QUERY_TILES * 16 * QUERY_ROW * 4;
+constexpr int WEIGHTS_AT = SCORES_AT + QUERY_TILES * 16 * SCORE_ROW * 4,
+              FACTORS_AT = WEIGHTS_AT + QUERY_TILES * 16 * WEIGHT_ROW * 2;
+constexpr int ATTENTION_BYTES = FACTORS_AT + QUERY_TILES * 16 * 3 * 4;
+constexpr int SCRATCH_BYTES = up(larger(larger(OPERAND_BYTES, MIX_BYTES), ATTENTION_BYTES), 128);
+
+constexpr int SUM_BUFFERS = 2, SUM_BYTES = 2 * 4 * OCTETS * 512;  // of a tile of results: both groups of warps
+
+struct Shared {
+    alignas(16) float residual[NODES][OWN_PIECES * 8];
+    float scale[NODES];    // of a token's sums
+    float inverse[NODES];  // 1 / rms of its residual stream
+    u32 exponent[WARPS][NODES];
+    float squares[OWN_PIECES][NODES];
+    unsigned long long best[NODES];
+    int token[NODES], depth[NODES];
+    int path[NODES][4];                  // a node and its ancestors; -1, -2, ...: committed tokens, newest first
+    short parent[NODES], keeps[NODES];   // whether a node's state is fetched again later
+    signed char ancestor[NODES][NODES];  // by depth
+    u16 tiles[TABLE_ENTRIES];            // of the stage whose sums are at work
+    volatile int stopped;
+    int deepest;
+};
+constexpr int RING_AT = SCRATCH_BYTES, SUMS_AFTER = SUM_BUFFERS * SUM_BYTES,
+              SHARED_STRUCT = up((int)sizeof(Shared), 128);
+constexpr int FREE = SHARED_MEMORY - SCRATCH_BYTES - SUMS_AFTER - SHARED_STRUCT - 512;
+constexpr int SLOTS = FREE / SLOT_BYTES / 2 * 2;  // every slot belongs to one of the two groups of warps
+static_assert(SLOTS >= 2, "no room for the ring");
+constexpr int SUMS_AT = RING_AT + SLOTS * SLOT_BYTES, SHARED_AT = SUMS_AT + SUMS_AFTER,
+              BARRIERS_AT = SHARED_AT + SHARED_STRUCT;
+static_assert(BARRIERS_AT + 8 * (2 * SLOTS + 2 * SUM_BUFFERS + 1) <= SHARED_MEMORY, "shared memory");
+
+// --- arguments (see large.py) ---------------------------------------------------------------------------------------
+struct Stage {
+    int tiles_at, tile_rows, groups, pad;  // where its table of tiles begins; tiles of 64 rows; groups of K
+};
+// What an SM does of a stage: of (tile, superblock) pairs of its group of K, tile by tile, `count` from the first on.
+struct Run {
+    int first_block, blocks;  // the group's superblocks
+    int tile, block, count;   // the first pair, `block` counted from the group's first
+    int result;               // where its first result goes
+    int second, third;        // tiles of rows where the stage's second and third part begin
+    u32 types;                // of the parts, a byte each
+    int pad[3];
+};
+struct Request {
+    int nodes, length, steps, stops, features, want_logits, want_hidden, pad;
+    int tokens[MAX_NODES], parents[MAX_NODES], stop_ids[MAX_STOPS], feature_layers[MAX_FEATURES];
+};
+struct Params {
+    const u8* stream;
+    const u64* stream_start;  // [SMS]
+    const Stage* stages;      // four a layer, then the head
+    const Run* runs;          // [stages][SMS]
+    const u16* tiles;         // a stage's [groups][tile_rows + 1]: where results of a tile of rows begin
+    const u8* recurrent;      // [LAYERS]
+    const u8* embedding;      // the file's rows
+    const float* vectors;
+    const float2* rope;
+    float* delta;
+    float* history;
+    u32* keys;
+    u32* values;
+    long long context;
+    // between SMs
+    u32* counter;        // arrivals
+    float* sums;         // [tile][NODES][64]
+    u16* x;              // bf16 [NODES][HIDDEN]: the residual stream times the next norm's weight
+    float* x_squares;    // [NODES][SMS]
+    u16* y;              // bf16 [NODES][Y_DIM]
+    float* y_squares;    // [NODES][VALUE_DIM / 8]
+    u16* h;              // bf16 [NODES][FFN]
+    u32* queries;        // fp16 [NODES][HEADS][256]
+    u32* parts;          // fp16 [NODES][HEADS][PARTS][256]
+    float2* part_stats;  // [NODES][HEADS][PARTS] {maximum, sum}
+    u64* best;           // [NODES][SMS]
+    // what a commit needs
+    float* pending_raw;
+    float* pending_key;
+    float* pending_write;
+    float* pending_fade;
+    u32* pending_keys;
+    u32* pending_values;
+    float* branch_state;  // [MIX_UNITS][NODES][8][128]
+    // results
+    int* out_tokens;
+    volatile int* out_count;
+    float* out_logits;
+    float* out_features;
+    float* out_hidden;
+    long long* profile;
+};

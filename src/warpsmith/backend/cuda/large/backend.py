@@ -1,0 +1,187 @@
+"""The activations-first forward pass behind the contract: the weights' place, launches, commits."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
+
+import numpy as np
+
+from warpsmith.backend.base import MemoryPart, State, Want, take_drafted
+from warpsmith.backend.cuda.backend import CudaBackend, CudaState
+from warpsmith.backend.cuda.build.compiler import build, target
+from warpsmith.backend.cuda.build.profiles import Profile
+from warpsmith.backend.cuda.build.profiles import choose as choose_profile
+from warpsmith.backend.cuda.decoding import BURST, Decoder
+from warpsmith.backend.cuda.large.layout import LargeLayout
+from warpsmith.backend.cuda.large.loading import load_weights
+from warpsmith.backend.cuda.large.structures import LargeParams, LargeRequest
+from warpsmith.backend.cuda.memory.driver import Device, Kernel, Pinned
+from warpsmith.backend.cuda.memory.layout import rope_table
+from warpsmith.backend.cuda.memory.plan import DRIVER_BYTES, pending_bytes, refuse_what_does_not_fit
+from warpsmith.backend.cuda.shape import MAX_FEATURES
+from warpsmith.backend.cuda.structures import Draw, Path
+from warpsmith.backend.cuda.top import Top, top_bytes
+from warpsmith.backend.cuda.weights.loading import STAGING_BYTES, Progress
+from warpsmith.backend.tree import MAX_NODES, Tree
+from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.model.config import Config
+
+VARIANTS = (8, 16, 24)  # nodes a build of the kernel takes
+THREADS = 384
+
+
+class LargeBackend(CudaBackend):
+    """The same contract, states and snapshots as `CudaBackend`; other kernels and another stream of weights."""
+
+    def __init__(
+        self,
+        config: Config,
+        tensors: Mapping[str, Tensor],
+        *,
+        context: int | None = None,
+        progress: Progress | None = None,
+        profile: Profile | None = None,
+        options: Mapping[str, object] | None = None,
+    ) -> None:
+        self.config, self.device = config, Device()
+        self.chip = self.device.chip
+        self.chip_profile = profile or choose_profile(self.chip.name, self.chip.capability)[0]
+        self.largest_tree = VARIANTS[-1]
+        self.architecture = target(self.chip.capability)
+        stored = {name: tensor.type.name for name, tensor in tensors.items()}
+        self.large = layout = LargeLayout(config, self.chip.sms, stored)
+        self.layout = layout  # type: ignore[assignment]  # states and snapshots ask it for the same sizes
+        self.options = dict(options or {})
+        self.context = context or config.context
+        refuse_what_does_not_fit(self.memory, self.context, self.device.free_memory(), self.chip.name)
+        compilers = ThreadPoolExecutor(1 + len(VARIANTS))  # side by side, and while the weights are copied
+        self._images = {n: compilers.submit(self._image, "large/forward.cu", n) for n in VARIANTS}
+        vocabulary = {"schedule.cuh": f"#pragma once\nconstexpr int VOCAB = {config.vocab};\n"}  # all it has to know
+        top_image = compilers.submit(build, "sample/top.cu", self.architecture, vocabulary)
+        compilers.shutdown(wait=False)
+        self._kernels: dict[int, Kernel] = {}
+        device = self.device
+        pack = device.load(self._image("large/pack.cu")).kernel("pack")
+        self._commit = device.load(self._image("large/commit.cu")).kernel("commit")
+        self.stream, self.embedding = load_weights(device, pack, layout, tensors, progress)
+        self.vectors = device.upload(np.concatenate([tensors[n].float32().reshape(-1) for n in layout.vectors()]))
+        self.rope = device.upload(rope_table(config, self.context))
+        self.stream_start = device.upload(layout.stream_start.astype(np.uint64))
+        self.tables = [device.upload(table) for table in layout.tables]
+        self.recurrent = device.upload(np.array(config.recurrent, np.uint8))
+        self.scratch = {name: device.zeros(size) for name, size in layout.scratch_bytes(self.largest_tree).items()}
+        self.branch_state = device.allocate(layout.pending_bytes()["branch_state"])
+        self.logits = device.allocate(MAX_NODES * config.vocab * 4)
+        self.features = device.allocate(MAX_FEATURES * MAX_NODES * config.hidden * 4)
+        self.hidden = device.allocate(MAX_NODES * config.hidden * 4)
+        self.ring = Pinned(device, np.int32, 1 + max(BURST, MAX_NODES))
+        marks = int(str(self.options.get("PROFILE", 0)))  # a profiling build keeps that many clocks an SM
+        self.profile = device.zeros(layout.sms * marks * 8)
+        self._top = Top(device, top_image.result(), self.logits)
+        self._decoder = Decoder(device, None, self.ring, self.logits, config.vocab)
+        self.undecided = 0
+        self._launches = 0
+        self._weight_types = " ".join(sorted(set(stored.values())))
+
+    def memory(self, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
+        c, layout = self.config, self.large
+        states = 2 * (layout.delta_bytes + layout.history_bytes)  # and the copy that decoding can go back to
+        outputs = MAX_NODES * 4 * (c.vocab + c.hidden * (1 + MAX_FEATURES)) + sum(top_bytes().values())
+        scratch = sum(layout.scratch_bytes(VARIANTS[-1]).values()) + layout.pending_bytes()["branch_state"]
+        tables = (64 + context // 64 + 1) * (c.rotary_dim // 2) * 8 + layout.table_bytes + STAGING_BYTES
+        pending = sum(pending_bytes(layout).values())
+        return [
+            MemoryPart("weights", layout.stream_bytes + layout.embedding_bytes + layout.vector_bytes),
+            MemoryPart("keys and values", sequences * 2 * layout.cache_bytes(context)),
+            MemoryPart("DeltaNet states", sequences * states),
+            MemoryPart("rows of a tree", sequences * pending),
+            MemoryPart("snapshots", snapshots),
+            MemoryPart("scratch", scratch + outputs + tables),
+            MemoryPart("driver", DRIVER_BYTES),
+        ]
+
+    def commit(self, state: State, path: Sequence[int]) -> None:
+        assert isinstance(state, CudaState)
+        nodes = take_drafted(state, path)
+        argument = Path(len(nodes), state.length, (ctypes.c_int * MAX_NODES)(*nodes))
+        blocks = self.large.delta_layers * (self.config.value_dim // 8) + self.large.caches
+        self._commit.launch(blocks, 256, state.params, argument)
+        state.length += len(nodes)
+
+    def trace(self, state: State, tree: Tree, stop_after: str) -> dict[str, np.ndarray]:
+        raise NotImplementedError("the activations-first pass is compared by its features, layer by layer")
+
+    def bytes_a_token(self, length: int) -> int:
+        layout = self.large
+        weights = layout.stream_bytes + layout.vector_bytes
+        return weights + 2 * layout.cache_bytes(length) + 2 * layout.delta_bytes
+
+    def _stream_bounds(self) -> np.ndarray:
+        return np.append(self.large.stream_start, self.large.stream_bytes)
+
+    # -- launching ------------------------------------------------------------------------------------------------
+
+    def _kernel(self, nodes: int) -> Kernel:
+        size = next(n for n in VARIANTS if nodes <= n)
+        if size not in self._kernels:
+            module = self.device.load(self._images[size].result())
+            self._kernels[size] = module.kernel("forward", self.chip.shared_memory)
+        return self._kernels[size]
+
+    def _image(self, source: str, nodes: int = VARIANTS[0]) -> bytes:
+        own = {"IN_FLIGHT": 4, "SHARED_MEMORY": self.chip.shared_memory}
+        return build(source, self.architecture, self.large.constants(nodes) | own | self.options)
+
+    def params_for(self, state: CudaState) -> LargeParams:  # type: ignore[override]
+        """Where everything is that the kernels use, this sequence's too."""
+        stages, runs, tiles = (table.pointer for table in self.tables)
+        shared = {name: buffer.pointer for name, buffer in self.scratch.items()}
+        own = {name: buffer.pointer for name, buffer in state.pending.items()}
+        return LargeParams(
+            stream=self.stream.pointer, stream_start=self.stream_start.pointer, stages=stages, runs=runs, tiles=tiles,
+            recurrent=self.recurrent.pointer, embedding=self.embedding.pointer, vectors=self.vectors.pointer,
+            rope=self.rope.pointer, delta=state.delta.pointer, history=state.history.pointer, keys=state.keys.pointer,
+            values=state.values.pointer, context=state.context, branch_state=self.branch_state.pointer,
+            out_count=self.ring.pointer, out_tokens=self.ring.pointer + 4, out_logits=self.logits.pointer,
+            out_features=self.features.pointer, out_hidden=self.hidden.pointer, profile=self.profile.pointer,
+            **shared, **own,
+        )  # fmt: skip
+
+    def launch(
+        self,
+        state: CudaState,
+        tree: Tree,
+        want: Want,
+        steps: int = 0,
+        stop: Sequence[int] = (),
+        stop_after: int = 0,
+        draw: Draw | None = None,
+        row: int = 0,
+    ) -> None:
+        self._decoder.let_go_of_ring()
+        self._launches += 1
+        params, c = cast(LargeParams, state.params), self.config
+        if row:
+            params = LargeParams.from_buffer_copy(params)
+            params.out_tokens += 4 * row
+            params.out_logits += 4 * row * c.vocab
+            params.out_hidden += 4 * row * c.hidden
+            params.out_features += 4 * row * c.hidden * len(want.features)
+        request = LargeRequest(
+            nodes=len(tree),
+            length=state.length,
+            steps=steps,
+            stops=len(stop),
+            features=len(want.features),
+            want_logits=want.tokens in ("top", "logits"),
+            want_hidden=want.hidden,
+        )
+        request.tokens[: len(tree)] = tree.tokens.tolist()
+        request.parents[: len(tree)] = tree.parents.tolist()
+        request.stop_ids[: len(stop)] = list(stop)
+        request.feature_layers[: len(want.features)] = list(want.features)
+        self.scratch["counter"].fill_starts(0, 1, self.scratch["counter"].nbytes // 4)
+        self._kernel(len(tree)).launch(self.large.sms, THREADS, params, request, cooperative=True)

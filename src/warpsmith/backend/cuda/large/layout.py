@@ -1,0 +1,352 @@
+"""The activations-first forward pass: how its work is dealt, where everything lies, and how weights get there.
+
+For models whose weights are K-quants, or whose rows are too long for the registers: activations of all nodes are held,
+weights pass by (see kernels/large/forward.cu). The host's view of kernels/large/shape.cuh and kernels/large/slab.cuh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from warpsmith.backend.cuda.shape import COLUMNS, HEAD_DIM, HISTORY, STATE_DIM
+from warpsmith.backend.tree import MAX_NODES
+from warpsmith.checkpoint.blocks import TYPES
+from warpsmith.model.config import Config
+from warpsmith.model.weights import expected_shapes
+
+ROWS, BLOCK_K, GROUP_BLOCKS = 64, 256, 8
+TAILS = 2  # chunks of keys that every node has of its own
+
+SLABS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "HALF")  # SlabType
+SLAB_BYTES = {"Q4_K": 2368, "Q5_K": 2880, "Q6_K": 3360, "Q8_0": 4416, "HALF": 8256}
+# What a type of a file is in the stream, exactly, and its number for `pack`.
+SOURCES = {
+    "Q4_K": ("Q4_K", 0), "Q5_K": ("Q5_K", 1), "Q6_K": ("Q6_K", 2), "Q8_0": ("Q8_0", 3), "F16": ("HALF", 4),
+    "BF16": ("HALF", 5), "Q4_0": ("Q8_0", 6), "Q5_0": ("Q8_0", 7), "IQ4_NL": ("Q8_0", 8),
+}  # fmt: skip
+EMBEDDINGS = ("F32", "F16", "BF16", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # EmbeddingType
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor's rows in a stage: in order from `first_row`, or woven with its pair (1: gate, 2: up)."""
+
+    tensor: str
+    source: str  # the type its rows are handed over in
+    first_row: int
+    rows: int
+    pattern: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    type: str
+    tiles: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Superblocks of K that some SMs have."""
+
+    first_block: int
+    blocks: int
+    first_sm: int
+    sms: int
+
+
+@dataclass(frozen=True)
+class LargeStage:
+    name: str
+    k: int
+    parts: tuple[Part, ...]
+
+    @property
+    def blocks(self) -> int:
+        return self.k // BLOCK_K
+
+    @property
+    def tiles(self) -> int:
+        return sum(part.tiles for part in self.parts)
+
+    @cached_property
+    def tile_bytes(self) -> np.ndarray:
+        """Bytes of one superblock of every tile of 64 rows."""
+        return np.repeat([4 * SLAB_BYTES[p.type] for p in self.parts], [p.tiles for p in self.parts])
+
+
+def takes(config: Config) -> bool:
+    """Whether the kernels are written for this shape."""
+    c = config
+    widths = (c.hidden, c.ffn, c.value_dim, c.heads * c.head_dim)
+    return (
+        all(k % BLOCK_K == 0 for k in widths)
+        and (c.head_dim, c.rotary_dim, c.key_head_dim, c.value_head_dim, c.conv_kernel) == (HEAD_DIM, 64, 128, 128, 4)
+        and c.hidden <= 8192
+        and c.layers <= 128
+        and 128 % c.kv_heads == 0
+        and c.heads // c.kv_heads <= 8
+    )
+
+
+def deal_groups(blocks: int, sms: int) -> list[Group]:
+    """Groups of at most GROUP_BLOCKS superblocks, and SMs for each in proportion."""
+    count = -(-blocks // GROUP_BLOCKS)
+    pairs = [blocks // 2 * (i + 1) // count - blocks // 2 * i // count for i in range(count)]
+    sizes = [2 * n for n in pairs]  # even: both groups of warps have as much to do
+    sizes[-1] += blocks % 2
+    shares = [1] * count
+    for _ in range(sms - count):  # always where an SM has most to do
+        shares[max(range(count), key=lambda i: sizes[i] / shares[i])] += 1
+    groups, block, sm = [], 0, 0
+    for size, share in zip(sizes, shares, strict=True):
+        groups.append(Group(block, size, sm, share))
+        block, sm = block + size, sm + share
+    return groups
+
+
+class Deal:
+    """Who has what of a stage: a run of (tile, superblock) pairs for every SM, and where its results go."""
+
+    def __init__(self, stage: LargeStage, sms: int) -> None:
+        self.stage, self.groups = stage, deal_groups(stage.blocks, sms)
+        self.first = np.zeros(sms, np.int64)
+        self.count = np.zeros(sms, np.int64)
+        self.tile = np.zeros(sms, np.int64)
+        self.group_of = np.zeros(sms, np.int64)
+        self.nbytes = np.zeros(sms, np.int64)
+        self.tables = np.zeros((len(self.groups), stage.tiles + 1), np.int64)
+        self.offsets = np.zeros((stage.tiles, stage.blocks), np.int64)  # from the beginning of its SM's share
+        self.owner = np.zeros((stage.tiles, stage.blocks), np.int64)
+        results = 0
+        for number, group in enumerate(self.groups):
+            weight = np.repeat(stage.tile_bytes, group.blocks)
+            before = np.concatenate([[0], np.cumsum(weight)])
+            bounds = np.searchsorted(before, np.arange(group.sms + 1) * before[-1] / group.sms)
+            for i in range(group.sms):
+                sm, first, end = group.first_sm + i, int(bounds[i]), int(bounds[i + 1])
+                self.first[sm], self.count[sm], self.group_of[sm], self.tile[sm] = first, end - first, number, results
+                self.nbytes[sm] = before[end] - before[first]
+                pairs = np.arange(first, end)
+                tile, block = pairs // group.blocks, pairs % group.blocks + group.first_block
+                self.offsets[tile, block] = before[first:end] - before[first]
+                self.owner[tile, block] = sm
+                if end > first:
+                    covered = np.arange(first // group.blocks, (end - 1) // group.blocks + 1)
+                    self.tables[number, covered + 1] = results + 1 + np.arange(len(covered))
+                    results += len(covered)
+            # a tile begins where the one before ends; that of the group's first is known from its first SM
+            self.tables[number, 0] = self.tile[group.first_sm]
+        self.results = results
+
+
+class LargeLayout:
+    """Sizes and offsets for one model on one number of SMs."""
+
+    def __init__(self, config: Config, sms: int, stored: Mapping[str, str]) -> None:
+        self.config, self.sms, self.stored = config, sms, stored
+        self.delta_layers, self.attention_layers = len(config.recurrent_layers), len(config.attention_layers)
+        self.splits = 128 // config.kv_heads
+
+    @cached_property
+    def stages(self) -> list[LargeStage]:
+        c = self.config
+        stages: list[LargeStage] = []
+        for layer, recurrent in enumerate(c.recurrent):
+            block = f"blk.{layer}."
+            if recurrent:
+                rows = [
+                    [("attn_qkv", c.conv_channels)],
+                    [("attn_gate", c.value_dim)],
+                    [("ssm_beta", c.value_heads), ("ssm_alpha", c.value_heads)],
+                ]
+                out, out_k = "ssm_out", c.value_dim
+            else:
+                kv = c.kv_heads * c.head_dim
+                rows = [[("attn_q", 2 * c.heads * c.head_dim)], [("attn_k", kv)], [("attn_v", kv)]]
+                out, out_k = "attn_output", c.heads * c.head_dim
+            stages += [
+                self._stage(f"in.{layer}", c.hidden, block, *rows),
+                self._stage(f"mix_out.{layer}", out_k, block, [(out, c.hidden)]),
+                self._stage(f"mlp_in.{layer}", c.hidden, block, [("ffn_gate", c.ffn), ("ffn_up", c.ffn)], woven=True),
+                self._stage(f"mlp_out.{layer}", c.ffn, block, [("ffn_down", c.hidden)]),
+            ]
+        head = "token_embd" if c.tied else "output"
+        return [*stages, self._stage("head", c.hidden, "", [(head, c.vocab)])]
+
+    def _stage(
+        self, name: str, k: int, block: str, *groups: Sequence[tuple[str, int]], woven: bool = False
+    ) -> LargeStage:
+        parts, tiles = [], 0
+        for group in groups:
+            names = [f"{block}{tensor}.weight" for tensor, _ in group]
+            kinds = {self.stored[n] for n in names}
+            slabs = {SOURCES[kind][0] if kind in SOURCES else "HALF" for kind in kinds}
+            slab = slabs.pop() if len(slabs) == 1 else "HALF"  # rows that share a tile have one type
+            row, pieces = tiles * ROWS, []
+            for number, (tensor, (_, count)) in enumerate(zip(names, group, strict=True), start=1):
+                kind = self.stored[tensor]
+                source = kind if SOURCES.get(kind, ("", 0))[0] == slab else "BF16"
+                pieces.append(Piece(tensor, source, row, count, number if woven else 0))
+                row += count
+            count = -(-(row - tiles * ROWS) // ROWS)
+            parts.append(Part(slab, count, tuple(pieces)))
+            tiles += count
+        return LargeStage(name, k, tuple(parts))
+
+    @cached_property
+    def deals(self) -> list[Deal]:
+        return [Deal(stage, self.sms) for stage in self.stages]
+
+    @cached_property
+    def stage_start(self) -> np.ndarray:
+        """[stages, sms]: where each SM's share of each stage begins in the stream."""
+        nbytes = np.stack([deal.nbytes for deal in self.deals])
+        inside = np.cumsum(nbytes, axis=0) - nbytes
+        return inside + self.stream_start
+
+    @cached_property
+    def stream_start(self) -> np.ndarray:
+        totals = sum(deal.nbytes for deal in self.deals)
+        return np.concatenate([[0], np.cumsum(totals)[:-1]])
+
+    @property
+    def stream_bytes(self) -> int:
+        return int(sum(deal.nbytes.sum() for deal in self.deals))
+
+    def offsets(self, stage: int) -> np.ndarray:
+        """[tiles, superblocks]: where the 64 rows of every pair begin in the stream."""
+        deal = self.deals[stage]
+        return (deal.offsets + self.stage_start[stage][deal.owner]).astype(np.uint64)
+
+    @property
+    def results(self) -> int:
+        """Tiles of results that a stage writes, at most."""
+        return max(deal.results for deal in self.deals)
+
+    @cached_property
+    def tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Stages, runs and tiles as the kernel reads them."""
+        stages = np.zeros((len(self.deals), 4), np.int32)
+        runs = np.zeros((len(self.deals), self.sms, 12), np.int32)
+        tiles: list[np.ndarray] = []
+        at = 0
+        for i, deal in enumerate(self.deals):
+            stage = deal.stage
+            stages[i, :3] = at, stage.tiles, len(deal.groups)
+            table = deal.tables.astype(np.uint16).reshape(-1)
+            tiles.append(np.pad(table, (0, table.size % 2)))  # read two at a time
+            at += tiles[-1].size
+            starts = np.cumsum([0, *(p.tiles for p in stage.parts)])
+            ends = [int(starts[min(j, len(stage.parts))]) if j <= len(stage.parts) else 1 << 30 for j in (1, 2)]
+            types = [SLABS.index(stage.parts[min(j, len(stage.parts) - 1)].type) for j in range(3)]
+            for sm in range(self.sms):
+                group = deal.groups[deal.group_of[sm]]
+                tile, block = divmod(int(deal.first[sm]), group.blocks)
+                runs[i, sm, :9] = (
+                    group.first_block, group.blocks, tile, block, deal.count[sm], deal.tile[sm], *ends,
+                    types[0] | types[1] << 8 | types[2] << 16,
+                )  # fmt: skip
+        return stages, runs, np.concatenate(tiles)
+
+    # -- per sequence, in bytes -----------------------------------------------------------------------------------
+
+    @property
+    def delta_bytes(self) -> int:
+        return self.delta_layers * self.config.value_dim * STATE_DIM * 4
+
+    @property
+    def history_bytes(self) -> int:
+        return self.delta_layers * HISTORY * self.config.conv_channels * 4
+
+    @property
+    def caches(self) -> int:
+        """Key heads of all layers, each with a contiguous cache of its own."""
+        return self.attention_layers * self.config.kv_heads
+
+    def cache_bytes(self, context: int) -> int:
+        """Keys, or values."""
+        return self.caches * context * HEAD_DIM * 2
+
+    def pending_bytes(self) -> dict[str, int]:
+        c, nodes = self.config, self.delta_layers * MAX_NODES * 4
+        kv = self.caches * MAX_NODES * HEAD_DIM * 2
+        return {
+            "pending_raw": nodes * c.conv_channels,
+            "pending_key": nodes * c.key_heads * STATE_DIM,
+            "pending_write": nodes * c.value_dim,
+            "pending_fade": nodes * c.value_dim // COLUMNS,
+            "pending_keys": kv,
+            "pending_values": kv,
+            "branch_state": c.value_dim * MAX_NODES * STATE_DIM * 4,
+        }
+
+    # -- what a pass writes ---------------------------------------------------------------------------------------
+
+    def scratch_bytes(self, nodes: int) -> dict[str, int]:
+        """Between SMs, for trees of up to `nodes` nodes."""
+        c = self.config
+        parts = nodes * c.heads * (self.splits + TAILS)
+        return {
+            "counter": 128,
+            "sums": self.results * nodes * ROWS * 4,
+            "x": nodes * c.hidden * 2,
+            "x_squares": nodes * self.sms * 4,
+            "y": nodes * max(c.value_dim, c.heads * c.head_dim) * 2,
+            "y_squares": nodes * c.value_dim // 8 * 4,
+            "h": nodes * c.ffn * 2,
+            "queries": nodes * c.heads * HEAD_DIM * 2,
+            "parts": parts * HEAD_DIM * 2,
+            "part_stats": parts * 8,
+            "best": nodes * self.sms * 8,
+        }
+
+    @property
+    def table_bytes(self) -> int:
+        return sum(table.nbytes for table in self.tables) + self.sms * 8 + self.config.layers
+
+    @property
+    def embedding_bytes(self) -> int:
+        c = self.config
+        return c.vocab * TYPES[self.embedding_type].row_bytes(c.hidden)
+
+    @property
+    def embedding_type(self) -> str:
+        stored = self.stored["token_embd.weight"]
+        return stored if stored in EMBEDDINGS else "BF16"
+
+    def vectors(self) -> list[str]:
+        """The F32 vectors in the order the kernel expects them."""
+        names: list[str] = []
+        for layer, recurrent in enumerate(self.config.recurrent):
+            block = f"blk.{layer}."
+            names += [block + "attn_norm.weight", block + "post_attention_norm.weight"]
+            if recurrent:
+                names += [block + n for n in ("ssm_conv1d.weight", "ssm_dt.bias", "ssm_a", "ssm_norm.weight")]
+            else:
+                names += [block + "attn_q_norm.weight", block + "attn_k_norm.weight"]
+        return [*names, "output_norm.weight"]
+
+    @property
+    def vector_bytes(self) -> int:
+        shapes = expected_shapes(self.config)
+        return sum(math.prod(shapes[name]) for name in self.vectors()) * 4
+
+    # -- compile-time constants -----------------------------------------------------------------------------------
+
+    def constants(self, nodes: int) -> dict[str, object]:
+        c = self.config
+        mask = sum(1 << i for i, slab in enumerate(SLABS) if any(p.type == slab for s in self.stages for p in s.parts))
+        return {
+            "HIDDEN": c.hidden, "FFN": c.ffn, "VOCAB": c.vocab, "LAYERS": c.layers, "HEADS": c.heads,
+            "KV_HEADS": c.kv_heads, "KEY_HEADS": c.key_heads, "VALUE_HEADS": c.value_heads, "EPS": f"{c.eps!r}f",
+            "SLAB_TYPE_MASK": mask, "EMBEDDING_TYPE": EMBEDDINGS.index(self.embedding_type),
+            "GROUP_BLOCKS": GROUP_BLOCKS, "SMS": self.sms, "NODES": nodes,
+            "DELTA_LAYERS": self.delta_layers,
+            "TABLE_ENTRIES": 1 + max(deal.tables.size for deal in self.deals[:-1]),
+        }  # fmt: skip

@@ -1,0 +1,63 @@
+// What kernels/common/wgmma.cuh names, on the emulated machine.
+#pragma once
+#include "common/ptx.cuh"
+
+// --- pairs of fp16 --------------------------------------------------------------------------------------------------
+
+inline u32 subtract_half(u32 a, u32 b) {
+    const float2 x = unpack_half(a), y = unpack_half(b);
+    return pack_half(x.x - y.x, x.y - y.y);
+}
+inline u32 multiply_halves(u32 a, u32 b) {
+    const float2 x = unpack_half(a), y = unpack_half(b);
+    return pack_half(x.x * y.x, x.y * y.y);
+}
+inline u32 one_half(u32 pair, int high) { return high ? pair >> 16 | (pair & 0xffff0000u) : (pair & 0xffff) | pair << 16; }
+template <int HIGH>
+inline u32 multiply_half(u32 a, u32 pair) { return multiply_halves(a, one_half(pair, HIGH)); }
+// A product of two halves is exact in a float, and its sum with a third in a double.
+inline u32 multiply_add_halves(u32 a, u32 b, u32 c) {
+    const float2 x = unpack_half(a), y = unpack_half(b), z = unpack_half(c);
+    return half_of((float)((double)x.x * y.x + z.x)) | half_of((float)((double)x.y * y.y + z.y)) << 16;
+}
+template <int HIGH>
+inline u32 multiply_add_half_by(u32 a, u32 pair, u32 add) { return multiply_add_halves(a, one_half(pair, HIGH), add); }
+template <int HIGH>
+inline u32 multiply_add_half(u32 a, u32 pair, u32 add) { return multiply_add_halves(a, one_half(pair, HIGH), one_half(add, HIGH)); }
+
+// --- a counter that all SMs share -----------------------------------------------------------------------------------
+
+inline void add_release(u32* at, u32 count) { *at += count, machine::progress(); }
+inline u32 load_acquire(const u32* at) { return *at; }
+
+// --- wgmma: a warp's 16 rows, done at once ----------------------------------------------------------------------------
+
+template <int ALONG_K, int ALONG_N>
+inline u64 matrix_at(u32 sixteens) { return (u64)(ALONG_N >> 4) << 32 | (sixteens | (u32)(ALONG_K >> 4) << 16); }
+inline void show_to_products() {}
+inline void products_begin() {}
+inline void products_queued() {}
+template <int LEFT>
+inline void products_done() {}
+template <int COUNT>
+inline void multiply_group(float (&d)[COUNT], const u32 (&a)[4], u64 b, int keep) {
+    const u8* base = shared_pointer((u32)(b & 0x3fff) << 4);
+    const u32 along_k = (u32)(b >> 16 & 0x3fff) << 4, along_n = (u32)(b >> 32 & 0x3fff) << 4;
+    struct Operand { u32 a[4]; };
+    const unsigned long generation = machine::current->warp->generation;
+    machine::collect(Operand{{a[0], a[1], a[2], a[3]}});
+    const int lane = threadIdx.x & 31;
+    for (int i = 0; i < COUNT; i++) {
+        const int row = lane / 4, column = lane % 4 * 2 + i % 2, octet = i / 4;
+        double sum = 0;
+        for (int half = 0; half < 2; half++) {
+            const u32* other = (const u32*)(base + octet * along_n + half * along_k + column * 16);
+            for (int q = 0; q < 4; q++) {
+                const float2 x = unpack_half(machine::given<Operand>(generation, row * 4 + q).a[i / 2 % 2 + 2 * half]);
+                const float2 y = unpack_half(other[q]);
+                sum += (double)x.x * y.x + (double)x.y * y.y;
+            }
+        }
+        d[i] = (float)((keep ? d[i] : 0.0f) + sum);
+    }
+}
