@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(SLICE_THREADS) top(const __grid_con
         for (int s = 0; s < SLICES; s++) largest = fmaxf(largest, __ldcg(t.sums + node * SLICES + s).x);
         for (int s = 0; s < SLICES; s++) {
             const float2 part = __ldcg(t.sums + node * SLICES + s);
-            total += part.y * exp((double)part.x - largest);
+            total = fma((double)part.y, exp((double)part.x - largest), total);
         }
         out[2 * k] = __float_as_uint((float)(largest + log(total)));
         t.arrived[node] = 0;
