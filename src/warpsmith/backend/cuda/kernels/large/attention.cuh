@@ -312,6 +312,6 @@ __device__ __forceinline__ void attention_merge(Block& b) {
         for (int j = 0; j < 4; j++)
             out[j] = pack_bf16(sum[2 * j] * inverse * sigmoid(gates[2 * j]),
                                sum[2 * j + 1] * inverse * sigmoid(gates[2 * j + 1]));
-        *((uint4*)(b.p.y + (size_t)node * Y_DIM + head * HEAD_DIM) + b.lane) = {out[0], out[1], out[2], out[3]};
+        *(uint4*)(b.p.y + activation_at(node, head * HEAD_DIM + b.lane * 8)) = {out[0], out[1], out[2], out[3]};
     }
 }

@@ -72,6 +72,12 @@ struct Block {
 #endif
 };
 
+// Where a node's activation k lies among those that a projection reads: 64 k of all nodes side by side, so that a warp
+// takes whole lines.
+__device__ __forceinline__ size_t activation_at(int node, int k) {
+    return ((size_t)(k / 64) * NODES + node) * 64 + k % 64;
+}
+
 // What a tile of results has been summed to: all groups of K, and where SMs share a group's tile, all its parts, in
 // order. The stage's table of tiles is in shared memory, where `load_table` put it. GROUPS: as many groups as K has at
 // most.

@@ -190,7 +190,7 @@ __device__ __forceinline__ void delta_unit(Block& b, const DeltaShare& share, in
         square += __shfl_xor_sync(~0u, square, 2), square += __shfl_xor_sync(~0u, square, 4),
             square += __shfl_xor_sync(~0u, square, 8);
         if (b.lane < 16 && (b.lane & 1) == 0) {
-            b.p.y[(size_t)node * Y_DIM + column + own] = (u16)pack_bf16(out * weight * z, 0.0f);
+            b.p.y[activation_at(node, column + own)] = (u16)pack_bf16(out * weight * z, 0.0f);
             if (!b.decoding()) {
                 const size_t at = ((size_t)b.deltas * BLOCKS + unit / 2) * MAX_NODES + node;
                 b.p.pending_write[at * COLUMNS + unit % 2 * 8 + own] = scaled;

@@ -72,9 +72,9 @@ __device__ __forceinline__ void forward_pass(Block& b) {
         const int kind = i & 3, layer = i >> 2;
         const bool head = i == 4 * LAYERS, recurrent = !head && uniform(b.p.recurrent[layer]);
         const Run run = run_of(b.p, i);
-        const Source from = kind == OUT       ? Source{b.p.y, Y_DIM, false, recurrent}
-                            : kind == MLP_OUT ? Source{b.p.h, FFN, false, false}
-                                              : Source{b.p.x, HIDDEN, true, false};
+        const Source from = kind == OUT       ? Source{b.p.y, false, recurrent}
+                            : kind == MLP_OUT ? Source{b.p.h, false, false}
+                                              : Source{b.p.x, true, false};
         b.wait_for_all();
         b.mark();
         prepare_operands(b, run, from);

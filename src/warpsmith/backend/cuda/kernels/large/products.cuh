@@ -117,10 +117,9 @@ struct Producer {
 
 // --- activations ----------------------------------------------------------------------------------------------------
 
-// Where a stage's activations come from: bf16 rows [node][width]; DeltaNet outputs have a factor a head.
+// Where a stage's activations come from; DeltaNet outputs have a factor a head.
 struct Source {
     const u16* rows;
-    int width;
     bool normed;  // times 1 / rms of the residual stream
     bool heads;   // times 1 / rms of a DeltaNet head
 };
@@ -153,7 +152,7 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Sourc
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         const int token = i % OCTETS * 8 + in_octet, tile = i / OCTETS * WARPS + b.warp;
-        const uint4* at = (const uint4*)(from.rows + (size_t)token * from.width + first * BLOCK_K + tile * 64 + q * 16);
+        const uint4* at = (const uint4*)(from.rows + activation_at(token, first * BLOCK_K + tile * 64 + q * 16));
         const bool live = tile < tiles && token < b.nodes;
         raw[i][0] = live ? __ldcg(at) : uint4{}, raw[i][1] = live ? __ldcg(at + 1) : uint4{};
     }

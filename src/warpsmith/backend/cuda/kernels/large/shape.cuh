@@ -137,11 +137,11 @@ struct Params {
     // between SMs
     u32* counter;        // arrivals
     float* sums;         // [tile][NODES][64]
-    u16* x;              // bf16 [NODES][HIDDEN]: the residual stream times the next norm's weight
+    u16* x;              // bf16 (see activation_at): the residual stream times the next norm's weight
     float* x_squares;    // [NODES][SMS]
-    u16* y;              // bf16 [NODES][Y_DIM]
+    u16* y;              // bf16, the mixer's output
     float* y_squares;    // [NODES][VALUE_DIM / 8]
-    u16* h;              // bf16 [NODES][FFN]
+    u16* h;              // bf16, silu(gate) * up
     u32* queries;        // fp16 [NODES][HEADS][256]
     u32* parts;          // fp16 [NODES][HEADS][PARTS][256]
     float2* part_stats;  // [NODES][HEADS][PARTS] {maximum, sum}

@@ -25,8 +25,8 @@ __device__ __forceinline__ void update_residual(Block& b, const float* norm, flo
             const float4 x = update(*(const float4*)own, node, k);
             *(float4*)own = x;
             if (feature) *(float4*)(feature + (size_t)node * HIDDEN + k) = x;
-            *(uint2*)(b.p.x + (size_t)node * HIDDEN + k) = {pack_bf16(x.x * w.x, x.y * w.y),
-                                                            pack_bf16(x.z * w.z, x.w * w.w)};
+            *(uint2*)(b.p.x + activation_at(node, k)) = {pack_bf16(x.x * w.x, x.y * w.y),
+                                                         pack_bf16(x.z * w.z, x.w * w.w)};
             square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, x.w * x.w)));
         }
         square += __shfl_xor_sync(~0u, square, 1);
@@ -103,7 +103,7 @@ __device__ __forceinline__ void activate(Block& b) {
     for (int i = threadIdx.x; i < count; i += CONSUMERS) {
         const int node = i / 2 / pieces, piece = first + i / 2 - node * pieces, in = (i & 1) * 4;
         const float4 gate = sums.at(node, piece * 16 + in), up = sums.at(node, piece * 16 + 8 + in);
-        *(uint2*)(b.p.h + (size_t)node * FFN + piece * 8 + in) = {pack_bf16(silu(gate.x) * up.x, silu(gate.y) * up.y),
+        *(uint2*)(b.p.h + activation_at(node, piece * 8 + in)) = {pack_bf16(silu(gate.x) * up.x, silu(gate.y) * up.y),
                                                                   pack_bf16(silu(gate.z) * up.z, silu(gate.w) * up.w)};
     }
 }
