@@ -13,6 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
+from warpsmith.backend.cuda.large.formats import EMBEDDINGS, ROUNDED, SLAB_BYTES, SLABS, SOURCES
 from warpsmith.backend.cuda.shape import COLUMNS, HEAD_DIM, HISTORY, STATE_DIM
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.checkpoint.blocks import TYPES
@@ -21,15 +22,6 @@ from warpsmith.model.weights import expected_shapes
 
 ROWS, BLOCK_K, GROUP_BLOCKS = 64, 256, 8
 TAILS = 2  # chunks of keys that every node has of its own
-
-SLABS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "HALF")  # SlabType
-SLAB_BYTES = {"Q4_K": 2368, "Q5_K": 2880, "Q6_K": 3360, "Q8_0": 4416, "HALF": 8256}
-# What a type of a file is in the stream, exactly, and its number for `pack`.
-SOURCES = {
-    "Q4_K": ("Q4_K", 0), "Q5_K": ("Q5_K", 1), "Q6_K": ("Q6_K", 2), "Q8_0": ("Q8_0", 3), "F16": ("HALF", 4),
-    "BF16": ("HALF", 5), "Q4_0": ("Q8_0", 6), "Q5_0": ("Q8_0", 7), "IQ4_NL": ("Q8_0", 8),
-}  # fmt: skip
-EMBEDDINGS = ("F32", "F16", "BF16", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # EmbeddingType
 
 
 @dataclass(frozen=True)
@@ -186,12 +178,12 @@ class LargeLayout:
         for group in groups:
             names = [f"{block}{tensor}.weight" for tensor, _ in group]
             kinds = {self.stored[n] for n in names}
-            slabs = {SOURCES[kind][0] if kind in SOURCES else "HALF" for kind in kinds}
-            slab = slabs.pop() if len(slabs) == 1 else "HALF"  # rows that share a tile have one type
+            slabs = {SOURCES.get(kind, SOURCES[ROUNDED])[0] for kind in kinds}
+            slab = slabs.pop() if len(slabs) == 1 else SOURCES[ROUNDED][0]  # rows that share a tile have one type
             row, pieces = tiles * ROWS, []
             for number, (tensor, (_, count)) in enumerate(zip(names, group, strict=True), start=1):
                 kind = self.stored[tensor]
-                source = kind if SOURCES.get(kind, ("", 0))[0] == slab else "BF16"
+                source = kind if SOURCES.get(kind, ("", 0))[0] == slab else ROUNDED
                 pieces.append(Piece(tensor, source, row, count, number if woven else 0))
                 row += count
             count = -(-(row - tiles * ROWS) // ROWS)
@@ -318,7 +310,7 @@ class LargeLayout:
     @property
     def embedding_type(self) -> str:
         stored = self.stored["token_embd.weight"]
-        return stored if stored in EMBEDDINGS else "BF16"
+        return stored if stored in EMBEDDINGS else ROUNDED
 
     def vectors(self) -> list[str]:
         """The F32 vectors in the order the kernel expects them."""

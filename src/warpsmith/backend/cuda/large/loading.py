@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from warpsmith.backend.cuda.large.layout import SOURCES, LargeLayout
+from warpsmith.backend.cuda.large.formats import SOURCES
+from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.large.structures import LargePack
 from warpsmith.backend.cuda.memory.driver import Buffer, Device, Kernel
 from warpsmith.backend.cuda.weights.loading import (
