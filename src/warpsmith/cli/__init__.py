@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from importlib import import_module
+from types import FrameType
 
 from warpsmith import __version__
 from warpsmith.cli.terminal import complain
@@ -26,7 +28,9 @@ INTERRUPTED = 130
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code (docs/cli.md lists them)."""
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:  # a process of our own
+        argv = sys.argv[1:]
+        _clean_up_when_told_to_end()
     try:
         args = _parser(argv).parse_args(argv)
     except SystemExit as exit:  # argparse has said what it had to say
@@ -44,6 +48,19 @@ def main(argv: list[str] | None = None) -> int:
         if args.debug:
             raise
         return _explain(error)
+
+
+def _clean_up_when_told_to_end() -> None:
+    """SIGTERM, and SIGHUP from a terminal that goes away, end us as an error would: unfinished files are removed."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)  # cleaning up is not to be interrupted
+        raise SystemExit(128 + number)
+
+    for name in ("SIGTERM", "SIGHUP"):  # the second does not exist everywhere
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) == signal.SIG_DFL:  # not if nohup had it ignored
+            signal.signal(number, end)
 
 
 def _parser(argv: list[str]) -> argparse.ArgumentParser:

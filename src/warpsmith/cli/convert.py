@@ -22,6 +22,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    from warpsmith.checkpoint.atomic import whole_directory
     from warpsmith.checkpoint.canonical import open_checkpoint
     from warpsmith.checkpoint.convert import to_gguf, to_safetensors
     from warpsmith.checkpoint.hub import resolve
@@ -35,8 +36,9 @@ def main(args: argparse.Namespace) -> int:
         with progress("writing", checkpoint.nbytes) as advance:
             to_gguf(checkpoint, _gguf_metadata(checkpoint), args.path, recipe, advance)
     else:
-        to_safetensors(checkpoint, args.path, (recipe or "bf16").upper())
-        _write_tokenizer(checkpoint, args.path)
+        with whole_directory(args.path) as part:
+            to_safetensors(checkpoint, part, (recipe or "bf16").upper())
+            _write_tokenizer(checkpoint, part)
     written = open_checkpoint(args.path)
     aside(f"{args.path}: {len(written.tensors)} tensors, {size(written.nbytes)}")
     return 0
