@@ -38,10 +38,15 @@ def test_two_writers_of_one_file_do_not_mix(tmp_path: Path) -> None:
 
 def test_of_two_writers_of_one_directory_the_second_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "model"
-    with pytest.raises(BadRequest, match="exists already"), whole_directory(path) as second:
-        (second / "weights").write_text("second")
-        with whole_directory(path) as first:
-            (first / "weights").write_text("first")
+
+    def write_both() -> None:
+        with whole_directory(path) as second:
+            (second / "weights").write_text("second")
+            with whole_directory(path) as first:
+                (first / "weights").write_text("first")
+
+    with pytest.raises(BadRequest, match="exists already"):
+        write_both()
     assert (path / "weights").read_text() == "first"
     assert os.listdir(path.parent) == ["model"]
 

@@ -22,9 +22,7 @@ from warpsmith.errors import BadRequest
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A new file to write; it replaces `path` at the end, and is gone if the writing fails."""
     part = _part_of(path)
-    # exclusively: what already has this name, a link to somewhere else above all, is not written through
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-    with open(os.open(part, flags, 0o666), "wb") as file:
+    with open(part, "xb", opener=_open_exclusively) as file:
         try:
             yield file
             file.flush()
@@ -53,6 +51,11 @@ def whole_directory(path: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(part, ignore_errors=True)
     _flush(path.parent)
+
+
+def _open_exclusively(path: str, flags: int) -> int:
+    """What already has this name, a link to somewhere else above all, is not written through."""
+    return os.open(path, flags | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def _part_of(path: Path) -> Path:
