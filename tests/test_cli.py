@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from terminal import PROMPT, Terminal
 from warpsmith.cli import main
 from warpsmith.model.tokenizer import byte_tokenizer
 
@@ -250,46 +249,14 @@ def test_a_piped_chat_answers_every_line(gguf: Path) -> None:
     assert "cached" in turns[1]  # the second turn does not compute the first again
 
 
-class Terminal:
-    """A command at a terminal of its own."""
-
-    def __init__(self, *args: str, **environment: str) -> None:
-        self.seen = ""
-        self.pid, self.fd = pty.fork()
-        if self.pid == 0:
-            os.execve(sys.executable, [*COMMAND, *args], ENVIRONMENT | {"TERM": "xterm"} | environment)
-
-    def until(self, text: str, after: int = 0, press: str = "") -> int:
-        """Read until `text` appears past position `after`; returns where it ends. `press` is typed until it does."""
-        for _ in range(60):
-            self.type(press)
-            while (at := self.seen.find(text, after)) < 0 and select.select([self.fd], [], [], 1)[0]:
-                self.seen += os.read(self.fd, 4096).decode(errors="replace")
-            if at >= 0:
-                return at + len(text)
-        raise AssertionError(f"no {text!r} in {self.seen!r}")
-
-    def type(self, text: str) -> None:
-        os.write(self.fd, text.encode())
-
-    def exit_code(self) -> int:
-        try:
-            while data := os.read(self.fd, 4096):
-                self.seen += data.decode(errors="replace")
-        except OSError:  # how a terminal says that nobody is at the other end
-            pass
-        os.close(self.fd)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-
 def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves(gguf: Path) -> None:
     terminal = Terminal("chat", "-m", str(gguf), *SLOW, "--logit-bias", "65+1000", NO_COLOR="1")  # AAAA...
-    terminal.until("> ")
-    terminal.type("hello\n")
+    terminal.until(PROMPT)
+    terminal.type("hello\r")
     at = terminal.until("A")
     # Pressed again until it is noticed: between printing a prompt and waiting for keys, Python misses a Ctrl-C.
-    at = terminal.until("> ", terminal.until("stopped", at, press="\x03"))
-    at = terminal.until("> ", terminal.until("/exit", at, press="\x03"))  # at the prompt it says how to leave
+    at = terminal.until(PROMPT, terminal.until("stopped", at, press="\x03"))
+    at = terminal.until(PROMPT, terminal.until("/exit", at, press="\x03"))  # at the prompt it says how to leave
     terminal.type("\x04")
     assert terminal.exit_code() == 0
     assert "Traceback" not in terminal.seen

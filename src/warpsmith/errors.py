@@ -24,6 +24,10 @@ class BadRequest(WarpsmithError):
     exit_code = 2
 
 
+class ContextFull(BadRequest):
+    """The prompt leaves no room for an answer."""
+
+
 class ModelNotFound(WarpsmithError):
     """No such model here, or none can be fetched (offline, wrong name)."""
 

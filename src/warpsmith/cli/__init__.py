@@ -10,8 +10,9 @@ from importlib import import_module
 from types import FrameType
 
 from warpsmith import __version__
+from warpsmith.cli.parser import Parser
 from warpsmith.cli.terminal import complain
-from warpsmith.errors import WarpsmithError
+from warpsmith.errors import BadRequest, WarpsmithError
 
 VERBS = {
     "run": "complete a prompt",
@@ -32,9 +33,13 @@ def main(argv: list[str] | None = None) -> int:
         argv = sys.argv[1:]
         _clean_up_when_told_to_end()
     try:
-        args = _parser(argv).parse_args(argv)
-    except SystemExit as exit:  # argparse has said what it had to say
-        return exit.code if isinstance(exit.code, int) else 0
+        args, unknown = _parser(argv).parse_known_args(argv)
+        if unknown:
+            raise BadRequest(f"There is no {unknown[0]} here.", f"`warpsmith {args.verb} --help` lists what there is.")
+    except SystemExit:  # argparse has shown the help or the version
+        return 0
+    except WarpsmithError as error:
+        return _explain(error)
     try:
         code = int(import_module(f"warpsmith.cli.{args.verb}").main(args))
         sys.stdout.flush()
@@ -64,7 +69,7 @@ def _clean_up_when_told_to_end() -> None:
 
 
 def _parser(argv: list[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="warpsmith",
         description="Local LLM inference for the Qwen3.5 family.",
         epilog="`warpsmith VERB --help` explains a verb.",
