@@ -62,14 +62,7 @@ def open_directory(path: Path) -> Checkpoint:
     config_path = path / "config.json"
     config = read_json(config_path)
     metadata = metadata_from_config(config, str(config_path))
-    parts = (config, config.get("text_config") or {})  # a setting of the whole model may stand in either
-    for key in ("quantization_config", "quantization"):  # the latter is MLX's
-        if quantised := next((part[key] for part in parts if part.get(key)), None):
-            method = quantised.get("quant_method", "MLX") if isinstance(quantised, dict) else quantised
-            raise BadFile(
-                f"{config_path}: {key} says that the weights are quantised, by {brief(method)}, which is not read.",
-                _ORIGINAL,
-            )
+    refuse_quantised(config, config_path)
     layers = metadata["qwen35.block_count"]
     tensors = _canonical_tensors(read_tensors(path), layers, Heads.of(metadata))
     if any(name.startswith(f"blk.{layers}.") for name in tensors):
@@ -77,10 +70,26 @@ def open_directory(path: Path) -> Checkpoint:
         metadata["qwen35.nextn_predict_layers"] = 1
         if recurrent := metadata.get("qwen35.attention.recurrent_layers"):
             recurrent.append(False)
-    if next((part["tie_word_embeddings"] for part in parts if "tie_word_embeddings" in part), False):
+    if next((part["tie_word_embeddings"] for part in _parts(config) if "tie_word_embeddings" in part), False):
         _drop_copied_head(tensors)
     has_tokenizer = (path / "tokenizer.json").exists()
     return Checkpoint(path, metadata, tensors, path if has_tokenizer else None, _chat_template(path))
+
+
+def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Where a setting of the whole model may stand."""
+    text = config.get("text_config")
+    return [config, text] if isinstance(text, dict) else [config]
+
+
+def refuse_quantised(config: dict[str, Any], path: Path) -> None:
+    """Only float weights are read from safetensors; config.json says what they are."""
+    for key in ("quantization_config", "quantization"):  # the latter is MLX's
+        if quantised := next((part[key] for part in _parts(config) if part.get(key)), None):
+            method = quantised.get("quant_method", "MLX") if isinstance(quantised, dict) else quantised
+            raise BadFile(
+                f"{path}: {key} says that the weights are quantised, by {brief(method)}, which is not read.", _ORIGINAL
+            )
 
 
 def _drop_copied_head(tensors: dict[str, Tensor]) -> None:
