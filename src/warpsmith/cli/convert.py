@@ -24,7 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     from warpsmith.checkpoint.atomic import whole_directory
     from warpsmith.checkpoint.canonical import open_checkpoint
-    from warpsmith.checkpoint.convert import to_gguf, to_safetensors
+    from warpsmith.checkpoint.convert import exact_dtype, rounded_types, to_gguf, to_safetensors
     from warpsmith.checkpoint.hub import resolve
     from warpsmith.model.weights import read_config
 
@@ -36,11 +36,14 @@ def main(args: argparse.Namespace) -> int:
         with progress("writing", checkpoint.nbytes) as advance:
             to_gguf(checkpoint, _gguf_metadata(checkpoint), args.path, recipe, advance)
     else:
+        dtype = recipe.upper() if recipe else exact_dtype(checkpoint)
         with whole_directory(args.path) as part:
-            to_safetensors(checkpoint, part, (recipe or "bf16").upper())
+            to_safetensors(checkpoint, part, dtype)
             _write_tokenizer(checkpoint, part)
     written = open_checkpoint(args.path)
     aside(f"{args.path}: {len(written.tensors)} tensors, {size(written.nbytes)}")
+    if rounded := rounded_types(checkpoint, recipe):
+        aside(f"{', '.join(rounded)} weights were rounded to {recipe}; --type f32 holds them exactly")
     return 0
 
 
