@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from warpsmith import __version__
 from warpsmith.cli import bench_spec
+from warpsmith.cli.escape import printable
 from warpsmith.cli.options import (
     introduce,
     model_arguments,
@@ -131,8 +132,8 @@ def _facts(llm: LLM) -> dict[str, Any]:
         "backends": llm.device,
         "n_threads": machine.usable_cores(),
         **settings,
-        "model_filename": str(llm.checkpoint.path),
-        "model_type": _model_type(llm),
+        "model_filename": printable(str(llm.checkpoint.path)),
+        "model_type": printable(_model_type(llm)),
         "model_size": llm.checkpoint.nbytes,
         "model_n_params": llm.checkpoint.parameters,
     }

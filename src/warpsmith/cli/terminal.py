@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TextIO
 
+from warpsmith.cli.escape import printable
+
 WORTH_A_BAR = 256 << 20  # bytes that take long enough to load
 
 # Control characters could move the cursor, change the title or worse. Tabs and newlines may pass.
@@ -20,12 +22,14 @@ def styled(stream: TextIO) -> bool:
 
 def aside(text: str) -> None:
     """A dim line on stderr."""
+    text = printable(text)
     sys.stderr.write(f"\x1b[2m{text}\x1b[0m\n" if styled(sys.stderr) else f"{text}\n")
     sys.stderr.flush()
 
 
 def complain(problem: str, fix: str = "") -> None:
     """An error: what is wrong, and what to do about it."""
+    problem, fix = printable(problem), printable(fix)
     label = "\x1b[1;31merror:\x1b[0m" if styled(sys.stderr) else "error:"
     sys.stderr.write(f"{label} {problem}\n" + (f"  fix: {fix}\n" if fix else ""))
     sys.stderr.flush()
