@@ -26,6 +26,7 @@ from warpsmith.backend.finite import NOT_FINITE, not_finite
 from warpsmith.backend.host_memory import check_fits
 from warpsmith.checkpoint.canonical import Checkpoint, open_checkpoint
 from warpsmith.draft.base import Proposer
+from warpsmith.engine.arguments import stop_strings, stop_tokens, whole_number
 from warpsmith.engine.conversation import Conversation, common_prefix
 from warpsmith.engine.loop import FinishReason, Generation
 from warpsmith.engine.request import Options, check_options, sampling_for
@@ -115,6 +116,7 @@ def load(
     config = read_config(checkpoint)
     if context is None:
         context = min(config.context, DEFAULT_CONTEXT)
+    context = whole_number("context", context)
     if not 1 < context <= config.context:
         raise BadRequest(
             f"A context of {context} is outside [2, {config.context}].", "Choose one the model was made for."
@@ -194,8 +196,7 @@ class LLM:
         from warpsmith.model.chat import declared_sampling
 
         check_options(options)
-        stop, stop_ids = options.get("stop", ()), options.get("stop_ids")
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        stops, stop_ids = stop_strings(options.get("stop")), options.get("stop_ids")
         if stops and not self._has_tokenizer:
             raise BadRequest("Stop strings need a tokenizer, and this model has none.", "Use stop_ids.")
         if stop_ids is None:
@@ -207,7 +208,7 @@ class LLM:
             ids,
             sampling_for(options, declared_sampling(self.checkpoint.metadata)),
             max_tokens=options.get("max_tokens"),
-            stop_ids=frozenset(stop_ids),
+            stop_ids=stop_tokens(stop_ids),
             until=text.push,
             on_step=options.get("on_step"),
             kept=kept,

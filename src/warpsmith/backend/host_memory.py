@@ -12,9 +12,13 @@ def check_fits(nbytes: int, what: str) -> None:
     free = free_memory()
     if free is not None and nbytes > free:
         raise DoesNotFit(
-            f"{what} would take {nbytes / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free.",
+            f"{what} would take {_size(nbytes)} of memory, and {_size(free)} are free.",
             "Use a smaller model, a shorter context (-c) or fewer bits.",
         )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"
 
 
 def free_memory() -> int | None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from importlib import import_module
-from types import FrameType
 
 from warpsmith import __version__
 from warpsmith.cli.parser import Parser
+from warpsmith.cli.process import clean_up_when_told_to_end, mend_streams, need_address_space, need_stdout
 from warpsmith.cli.terminal import complain
 from warpsmith.errors import BadRequest, WarpsmithError
 
@@ -24,6 +23,7 @@ VERBS = {
     "synth": "make a random model of any size",
     "doctor": "say what this machine has and what would be used",
 }
+WRITES_FILES = ("convert", "synth")  # and nothing to stdout
 INTERRUPTED = 130
 
 
@@ -31,8 +31,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code (docs/cli.md lists them)."""
     if argv is None:  # a process of our own
         argv = sys.argv[1:]
-        _clean_up_when_told_to_end()
+        mend_streams()
+        clean_up_when_told_to_end()
     try:
+        need_address_space()
         args, unknown = _parser(argv).parse_known_args(argv)
         if unknown:
             raise BadRequest(f"There is no {unknown[0]} here.", f"`warpsmith {args.verb} --help` lists what there is.")
@@ -41,8 +43,11 @@ def main(argv: list[str] | None = None) -> int:
     except WarpsmithError as error:
         return _explain(error)
     try:
+        if args.verb not in WRITES_FILES:
+            need_stdout()
         code = int(import_module(f"warpsmith.cli.{args.verb}").main(args))
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -53,19 +58,6 @@ def main(argv: list[str] | None = None) -> int:
         if args.debug:
             raise
         return _explain(error)
-
-
-def _clean_up_when_told_to_end() -> None:
-    """SIGTERM, and SIGHUP from a terminal that goes away, end us as an error would: unfinished files are removed."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)  # cleaning up is not to be interrupted
-        raise SystemExit(128 + number)
-
-    for name in ("SIGTERM", "SIGHUP"):  # the second does not exist everywhere
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) == signal.SIG_DFL:  # not if nohup had it ignored
-            signal.signal(number, end)
 
 
 def _parser(argv: list[str]) -> argparse.ArgumentParser:

@@ -87,7 +87,7 @@ def _prompt(args: argparse.Namespace) -> str | list[dict[str, Any]]:
         text = _decoded(args.file.read_bytes(), str(args.file))
     elif args.prompt is not None:
         text = _decoded(os.fsencode(args.prompt), "The prompt")
-    elif sys.stdin.isatty():
+    elif sys.stdin is None or sys.stdin.isatty():
         raise BadRequest("There is no prompt.", "Give one with -p or -f, or talk with `warpsmith chat`.")
     else:
         text = _decoded(sys.stdin.buffer.read(), "Standard input")

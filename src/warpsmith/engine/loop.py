@@ -13,6 +13,7 @@ from warpsmith.backend.base import next_token, wanted_for
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
 from warpsmith.draft.base import Context
+from warpsmith.engine.arguments import whole_number
 from warpsmith.engine.conversation import Conversation
 from warpsmith.engine.request import check_sampling
 from warpsmith.engine.stats import PLAIN, Stats
@@ -58,7 +59,7 @@ class Generation:
         conversation.check(prompt)
         check_sampling(self.sampling, conversation.backend.config.vocab)
         room = conversation.context - len(prompt)
-        if max_tokens is not None and max_tokens < 1:
+        if max_tokens is not None and whole_number("max_tokens", max_tokens) < 1:
             raise BadRequest(f"max_tokens is {max_tokens}.", "Ask for at least one token, or leave it out.")
         self.limit = room if max_tokens is None else min(max_tokens, room)
         self.stop_ids, self.until, self.on_step = stop_ids, until, on_step

@@ -24,6 +24,8 @@ def render(
     **extra: Any,
 ) -> str:
     """The prompt text of a conversation. `extra` are more variables for the template, such as `eos_token`."""
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise BadRequest("tools is not a list of objects.", 'Send [{"type": "function", "function": {…}}].')
     variables: dict[str, Any] = {
         "messages": [_message(message, i) for i, message in enumerate(messages)],
         "tools": tools,
@@ -39,8 +41,16 @@ def render(
     except (TypeError, ValueError, RecursionError) as error:
         raise BadRequest(f"The conversation holds something that is not JSON ({_line(error)}).") from None
 
+    text = _run(template, as_json)
+    if tools and text == _run(template, json.dumps(variables | {"tools": None})):
+        raise BadRequest("The model's chat template ignores tools.", "Leave them out, or use a model that knows tools.")
+    return text
+
+
+def _run(template: str, variables: str) -> str:
+    """Render with the variables in this JSON object."""
     try:
-        return run(template, json.loads(as_json), len(as_json))
+        return run(template, json.loads(variables), len(variables))
     except Refused as error:
         raise BadRequest(f"The chat template refuses this conversation: {_line(error)}") from None
     except jinja2.TemplateSyntaxError as error:
