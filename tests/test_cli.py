@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from terminal import PROMPT, Terminal
+from warpsmith.checkpoint.quantize import RECIPES
 from warpsmith.cli import main
+from warpsmith.cli.prompt import history_path
+from warpsmith.draft.costs import cache_directory
 from warpsmith.model.tokenizer import byte_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -185,6 +189,42 @@ def test_sampling_flags_reach_the_sampler(answer: Callable[..., dict[str, Any]])
     assert ids("--temp", "1", "--min-p", "1", "--seed", "5") == greedy
     assert ids("--logit-bias", "65+1000") == [65] * 12
     assert len(set(ids("--repeat-penalty", "1e9", "--repeat-last-n", "-1"))) == 12
+
+
+def test_the_stats_tell_the_seed_that_was_drawn(gguf: Path) -> None:
+    args = ["run", "-m", gguf, "-p", "abc", "-n", "12", *ENDLESS, "--temp", "1", "--top-k", "0", "--top-p", "1"]
+    first, other = warpsmith(*args), warpsmith(*args)
+    seed = re.search(r"\| seed (\d+) \|", first.stderr)
+    assert seed
+    assert succeeds(*args, "--seed", seed[1]) == first.stdout != other.stdout
+    assert "seed" not in warpsmith("run", "-p", "x", "-n", "1").stderr, "greedy text has none"
+
+
+def test_an_answer_that_shows_nothing_is_explained(gguf: Path) -> None:
+    spaces = ["-m", gguf, "-n", "3", "--logit-bias", "32+1000"]
+    assert "nothing to see: the 3 tokens" in warpsmith("run", "-p", "x", *spaces).stderr
+    assert "nothing to see: the 3 tokens" in warpsmith("chat", *spaces, stdin=b"x\n").stderr
+    assert "nothing to see" not in warpsmith("run", "-p", "x", "-n", "3").stderr
+
+
+@pytest.mark.parametrize("verb", ["synth", "convert"])
+def test_help_lists_the_weight_types(verb: str) -> None:
+    page = " ".join(succeeds(verb, "--help").split())
+    assert all(f"{recipe}" in page for recipe in RECIPES)
+
+
+def test_the_tests_keep_out_of_the_users_own_folders() -> None:
+    for path in (cache_directory(), history_path(), Path(constants.HF_HUB_CACHE)):
+        assert path.is_relative_to(ROOT / ".pytest_cache")
+
+
+def test_bad_flags_are_one_sentence_and_one_fix() -> None:
+    for args in ([], ["fly"], ["run", "--no-such-flag"], ["run", "-n", "many"], ["bench", "spec"], ["pull"]):
+        lines = fails(2, *args).splitlines()
+        assert len(lines) == 2, lines
+        assert lines[0].startswith("error: ")
+        assert lines[0].endswith(".")
+        assert lines[1].startswith("  fix: `warpsmith ")
 
 
 def test_stop_strings(answer: Callable[..., dict[str, Any]]) -> None:

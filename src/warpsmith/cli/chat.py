@@ -22,7 +22,7 @@ from warpsmith.cli.options import (
 )
 from warpsmith.cli.parser import Parser
 from warpsmith.cli.prompt import messages
-from warpsmith.cli.terminal import aside, complain, emit
+from warpsmith.cli.terminal import aside, complain, emit, explain_invisible
 from warpsmith.errors import BadRequest, ContextFull, WarpsmithError
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ class Chat:
         if stats is None:
             aside("stopped")
             return
+        explain_invisible(text, stats.generated_tokens)
         used = stats.prompt_tokens + stats.generated_tokens
         aside(f"{stats.summary()} | {used} of {self.llm.context} tokens of context")
         if finish_reason == "length":

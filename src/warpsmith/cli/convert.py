@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    from warpsmith.checkpoint.quantize import RECIPES
+
     parser.add_argument("source", metavar="SRC", help="a model: a file, a directory or a name on the Hub")
     parser.add_argument("path", metavar="DST", type=Path, help="NAME.gguf, or a directory for safetensors")
-    parser.add_argument("--type", metavar="T", help="weight type such as bf16, q8_0, q4_k_m (default: as they are)")
+    parser.add_argument("--type", metavar="T", help=f"weight type (as they are): {', '.join(RECIPES)}")
     parser.add_argument("--offline", action="store_true", help="use the network for nothing")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from warpsmith.cli.options import introduce, model_arguments, open_model, sampling_arguments, sampling_keywords
-from warpsmith.cli.terminal import aside, emit, styled
+from warpsmith.cli.terminal import aside, emit, explain_invisible, styled
 from warpsmith.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -66,17 +66,16 @@ def _stream(llm: LLM, prompt: str | list[dict[str, Any]], options: dict[str, Any
     text = ""
     try:
         for chunk in llm.stream(prompt, **options):
-            if "on_step" in options:  # the trees are in the way of the text, which comes whole at the end
-                text += chunk.text
-                if chunk.finish_reason is not None:
-                    emit(text)
-            else:
+            text += chunk.text
+            if "on_step" not in options:
                 emit(chunk.text)
-                text = chunk.text or text
+            elif chunk.finish_reason is not None:  # the trees are in the way of the text, which comes whole at the end
+                emit(text)
     finally:  # leave the cursor at the beginning of a line, also after Ctrl-C
         if sys.stdout.isatty() and text and not text.endswith("\n"):
             emit("\n")
     assert chunk.stats is not None
+    explain_invisible(text, chunk.stats.generated_tokens)
     aside(chunk.stats.summary() + (" | cut at the limit (-n, -c)" if chunk.finish_reason == "length" else ""))
 
 

@@ -41,6 +41,15 @@ def emit(text: str) -> None:
     sys.stdout.flush()
 
 
+def explain_invisible(text: str, tokens: int) -> None:
+    """An answer that shows nothing looks like a failure, and is none."""
+    if not any(c.isprintable() and not c.isspace() for c in text):
+        aside(
+            f"nothing to see: the {tokens} tokens are white space, control characters or special tokens, "
+            "as a random model (`warpsmith synth`) often writes them"
+        )
+
+
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar on stderr that moves by as many bytes as it is told of; nothing where stderr is no terminal."""

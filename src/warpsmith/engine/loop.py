@@ -53,7 +53,8 @@ class Generation:
         kept: int | None = None,
     ) -> None:
         """`until` sees every token once, in order, but for stop ids; when it returns True that token is the last.
-        `on_step` sees every step of a request with a draft, once it is committed. `kept` is what `begin` takes."""
+        `on_step` sees every step once it is committed; without a draft, or while it rests, each is one token. `kept` is
+        what `begin` takes."""
         self.conversation, self.prompt, self.kept = conversation, prompt, kept
         self.sampling = sampling or Sampling()
         conversation.check(prompt)
@@ -169,7 +170,7 @@ class Generation:
                 took = perf_counter() - start
                 self.stats.decode_seconds += took
                 seconds, tokens = seconds + took, tokens + 1
-                if self.on_step is not None and conversation.proposer is not None:
+                if self.on_step is not None:
                     self.on_step(Step(Tree.chain([root]), [0], run))
                 yield run
                 if self.finish_reason is not None:
