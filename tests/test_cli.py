@@ -420,13 +420,23 @@ def test_examples_in_the_documents_run(tmp_path: Path) -> None:
         assert result.returncode == 0, (document, result.stderr)
 
 
-def test_the_readme_has_two_commands_for_a_fresh_machine() -> None:
-    commands = [line for block in fenced(ROOT / "README.md", "sh") for line in block.splitlines() if "venv" in line]
-    assert len(commands) == 2
-    assert commands[0].endswith('warpsmith run -p "def fibonacci(n):"')
+def test_the_readme_has_commands_for_a_fresh_machine() -> None:
+    commands = [line for block in fenced(ROOT / "README.md", "sh") for line in block.splitlines() if "python3" in line]
+    cpu, gpu, tests = commands
+    assert cpu.endswith('pip install -q . && .venv/bin/warpsmith run -p "def fibonacci(n):"')
+    assert gpu == cpu.replace("install -q .", "install -q '.[cuda]'")
     pattern = re.search(r"grep -E '(.*)' README.md", (ROOT / ".ci/run").read_text())
     assert pattern
-    assert [line for line in commands if re.search(pattern[1], line)] == [commands[1]]  # the one that CI runs
+    assert [line for line in commands if re.search(pattern[1], line)] == [tests]  # the one that CI runs
+
+
+def test_the_chart_shows_the_numbers_beside_it() -> None:
+    chart, readme = (ROOT / "docs/decode-speed.svg").read_text(), (ROOT / "README.md").read_text()
+    rates = [int(rate.replace(",", "")) for rate in re.findall(r"([\d,]+) tok/s<", chart)]
+    bars = [int(width) for width in re.findall(r'<rect x="100" .*?width="(\d+)"', chart)]
+    assert len(rates) == len(bars) == 3
+    assert bars == [round(rate / 5) for rate in rates]
+    assert all(f"{rate:,}" in readme for rate in rates)
 
 
 def test_documented_flags_exist() -> None:
