@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import stat
 import subprocess
 import sys
@@ -113,6 +114,19 @@ def test_history_is_there_the_next_time(gguf: Path, tmp_path: Path) -> None:
     assert second.messages()[0] == "something\nmemorable"
     second.leave()
     assert stat.S_IMODE((tmp_path / "warpsmith" / "chat_history").stat().st_mode) == 0o600
+
+
+def test_an_interrupt_between_prompts_does_no_harm(gguf: Path, tmp_path: Path) -> None:
+    chat = ChatTerminal(gguf, tmp_path, "-n", "1")
+    for _ in range(
+        30
+    ):  # the signal itself, which at a prompt comes only before it is ready or when it has been answered
+        os.kill(chat.pid, signal.SIGINT)
+        chat.type("\x03")
+    chat.at = chat.until(PROMPT, len(chat.seen))
+    chat.say("hello")
+    chat.leave()
+    assert "Exception" not in chat.seen
 
 
 def test_an_answer_that_was_cut_says_why(gguf: Path, tmp_path: Path) -> None:

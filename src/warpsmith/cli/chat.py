@@ -56,18 +56,19 @@ def main(args: argparse.Namespace) -> int:
     source = messages(interactive := sys.stdin is not None and sys.stdin.isatty())
     with open_model(args) as llm:
         introduce(args, llm)
-        chat = Chat(llm, args, interactive)
-        if interactive:
-            aside(HINT)
+        chat, hint_due = Chat(llm, args, interactive), interactive
         while chat.going:
             try:
+                if hint_due:
+                    aside(HINT)
+                    hint_due = False
                 if (message := next(source, None)) is None:
                     break
                 chat.hear(message)
             except KeyboardInterrupt:
                 if not interactive:
                     raise
-                aside(HINT)
+                hint_due = True  # printed above, where another Ctrl-C does no harm
             except WarpsmithError as error:
                 if not interactive:
                     raise
