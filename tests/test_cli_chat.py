@@ -163,13 +163,20 @@ def test_a_pipe_has_the_same_messages_and_commands(gguf: Path, tmp_path: Path) -
     assert [message["content"] for message in saved][::2] == ["one \n  line"]
 
 
-@given(st.lists(st.text(st.characters(exclude_characters='"\n\\', exclude_categories=["Cs"])), max_size=4))
+def test_a_pipe_that_is_not_text_is_a_usage_error(gguf: Path) -> None:
+    result = subprocess.run([*COMMAND, "chat", "-m", str(gguf), "-n", "1"], input=b"caf\xe9\n", capture_output=True)
+    assert result.returncode == 2
+    assert b"Standard input is not UTF-8 text" in result.stderr
+
+
+@given(st.lists(st.text(st.characters(exclude_characters='"\r\n\\', exclude_categories=["Cs"])), max_size=4))
 def test_quotes_and_backslashes_keep_every_character(lines: list[str]) -> None:
     text = "\n".join(lines)
     quoted = f'"""\n{text}\n"""'
     assert is_open('"""\n' + text)
     assert not is_open(quoted)
     assert unquoted(quoted) == text
-    assert list(piped(line + "\n" for line in quoted.split("\n"))) == [text]
+    for end in ("\n", "\r\n"):
+        assert list(piped(line + end for line in quoted.split("\n"))) == [text]
     if lines:
         assert list(piped(line + "\n" for line in text.replace("\n", "\\\n").split("\n"))) == [text]

@@ -28,7 +28,14 @@ def messages(interactive: bool) -> Iterator[str]:
     """One message after the other. At a terminal, Ctrl-C raises KeyboardInterrupt and asking can go on after it."""
     if sys.stdin is None:
         raise BadRequest("Standard input is closed.", "Leave it open, or pipe messages into it.")
-    return Typed() if interactive else piped(sys.stdin)
+    return Typed() if interactive else piped(decoded(line, "Standard input") for line in sys.stdin.buffer)
+
+
+def decoded(data: bytes, source: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"{source} is not UTF-8 text (byte {error.start}).", "Convert it to UTF-8.") from None
 
 
 def is_open(text: str) -> bool:
@@ -51,7 +58,7 @@ def piped(lines: Iterable[str]) -> Iterator[str]:
     """
     text = ""
     for line in lines:
-        text += line.removesuffix("\n")
+        text += line.removesuffix("\n").removesuffix("\r")
         if text.endswith("\\"):
             text = text[:-1] + "\n"
         elif is_open(text):

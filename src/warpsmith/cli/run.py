@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from warpsmith.cli.options import introduce, model_arguments, open_model, sampling_arguments, sampling_keywords
+from warpsmith.cli.prompt import decoded
 from warpsmith.cli.terminal import aside, emit, explain_invisible, styled
 from warpsmith.errors import BadRequest
 
@@ -83,21 +84,14 @@ def _prompt(args: argparse.Namespace) -> str | list[dict[str, Any]]:
     if args.prompt is not None and args.file is not None:
         raise BadRequest("There are two prompts, -p and -f.", "Give one of them.")
     if args.file is not None:
-        text = _decoded(args.file.read_bytes(), str(args.file))
+        text = decoded(args.file.read_bytes(), str(args.file))
     elif args.prompt is not None:
-        text = _decoded(os.fsencode(args.prompt), "The prompt")
+        text = decoded(os.fsencode(args.prompt), "The prompt")
     elif sys.stdin is None or sys.stdin.isatty():
         raise BadRequest("There is no prompt.", "Give one with -p or -f, or talk with `warpsmith chat`.")
     else:
-        text = _decoded(sys.stdin.buffer.read(), "Standard input")
+        text = decoded(sys.stdin.buffer.read(), "Standard input")
     if not args.chat and args.system is None:
         return text
     system = [{"role": "system", "content": args.system}] if args.system is not None else []
     return [*system, {"role": "user", "content": text}]
-
-
-def _decoded(data: bytes, source: str) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise BadRequest(f"{source} is not UTF-8 text (byte {error.start}).", "Convert it to UTF-8.") from None
