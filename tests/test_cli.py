@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import pytest
 from huggingface_hub import constants
 
 from terminal import PROMPT, Terminal
+from warpsmith import errors
 from warpsmith.checkpoint.quantize import RECIPES
 from warpsmith.cli import main
 from warpsmith.cli.prompt import history_path
@@ -225,6 +227,20 @@ def test_bad_flags_are_one_sentence_and_one_fix() -> None:
         assert lines[0].startswith("error: ")
         assert lines[0].endswith(".")
         assert lines[1].startswith("  fix: `warpsmith ")
+
+
+def test_every_error_of_ours_has_a_fix() -> None:
+    """But those about the contract between engine and backends, which no user breaks."""
+    usual = {"BadFile"}
+    for file in (ROOT / "src/warpsmith").rglob("*.py"):
+        if "backend" in file.parts:
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):
+                name = node.exc.func.id
+                ours = issubclass(getattr(errors, name, Exception), errors.WarpsmithError)
+                assert not ours or name in usual or len(node.exc.args) == 2, f"{file}:{node.lineno}"
+    assert all(getattr(errors, name)("A problem.").fix for name in usual)
 
 
 def test_stop_strings(answer: Callable[..., dict[str, Any]]) -> None:

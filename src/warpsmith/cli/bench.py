@@ -63,9 +63,11 @@ def main(args: argparse.Namespace) -> int:
     if not tests:
         raise BadRequest("There is nothing to measure: -p and -n are both 0.", "Give one of them a length.")
     if max(args.tree, default=0) > MAX_NODES:
-        raise BadRequest(f"A tree has at most {MAX_NODES} nodes, not {max(args.tree)}.")
+        raise BadRequest(f"A tree has at most {MAX_NODES} nodes, not {max(args.tree)}.", "Ask for smaller trees.")
     if max(args.batch) > MAX_NODES:
-        raise BadRequest(f"At most {MAX_NODES} sequences can be run side by side, not {max(args.batch)}.")
+        raise BadRequest(
+            f"At most {MAX_NODES} sequences can be run side by side, not {max(args.batch)}.", "Ask for fewer."
+        )
     if args.draft not in ("auto", "none"):
         raise BadRequest("bench measures plain decoding.", "Leave --draft out, or use `bench spec`.")
     args.draft = "none"

@@ -39,7 +39,7 @@ def render(
     try:
         as_json = json.dumps(variables)
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadRequest(f"The conversation holds something that is not JSON ({_line(error)}).") from None
+        raise BadRequest(f"The conversation holds something that is not JSON ({_line(error)}).", "Send text.") from None
 
     text = _run(template, as_json)
     if tools and text == _run(template, json.dumps(variables | {"tools": None})):
@@ -52,7 +52,9 @@ def _run(template: str, variables: str) -> str:
     try:
         return run(template, json.loads(variables), len(variables))
     except Refused as error:
-        raise BadRequest(f"The chat template refuses this conversation: {_line(error)}") from None
+        raise BadRequest(
+            f"The chat template refuses this conversation: {_line(error)}", "Change its roles or their order."
+        ) from None
     except jinja2.TemplateSyntaxError as error:
         raise BadFile(
             f"The chat template is not valid at line {error.lineno} ({_line(error)}).", _OTHER_TEMPLATE
@@ -102,7 +104,7 @@ def _text(content: Any, index: int) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise BadRequest(f"The content of message {index} is neither a string nor a list of parts.")
+        raise BadRequest(f"The content of message {index} is neither a string nor a list of parts.", "Send text.")
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(part.get("text"), str):
