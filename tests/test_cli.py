@@ -220,6 +220,13 @@ def test_the_tests_keep_out_of_the_users_own_folders() -> None:
         assert path.is_relative_to(ROOT / ".pytest_cache")
 
 
+def test_skipped_tests_say_why(tmp_path: Path) -> None:
+    (tmp_path / "test_x.py").write_text("import pytest\ndef test_x(): pytest.skip('there is no abacus')\n")
+    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider"]
+    result = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
+    assert "there is no abacus" in result.stdout
+
+
 def test_bad_flags_are_one_sentence_and_one_fix() -> None:
     for args in ([], ["fly"], ["run", "--no-such-flag"], ["run", "-n", "many"], ["bench", "spec"], ["pull"]):
         lines = fails(2, *args).splitlines()

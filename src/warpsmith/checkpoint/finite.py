@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from warpsmith.checkpoint.blocks import LAYOUTS, BlockType
+from warpsmith.checkpoint.blocks import LAYOUTS, BlockType, dequantize
 from warpsmith.errors import BadFile
 
 _PIECE = 1 << 22  # bytes looked at in one go
@@ -46,6 +46,8 @@ def is_finite(block_type: BlockType, raw: np.ndarray) -> bool:
 
     def fine(start: int) -> bool:
         piece = blocks[start : start + step]
+        if not floats:  # a scale in some form of its own
+            return bool(np.isfinite(dequantize(block_type, piece.view(np.uint8))).all())
         return all(_below(piece[field], infinity) for field in floats)
 
     starts = range(0, len(blocks), step)
