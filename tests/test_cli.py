@@ -79,7 +79,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_help_names_the_verbs_and_loads_nothing_heavy() -> None:
     program = (
         "import sys; from warpsmith.cli import main; assert main(['--help']) == 0; "
-        "sys.exit(', '.join({'numpy', 'rich', 'tokenizers', 'huggingface_hub', 'jinja2'} & set(sys.modules)) or 0)"
+        "heavy = {'numpy', 'rich', 'tokenizers', 'huggingface_hub', 'jinja2', 'prompt_toolkit'}; "
+        "sys.exit(', '.join(heavy & set(sys.modules)) or 0)"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -153,6 +154,16 @@ def test_run_streams_text_to_stdout_and_stats_to_stderr() -> None:
     assert plain["stats"]["mode"] == "plain"
     assert plain["token_ids"] == answer["token_ids"]
     assert answer["stats"]["generated_tokens"] == 8
+
+
+def test_an_answer_that_was_cut_names_the_limit(gguf: Path) -> None:
+    args = ["run", "-m", gguf, "-p", "x", *ENDLESS]
+    assert "cut at the limit (-n)" in warpsmith(*args, "-n", "3").stderr
+    assert "cut at the limit (-c)" in warpsmith(*args, "-n", "-1", "-c", "8").stderr
+    wisp = warpsmith("run", stdin=b"x " * 5000).stderr
+    assert "leaves no room" in wisp
+    assert "the model has no longer context" in wisp
+    assert "-c" in fails(2, *args[:3], "-p", "x" * 50, "-c", "8")
 
 
 def test_a_prompt_from_anywhere_is_the_same_prompt(tmp_path: Path, gguf: Path) -> None:

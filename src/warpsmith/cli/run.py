@@ -17,6 +17,7 @@ from warpsmith.errors import BadRequest
 
 if TYPE_CHECKING:
     from warpsmith.engine.loop import Step
+    from warpsmith.engine.stats import Stats
     from warpsmith.llm import LLM
 
 
@@ -77,7 +78,14 @@ def _stream(llm: LLM, prompt: str | list[dict[str, Any]], options: dict[str, Any
             emit("\n")
     assert chunk.stats is not None
     explain_invisible(text, chunk.stats.generated_tokens)
-    aside(chunk.stats.summary() + (" | cut at the limit (-n, -c)" if chunk.finish_reason == "length" else ""))
+    cut = f" | cut at the limit ({_limit(llm, chunk.stats)})" if chunk.finish_reason == "length" else ""
+    aside(chunk.stats.summary() + cut)
+
+
+def _limit(llm: LLM, stats: Stats) -> str:
+    if stats.prompt_tokens + stats.generated_tokens < llm.context:
+        return "-n"
+    return "-c" if llm.context < llm.config.context else "the model's context"
 
 
 def _prompt(args: argparse.Namespace) -> str | list[dict[str, Any]]:

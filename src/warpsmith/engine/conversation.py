@@ -75,7 +75,9 @@ class Conversation:
         if len(prompt) >= self.context:
             raise ContextFull(
                 f"A prompt of {len(prompt)} tokens leaves no room for an answer in a context of {self.context}.",
-                "Raise the context length (-c) or shorten the prompt.",
+                "Raise the context length (-c) or shorten the prompt."
+                if self.context < self.backend.config.context
+                else "Shorten the prompt: the model has no longer context.",
             )
 
     def begin(self, prompt: abc.Sequence[int], want: Want, kept: int | None = None) -> tuple[Output, int]:
