@@ -129,6 +129,18 @@ def test_an_interrupt_between_prompts_does_no_harm(gguf: Path, tmp_path: Path) -
     assert "Exception" not in chat.seen
 
 
+def test_a_terminal_that_knows_no_commands_gets_none(gguf: Path, tmp_path: Path) -> None:
+    flags = ["-n", "2", "--logit-bias", "65+1000", "--draft", "none"]
+    dumb = Terminal("chat", "-m", str(gguf), *flags, TERM="dumb", XDG_STATE_HOME=str(tmp_path))
+    at = dumb.until("> ")
+    dumb.type("hello\r")
+    dumb.until("> ", dumb.until("tokens of context", at))
+    dumb.type("/exit\r")
+    assert dumb.exit_code() == 0
+    assert "AA" in dumb.seen
+    assert "\x1b" not in dumb.seen[at:]
+
+
 def test_an_answer_that_was_cut_says_why(gguf: Path, tmp_path: Path) -> None:
     chat = ChatTerminal(gguf, tmp_path, "-c", "64", "-n", "2")
     shown = chat.say("hello", "cut after 2 tokens (-n). /set n -1")

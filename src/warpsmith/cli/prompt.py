@@ -83,7 +83,8 @@ class Typed(Iterator[str]):
             prompt_continuation=". ",
             key_bindings=_keys(),
             history=_history(),
-            output=create_output(always_prefer_tty=True),  # the prompt is no part of what is written to a file
+            # the prompt is no part of what is written to a file; None lets it look at the terminal
+            output=None if sys.stdout.isatty() else create_output(always_prefer_tty=True),
         )
 
     def __next__(self) -> str:
