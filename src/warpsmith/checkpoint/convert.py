@@ -77,14 +77,17 @@ def to_safetensors(checkpoint: Checkpoint, path: str | Path, dtype: str = "BF16"
 
 
 def exact_dtype(checkpoint: Checkpoint) -> str:
-    """The narrowest type of a safetensors directory that holds a float model's matrices to the bit."""
+    """The type of a safetensors directory that holds a float model's matrices to the bit: their own, or where they have
+    several the narrowest that does."""
     matrices = [tensor for name, tensor in checkpoint.tensors.items() if is_matrix(name, tensor.shape)]
-    if blocks := sorted({tensor.type.name for tensor in matrices} - set(FLOATS)):
+    kinds = {tensor.type.name for tensor in matrices}
+    if blocks := sorted(kinds - set(FLOATS)):
         raise BadRequest(
             f"{checkpoint.path} holds {', '.join(blocks)} weights, which a directory of safetensors cannot.",
             "Add --type f32 to hold them exactly, --type bf16 to have them rounded, or write a .gguf file.",
         )
-    return next(dtype for dtype in ("BF16", "F16", "F32") if all(_survives(tensor, dtype) for tensor in matrices))
+    candidates = kinds if len(kinds) == 1 else ("BF16", "F16", "F32")
+    return next(dtype for dtype in candidates if all(_survives(tensor, dtype) for tensor in matrices))
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:

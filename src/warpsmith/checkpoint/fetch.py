@@ -10,6 +10,8 @@ import os
 import re
 from pathlib import Path
 
+LARGEST = 50_000_000_000  # bytes that the Hub hands out in one plain request
+
 
 def fetch(repo: str, file: str) -> Path:
     """The file's path in the cache, once it is there."""
@@ -27,7 +29,7 @@ def _fetch_blob(repo: str, file: str) -> None:
 
     url = hf_hub_url(repo, file)
     found = get_hf_file_metadata(url)
-    if not found.size or found.size > constants.MAX_HTTP_DOWNLOAD_SIZE:
+    if not found.size or found.size > LARGEST:
         return  # the client has other ways for those
     if found.etag is None or not re.fullmatch(r"[\w-]+", found.etag):
         return
