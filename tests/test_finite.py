@@ -18,7 +18,7 @@ import warpsmith
 from emulator.gpu import emulated_gpu
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.cuda.backend import CudaBackend
-from warpsmith.backend.cuda.profiles import load_profiles
+from warpsmith.backend.cuda.build.profiles import load_profiles
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.blocks import TYPES, dequantize

@@ -172,7 +172,7 @@ class Chat:
 
     def _set(self, text: str) -> None:
         """Like the flag of that name. The flags' own parser reads it, so there is one list of them."""
-        from warpsmith.backend.sampling import Sampling, check
+        from warpsmith.engine.request import check_sampling, sampling_for
 
         parser = Parser(prog="/set", add_help=False, allow_abbrev=False)
         sampling_arguments(parser, predict=-1)
@@ -186,7 +186,7 @@ class Chat:
             parser.parse_args([flag, value.strip()], args)
         except BadRequest as error:
             raise BadRequest(error.problem, "Give it a value that the flag takes.") from None
-        check(Sampling(**sampler_keywords(args)), self.llm.config.vocab)
+        check_sampling(sampling_for(sampler_keywords(args), {}), self.llm.config.vocab)
         self.args = args
         aside(f"{name} is {value.strip()}")
 

@@ -11,7 +11,6 @@ from typing import Any
 from warpsmith import __version__
 from warpsmith.backend.devices import DEVICES, backend_for, gpus
 from warpsmith.cli.escape import printable
-from warpsmith.cli.gpu import missing_extra
 from warpsmith.errors import WarpsmithError
 from warpsmith.measure import machine
 from warpsmith.measure.units import size
@@ -48,7 +47,6 @@ def examine() -> dict[str, Any]:
         "cache": _cache(),
         "devices": devices,
         "device": next(name for name, problem in devices.items() if problem is None),
-        "advice": missing_extra(),
     }
 
 
@@ -107,6 +105,4 @@ def _page(facts: dict[str, Any]) -> str:
     lines.append(f"Hub cache  {cache['path']}: {len(cache['models'])} models{offline}")
     lines += [f"{name:<10} {problem or 'works'}" for name, problem in facts["devices"].items()]
     lines.append(f"auto       uses {facts['device']}")
-    if facts["advice"]:
-        lines.append(f"advice     {facts['advice']}")
     return "\n".join(map(printable, lines))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from warpsmith.backend.devices import CACHE_TYPES, DEVICES
-from warpsmith.cli.gpu import missing_extra
 from warpsmith.cli.terminal import aside, loading_bar
 from warpsmith.engine.request import SAMPLING
 from warpsmith.errors import BadRequest
@@ -121,11 +120,9 @@ def open_model(args: argparse.Namespace) -> LLM:
 
 
 def introduce(args: argparse.Namespace, llm: LLM) -> None:
-    """Say which model runs when none was named, and what would make it faster."""
+    """Say which model runs when none was named."""
     if args.model is None:
         aside("no model named (-m): running wisp, the 27M-parameter model that comes with warpsmith")
-    if args.device == "auto" and llm.device != "cuda" and (hint := missing_extra()):
-        aside(hint)
 
 
 def natural(text: str) -> int:
