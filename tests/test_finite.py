@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import warpsmith
 from emulator.gpu import emulated_gpu
-from warpsmith.backend.base import LOGITS, Want
+from warpsmith.backend.base import LOGITS, Backend, Want, wanted_for
 from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.build.profiles import load_profiles
 from warpsmith.backend.sampling import Sampling
@@ -113,13 +113,23 @@ def test_the_position_is_named(device: str, options: dict) -> None:  # type: ign
         list(backend.decode(state, 5, 4, sampling=Sampling(**options), history=[1, 2, 3, 5]))
 
 
+def check_verify(backend: Backend) -> None:
+    tree = Tree.chain([1, 2, 3])
+    for options in (*SAMPLINGS, {"temperature": 1.0, "top_k": 4}):
+        state, sampling = backend.new_state(8), Sampling(**options)
+        backend.forward([(state, tree)], wanted_for(sampling))
+        with pytest.raises(BadFile, match="position 1 are not finite"):
+            backend.verify(state, tree, sampling, [1])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_row_of_a_tree_does_not_hide_what_it_is(device: str) -> None:
     checkpoint = overflowing()
     backend = backend_for(device, checkpoint, read_config(checkpoint))
-    output = backend.forward(backend.new_state(8), Tree.chain([1, 2, 3]), LOGITS)
+    output = backend.forward([(backend.new_state(8), Tree.chain([1, 2, 3]))], LOGITS)
     assert output.argmax is not None
     assert output.argmax.tolist() == [-1, -1, -1]
+    check_verify(backend)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -129,9 +139,10 @@ def test_cuda_kernels_say_the_same() -> None:
     profile = replace(load_profiles()["h200"], largest_tree=8)
     with emulated_gpu(3, (1, 8)):
         cuda = CudaBackend(config, checkpoint.tensors, profile=profile, context=64)
-        output = cuda.forward(cuda.new_state(8), Tree.chain([1, 2, 3]))
+        output = cuda.forward([(cuda.new_state(8), Tree.chain([1, 2, 3]))])
         assert output.argmax is not None
         assert output.argmax.tolist() == [-1, -1, -1]
+        check_verify(cuda)
         for options in SAMPLINGS:
             state = cuda.new_state(64)
             cuda.prefill(state, [1, 2, 3], Want(tokens="none"))
