@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -15,8 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
+from terminal import PROMPT, Terminal
+from warpsmith import errors
+from warpsmith.checkpoint.quantize import RECIPES
 from warpsmith.cli import main
+from warpsmith.cli.prompt import history_path
+from warpsmith.draft.costs import cache_directory
 from warpsmith.model.tokenizer import byte_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -74,7 +79,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_help_names_the_verbs_and_loads_nothing_heavy() -> None:
     program = (
         "import sys; from warpsmith.cli import main; assert main(['--help']) == 0; "
-        "sys.exit(', '.join({'numpy', 'rich', 'tokenizers', 'huggingface_hub', 'jinja2'} & set(sys.modules)) or 0)"
+        "heavy = {'numpy', 'rich', 'tokenizers', 'huggingface_hub', 'jinja2', 'prompt_toolkit'}; "
+        "sys.exit(', '.join(heavy & set(sys.modules)) or 0)"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -150,6 +156,16 @@ def test_run_streams_text_to_stdout_and_stats_to_stderr() -> None:
     assert answer["stats"]["generated_tokens"] == 8
 
 
+def test_an_answer_that_was_cut_names_the_limit(gguf: Path) -> None:
+    args = ["run", "-m", gguf, "-p", "x", *ENDLESS]
+    assert "cut at the limit (-n)" in warpsmith(*args, "-n", "3").stderr
+    assert "cut at the limit (-c)" in warpsmith(*args, "-n", "-1", "-c", "8").stderr
+    wisp = warpsmith("run", stdin=b"x " * 5000).stderr
+    assert "leaves no room" in wisp
+    assert "the model has no longer context" in wisp
+    assert "-c" in fails(2, *args[:3], "-p", "x" * 50, "-c", "8")
+
+
 def test_a_prompt_from_anywhere_is_the_same_prompt(tmp_path: Path, gguf: Path) -> None:
     (tmp_path / "prompt").write_bytes("naïve 🎉\n".encode())
     args = ["run", "-m", gguf, "-n", "6", "--json"]
@@ -186,6 +202,63 @@ def test_sampling_flags_reach_the_sampler(answer: Callable[..., dict[str, Any]])
     assert ids("--temp", "1", "--min-p", "1", "--seed", "5") == greedy
     assert ids("--logit-bias", "65+1000") == [65] * 12
     assert len(set(ids("--repeat-penalty", "1e9", "--repeat-last-n", "-1"))) == 12
+
+
+def test_the_stats_tell_the_seed_that_was_drawn(gguf: Path) -> None:
+    args = ["run", "-m", gguf, "-p", "abc", "-n", "12", *ENDLESS, "--temp", "1", "--top-k", "0", "--top-p", "1"]
+    first, other = warpsmith(*args), warpsmith(*args)
+    seed = re.search(r"\| seed (\d+) \|", first.stderr)
+    assert seed
+    assert succeeds(*args, "--seed", seed[1]) == first.stdout != other.stdout
+    assert "seed" not in warpsmith("run", "-p", "x", "-n", "1").stderr, "greedy text has none"
+
+
+def test_an_answer_that_shows_nothing_is_explained(gguf: Path) -> None:
+    spaces = ["-m", gguf, "-n", "3", "--logit-bias", "32+1000"]
+    assert "nothing to see: the 3 tokens" in warpsmith("run", "-p", "x", *spaces).stderr
+    assert "nothing to see: the 3 tokens" in warpsmith("chat", *spaces, stdin=b"x\n").stderr
+    assert "nothing to see" not in warpsmith("run", "-p", "x", "-n", "3").stderr
+
+
+@pytest.mark.parametrize("verb", ["synth", "convert"])
+def test_help_lists_the_weight_types(verb: str) -> None:
+    page = " ".join(succeeds(verb, "--help").split())
+    assert all(f"{recipe}" in page for recipe in RECIPES)
+
+
+def test_the_tests_keep_out_of_the_users_own_folders() -> None:
+    for path in (cache_directory(), history_path(), Path(constants.HF_HUB_CACHE)):
+        assert path.is_relative_to(ROOT / ".pytest_cache")
+
+
+def test_skipped_tests_say_why(tmp_path: Path) -> None:
+    (tmp_path / "test_x.py").write_text("import pytest\ndef test_x(): pytest.skip('there is no abacus')\n")
+    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider"]
+    result = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
+    assert "there is no abacus" in result.stdout
+
+
+def test_bad_flags_are_one_sentence_and_one_fix() -> None:
+    for args in ([], ["fly"], ["run", "--no-such-flag"], ["run", "-n", "many"], ["bench", "spec"], ["pull"]):
+        lines = fails(2, *args).splitlines()
+        assert len(lines) == 2, lines
+        assert lines[0].startswith("error: ")
+        assert lines[0].endswith(".")
+        assert lines[1].startswith("  fix: `warpsmith ")
+
+
+def test_every_error_of_ours_has_a_fix() -> None:
+    """But those about the contract between engine and backends, which no user breaks."""
+    usual = {"BadFile"}
+    for file in (ROOT / "src/warpsmith").rglob("*.py"):
+        if "backend" in file.parts:
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):
+                name = node.exc.func.id
+                ours = issubclass(getattr(errors, name, Exception), errors.WarpsmithError)
+                assert not ours or name in usual or len(node.exc.args) == 2, f"{file}:{node.lineno}"
+    assert all(getattr(errors, name)("A problem.").fix for name in usual)
 
 
 def test_stop_strings(answer: Callable[..., dict[str, Any]]) -> None:
@@ -250,46 +323,14 @@ def test_a_piped_chat_answers_every_line(gguf: Path) -> None:
     assert "cached" in turns[1]  # the second turn does not compute the first again
 
 
-class Terminal:
-    """A command at a terminal of its own."""
-
-    def __init__(self, *args: str, **environment: str) -> None:
-        self.seen = ""
-        self.pid, self.fd = pty.fork()
-        if self.pid == 0:
-            os.execve(sys.executable, [*COMMAND, *args], ENVIRONMENT | {"TERM": "xterm"} | environment)
-
-    def until(self, text: str, after: int = 0, press: str = "") -> int:
-        """Read until `text` appears past position `after`; returns where it ends. `press` is typed until it does."""
-        for _ in range(60):
-            self.type(press)
-            while (at := self.seen.find(text, after)) < 0 and select.select([self.fd], [], [], 1)[0]:
-                self.seen += os.read(self.fd, 4096).decode(errors="replace")
-            if at >= 0:
-                return at + len(text)
-        raise AssertionError(f"no {text!r} in {self.seen!r}")
-
-    def type(self, text: str) -> None:
-        os.write(self.fd, text.encode())
-
-    def exit_code(self) -> int:
-        try:
-            while data := os.read(self.fd, 4096):
-                self.seen += data.decode(errors="replace")
-        except OSError:  # how a terminal says that nobody is at the other end
-            pass
-        os.close(self.fd)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-
 def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves(gguf: Path) -> None:
     terminal = Terminal("chat", "-m", str(gguf), *SLOW, "--logit-bias", "65+1000", NO_COLOR="1")  # AAAA...
-    terminal.until("> ")
-    terminal.type("hello\n")
+    terminal.until(PROMPT)
+    terminal.type("hello\r")
     at = terminal.until("A")
     # Pressed again until it is noticed: between printing a prompt and waiting for keys, Python misses a Ctrl-C.
-    at = terminal.until("> ", terminal.until("stopped", at, press="\x03"))
-    at = terminal.until("> ", terminal.until("/exit", at, press="\x03"))  # at the prompt it says how to leave
+    at = terminal.until(PROMPT, terminal.until("stopped", at, press="\x03"))
+    at = terminal.until(PROMPT, terminal.until("/exit", at, press="\x03"))  # at the prompt it says how to leave
     terminal.type("\x04")
     assert terminal.exit_code() == 0
     assert "Traceback" not in terminal.seen
@@ -413,13 +454,23 @@ def test_examples_in_the_documents_run(tmp_path: Path) -> None:
         assert result.returncode == 0, (document, result.stderr)
 
 
-def test_the_readme_has_two_commands_for_a_fresh_machine() -> None:
-    commands = [line for block in fenced(ROOT / "README.md", "sh") for line in block.splitlines() if "venv" in line]
-    assert len(commands) == 2
-    assert commands[0].endswith('warpsmith run -p "def fibonacci(n):"')
+def test_the_readme_has_commands_for_a_fresh_machine() -> None:
+    commands = [line for block in fenced(ROOT / "README.md", "sh") for line in block.splitlines() if "python3" in line]
+    cpu, gpu, tests = commands
+    assert cpu.endswith('pip install -q . && .venv/bin/warpsmith run -p "def fibonacci(n):"')
+    assert gpu == cpu.replace("install -q .", "install -q '.[cuda]'")
     pattern = re.search(r"grep -E '(.*)' README.md", (ROOT / ".ci/run").read_text())
     assert pattern
-    assert [line for line in commands if re.search(pattern[1], line)] == [commands[1]]  # the one that CI runs
+    assert [line for line in commands if re.search(pattern[1], line)] == [tests]  # the one that CI runs
+
+
+def test_the_chart_shows_the_numbers_beside_it() -> None:
+    chart, readme = (ROOT / "docs/decode-speed.svg").read_text(), (ROOT / "README.md").read_text()
+    rates = [int(rate.replace(",", "")) for rate in re.findall(r"([\d,]+) tok/s<", chart)]
+    bars = [int(width) for width in re.findall(r'<rect x="100" .*?width="(\d+)"', chart)]
+    assert len(rates) == len(bars) == 3
+    assert bars == [round(rate / 5) for rate in rates]
+    assert all(f"{rate:,}" in readme for rate in rates)
 
 
 def test_documented_flags_exist() -> None:

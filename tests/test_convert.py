@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.canonical import Checkpoint, open_checkpoint
 from warpsmith.checkpoint.convert import FILE_TYPES, to_gguf, to_safetensors
 from warpsmith.checkpoint.quantize import RECIPES
@@ -118,3 +122,45 @@ def test_synthesized_blocks_are_complete_and_repeatable(tmp_path: Path) -> None:
         synthesize(SMALL, tmp_path / "dir", "q4_k_m", format="safetensors")
     with pytest.raises(BadRequest, match="onnx"):
         synthesize(SMALL, tmp_path / "x", format="onnx")
+
+
+def convert(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "warpsmith.cli", "convert", *map(str, args)], capture_output=True, text=True
+    )
+
+
+def test_a_directory_does_not_round_quantised_weights_unasked(tmp_path: Path) -> None:
+    source = random_checkpoint(SMALL, recipe="q8_0")
+    to_gguf(source, source.metadata, tmp_path / "q8.gguf")
+    refused = convert(tmp_path / "q8.gguf", tmp_path / "model")
+    assert refused.returncode == 2
+    assert "holds Q8_0 weights" in refused.stderr
+    assert "--type f32" in refused.stderr
+    assert not (tmp_path / "model").exists()
+    exact = convert(tmp_path / "q8.gguf", tmp_path / "f32", "--type", "f32")
+    assert exact.returncode == 0, exact.stderr
+    assert "rounded" not in exact.stderr
+    for name, tensor in open_checkpoint(tmp_path / "f32").tensors.items():
+        if len(tensor.shape) == 2 and "conv1d" not in name:
+            assert np.array_equal(tensor.float32(), source.tensors[name].float32()), name
+    for target in ("bf16", "bf16.gguf"):
+        said = convert(tmp_path / "q8.gguf", tmp_path / target, "--type", "bf16")
+        assert said.returncode == 0, said.stderr
+        assert "Q8_0 weights were rounded to bf16; --type f32 holds them exactly" in said.stderr
+
+
+@pytest.mark.parametrize("recipe", ["f32", "f16", "bf16"])
+def test_a_directory_keeps_the_float_type_of_its_source(tmp_path: Path, recipe: str) -> None:
+    source = random_checkpoint(SMALL, recipe=recipe)
+    wide = source.tensors["blk.0.ssm_alpha.weight"]
+    in_f32 = partial(np.asarray, wide.float32().view(np.uint8))  # as converters leave some tensors of bf16 files
+    source.tensors[wide.name] = replace(wide, type=TYPES["F32"], read=in_f32)
+    to_gguf(source, source.metadata, tmp_path / "model.gguf")
+    result = convert(tmp_path / "model.gguf", tmp_path / "model")
+    assert result.returncode == 0, result.stderr
+    read = open_checkpoint(tmp_path / "model")
+    for name, tensor in source.tensors.items():
+        if len(tensor.shape) == 2 and "conv1d" not in name:
+            assert read.tensors[name].type.name == recipe.upper()
+            assert np.array_equal(read.tensors[name].float32(), tensor.float32()), name

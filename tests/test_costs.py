@@ -160,3 +160,32 @@ def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypa
     blocked = tmp_path / "file"
     blocked.write_text("")
     assert costs_of(BACKEND, Want(tokens="none"), blocked / "below").seconds[0] == 1.0
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        "",
+        "{",
+        "[]",
+        "[" * 100_000,
+        '{"seconds": {}, "plain": 1}',
+        '{"seconds": {"1": NaN}, "plain": 1}',
+        '{"seconds": {"1": 1, "64": Infinity}, "plain": 1}',
+        '{"seconds": {"1": -1}, "plain": 1}',
+        '{"seconds": {"1": 1}, "plain": 0}',
+        '{"seconds": {"1": 1}, "plain": null}',
+        '{"seconds": {"1": 1, "9999": 1}, "plain": 1}',
+        '{"seconds": {"2": 1}, "plain": 1}',
+        '{"seconds": {"1": 1' + "0" * 400 + '}, "plain": 1}',
+        '{"seconds": {"1": ' + "1" * 5000 + '}, "plain": 1}',
+    ],
+)
+def test_a_damaged_record_is_replaced(record: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs_module, "measure", lambda backend, wants: Measured({1: 1.0, 64: 2.0}, 1.0, True))
+    costs_of(BACKEND, Want(tokens="none"), tmp_path)
+    (path,) = tmp_path.iterdir()
+    good = path.read_text()
+    path.write_text(record)
+    assert costs_of(BACKEND, Want(tokens="none"), tmp_path).plain == 1.0
+    assert path.read_text() == good

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import doctest
+import subprocess
+import sys
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -289,3 +292,71 @@ def test_a_model_that_is_not_there(tmp_path: Any) -> None:
 def test_load_refuses_what_it_cannot_do(options: dict, words: str) -> None:
     with pytest.raises(BadRequest, match=words):
         load(device="reference", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"stop": [1]}, "stop must be a string"),
+        ({"stop": 7}, "stop must be a string"),
+        ({"stop": b"x"}, "stop must be a string"),
+        ({"stop_ids": "x"}, "stop_ids must be a list"),
+        ({"stop_ids": 3}, "stop_ids must be a list"),
+        ({"stop_ids": [1.5]}, "a stop id must be a whole number"),
+        ({"max_tokens": 1.5}, "max_tokens must be a whole number"),
+        ({"max_tokens": "3"}, "max_tokens must be a whole number"),
+        ({"max_tokens": True}, "max_tokens must be a whole number"),
+        ({"logit_bias": [1]}, "logit_bias must map"),
+        ({"logit_bias": {1: 1e300}}, "logit_bias of token 1"),
+        ({"logit_bias": dict.fromkeys(range(TINY.tensors["token_embd.weight"].shape[0]), -inf)}, "bans every token"),
+        ({"temperature": "hot"}, "temperature must be a finite number"),
+    ],
+)
+def test_wrong_kinds_of_options_are_refused_by_name(llm: LLM, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadRequest, match=says) as raised:
+        llm.generate("x", **({"max_tokens": 1} | options))
+    assert raised.value.fix
+
+
+def test_no_stop_string_is_none(llm: LLM) -> None:
+    options: dict[str, Any] = {"max_tokens": 4, "stop_ids": []}
+    assert llm.generate("x", stop=None, **options).text == llm.generate("x", **options).text
+
+
+def test_a_context_is_a_whole_number() -> None:
+    with pytest.raises(BadRequest, match="context must be a whole number"):
+        load(context=100.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["reference", "cpu"])
+def test_scoring_stays_inside_the_context_and_the_memory(device: str) -> None:
+    with load(device=device, context=16) as small:
+        assert small.score([1] * 16).shape[0] == 16
+        with pytest.raises(BadRequest, match="17 tokens do not fit in the context of 16"):
+            small.score([1] * 17)
+
+
+def test_scoring_more_than_the_memory_holds_is_refused() -> None:
+    program = (
+        "import resource, warpsmith; llm = warpsmith.load(context=4096); "
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize(); "
+        "resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), -1)); "
+        "llm.score([1] * 4096)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "DoesNotFit: The logits of 4096 tokens would take 134 MB of memory" in result.stderr
+
+
+TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
+
+
+def test_tools_that_a_template_ignores_are_refused() -> None:
+    deaf = dataclasses.replace(TINY, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    messages = [{"role": "user", "content": "hello"}]
+    with pytest.raises(BadRequest, match="template ignores tools"):
+        make(deaf).generate(messages, tools=[TOOL], max_tokens=1)
+    make(deaf).generate(messages, tools=[], max_tokens=1)
+    make(TINY).generate(messages, tools=[TOOL], max_tokens=1)
+    for wrong in ("f", [1], {"f": 1}):
+        with pytest.raises(BadRequest, match="tools is not a list of objects"):
+            make(TINY).generate(messages, tools=wrong, max_tokens=1)  # type: ignore[arg-type]

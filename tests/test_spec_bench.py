@@ -79,10 +79,11 @@ def test_a_step_without_a_guess_says_so() -> None:
     assert lines == ["no guess after 9, then 4"]
 
 
-def test_steps_add_up_to_the_answer() -> None:
+@pytest.mark.parametrize("draft", ["ngram", None])
+def test_steps_add_up_to_the_answer(draft: str | None) -> None:
     """What `on_step` is shown is what was decided, in order, and is accepted only where it was decided."""
     steps: list[Step] = []
-    with warpsmith.load(device="cpu", context=256, draft="ngram", spec_budget=8) as llm:
+    with warpsmith.load(device="cpu", context=256, draft=draft, spec_budget=8) as llm:
         answer = llm.generate([5, 6, 7, 8] * 8, max_tokens=60, stop_ids=[], temperature=0, on_step=steps.append)
     assert [token for step in steps for token in step.decided] == answer.token_ids[1:]
     assert len(steps) == answer.stats.steps

@@ -7,21 +7,27 @@ class WarpsmithError(Exception):
     """Base of every error we raise on purpose. `exit_code` is what the command line returns for it."""
 
     exit_code = 1
+    usual_fix = ""  # for errors that name no other
 
     def __init__(self, problem: str, fix: str = "") -> None:
-        super().__init__(f"{problem} {fix}".strip())
-        self.problem = problem
-        self.fix = fix
+        self.problem, self.fix = problem, fix or self.usual_fix
+        super().__init__(f"{self.problem} {self.fix}".strip())
 
 
 class BadFile(WarpsmithError):
     """A model file is truncated, corrupt, hostile or of a kind we do not read. Names the file and the field."""
+
+    usual_fix = "Download the model again, or use another file of it."
 
 
 class BadRequest(WarpsmithError):
     """The caller asked for something that cannot be done as asked."""
 
     exit_code = 2
+
+
+class ContextFull(BadRequest):
+    """The prompt leaves no room for an answer."""
 
 
 class ModelNotFound(WarpsmithError):

@@ -22,8 +22,11 @@ import numpy as np
 
 from warpsmith.backend.base import Backend, Want, check_tokens
 from warpsmith.backend.devices import backend_for
+from warpsmith.backend.finite import NOT_FINITE, not_finite
+from warpsmith.backend.host_memory import check_fits
 from warpsmith.checkpoint.canonical import Checkpoint, open_checkpoint
 from warpsmith.draft.base import Proposer
+from warpsmith.engine.arguments import stop_strings, stop_tokens, whole_number
 from warpsmith.engine.conversation import Conversation, common_prefix
 from warpsmith.engine.loop import FinishReason, Generation
 from warpsmith.engine.request import Options, check_options, sampling_for
@@ -113,6 +116,7 @@ def load(
     config = read_config(checkpoint)
     if context is None:
         context = min(config.context, DEFAULT_CONTEXT)
+    context = whole_number("context", context)
     if not 1 < context <= config.context:
         raise BadRequest(
             f"A context of {context} is outside [2, {config.context}].", "Choose one the model was made for."
@@ -192,8 +196,7 @@ class LLM:
         from warpsmith.model.chat import declared_sampling
 
         check_options(options)
-        stop, stop_ids = options.get("stop", ()), options.get("stop_ids")
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        stops, stop_ids = stop_strings(options.get("stop")), options.get("stop_ids")
         if stops and not self._has_tokenizer:
             raise BadRequest("Stop strings need a tokenizer, and this model has none.", "Use stop_ids.")
         if stop_ids is None:
@@ -205,7 +208,7 @@ class LLM:
             ids,
             sampling_for(options, declared_sampling(self.checkpoint.metadata)),
             max_tokens=options.get("max_tokens"),
-            stop_ids=frozenset(stop_ids),
+            stop_ids=stop_tokens(stop_ids),
             until=text.push,
             on_step=options.get("on_step"),
             kept=kept,
@@ -230,6 +233,8 @@ class LLM:
     def score(self, ids: Sequence[int]) -> np.ndarray:
         """The logits after each of `ids`, float32 [len(ids), vocab]: row i is about token i + 1.
 
+        At most `context` tokens, and only as many as there is memory for the logits of.
+
         >>> llm = load()
         >>> llm.score([1, 2, 3]).shape
         (3, 8192)
@@ -238,6 +243,12 @@ class LLM:
         if not tokens:
             raise BadRequest("Scoring takes a list of token ids, at least one.", "Encode text with `tokenizer.encode`.")
         check_tokens(self.config, np.asarray(tokens))
+        if len(tokens) > self.context:
+            raise BadRequest(
+                f"{len(tokens)} tokens do not fit in the context of {self.context}.",
+                "Score fewer, or load the model with a longer context.",
+            )
+        check_fits(len(tokens) * self.config.vocab * 4, f"The logits of {len(tokens)} tokens")
         logits = np.empty((len(tokens), self.config.vocab), dtype=np.float32)
         turn = self._turns.take()
         try:
@@ -247,7 +258,10 @@ class LLM:
                 piece = tokens[start : start + SCORE_PIECE]
                 with self._turns.computing(turn):
                     output = backend.prefill(state, piece, Want(tokens="logits", every_row=True))
+                    assert output.argmax is not None
                     assert output.logits is not None
+                    if len(bad := np.flatnonzero(output.argmax == NOT_FINITE)):
+                        raise not_finite(start + int(bad[0]) + 1)
                     logits[start : start + len(piece)] = output.logits.numpy()
         finally:
             self._turns.give(turn)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from warpsmith.backend.finite import NOT_FINITE, not_finite
 from warpsmith.backend.rows import HostRows, Rows
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
@@ -50,8 +51,9 @@ class Output:
     """One row a node, sequence after sequence (prefill, MTP: one row a position for features and hidden; tokens as
     `Want.every_row` says).
 
-    Ties go to the lowest token id. `argmax` is filled for every kind of `Want.tokens` but "none". What is wide stays
-    where it was computed: `Rows` says how long it can be read.
+    Ties go to the lowest token id. `argmax` is filled for every kind of `Want.tokens` but "none"; it is `NOT_FINITE`
+    where the logits hold an infinity above or a NaN. What is wide stays where it was computed: `Rows` says how long it
+    can be read.
     """
 
     argmax: np.ndarray | None = None  # int32 [n]
@@ -270,7 +272,9 @@ def next_token(output: Output, row: int, sampling: Sampling | None, history: Seq
     """The sampler's choice at absolute `position`, from a row of an output that was wanted for it."""
     if sampling is None or sampling.greedy:
         assert output.argmax is not None
-        return int(output.argmax[row])
+        if (token := int(output.argmax[row])) == NOT_FINITE:
+            raise not_finite(position)
+        return token
     assert output.logits is not None
     return choose(output.logits.row(row), sampling, history, position)
 
@@ -359,6 +363,7 @@ def output_from_logits(logits: np.ndarray, want: Want) -> Output:
     if want.tokens == "none":
         return output
     output.argmax = logits.argmax(axis=1).astype(np.int32)
+    output.argmax[~np.isfinite(logits.max(axis=1))] = NOT_FINITE
     if want.tokens == "top":
         order = np.argsort(-logits, axis=1, kind="stable")[:, : want.top]
         output.top_ids = order.astype(np.int32)

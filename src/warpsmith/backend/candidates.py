@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import exp
+from math import exp, isfinite
 
 import numpy as np
 
@@ -42,6 +42,8 @@ def choose_among(
 ) -> int | None:
     """What `choose` takes from a row, given as many of its best as are needed, best first, and the logarithm of the sum
     of all its exponentials in single precision; None where that is left open."""
+    if not isfinite(logits[0]):
+        return None  # whoever looks at the whole row says what is wrong with it
     if sampling.temperature > 0 and not sampling.top_k:
         best, error = logits.astype(np.float64), 1e-4 + 1e-7 * abs(logsumexp)
         total, fraction = exp(logsumexp - best[0]), uniform(sampling.seed, position)

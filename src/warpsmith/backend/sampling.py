@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import isnan, log
+from math import inf, isfinite, isnan, log
 from numbers import Integral, Real
 
 import numpy as np
 
+from warpsmith.backend.finite import not_finite
 from warpsmith.errors import BadRequest
 
 
@@ -53,14 +54,19 @@ def choose(logits: np.ndarray, sampling: Sampling, history: Sequence[int], posit
 
     Temperature 0 takes the largest logit after bias and penalties; ties go to the lowest id.
     """
+    if not isfinite(logits.max()):
+        raise not_finite(position)
     logits = penalise(logits, sampling, history)
+    best = int(logits.argmax())
+    if logits[best] == -np.inf:
+        raise BadRequest("logit_bias bans every token that could come next.", "Leave at least one.")
     if sampling.temperature <= 0:
-        return int(logits.argmax())
+        return best
     fraction = uniform(sampling.seed, position)
     for ids in _best_first(logits, sampling.top_k):
-        best = logits[ids].astype(np.float64)
+        candidates = logits[ids].astype(np.float64)
         complete = bool(sampling.top_k) or len(ids) == len(logits)
-        index = draw(best, sampling, fraction, complete, partial(_sum_of_weights, logits, best[0]))
+        index = draw(candidates, sampling, fraction, complete, partial(_sum_of_weights, logits, candidates[0]))
         if index is not None:
             return int(ids[index])
     raise AssertionError("the last candidates are all of them, and one of those is always drawn")
@@ -73,6 +79,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 _MASK = (1 << 64) - 1
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def mix(z: int) -> int:
@@ -170,9 +177,12 @@ def draw(
 def check_bias(sampling: Sampling, vocab: int) -> None:
     """Refuse a bias that has no meaning."""
     for token, bias in sampling.logit_bias.items():
-        if not isinstance(token, Integral) or not 0 <= token < vocab:
+        if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < vocab:
             raise BadRequest(f"logit_bias names token {token!r}, outside [0, {vocab}).", "Use ids of this model.")
-        if isinstance(bias, bool) or not isinstance(bias, Real) or isnan(bias) or bias == float("inf"):
+        number = isinstance(bias, Real) and not isinstance(bias, bool)
+        if not number or isnan(bias) or (abs(bias) > _LARGEST and bias != -inf):
             raise BadRequest(
                 f"logit_bias of token {token} is {bias!r}.", "Use a finite number, or -inf to ban a token."
             )
+    if sum(bias == -inf for bias in sampling.logit_bias.values()) == vocab:
+        raise BadRequest("logit_bias bans every token.", "Leave at least one.")

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from warpsmith.checkpoint.blocks import BlockType, dequantize
+from warpsmith.checkpoint.finite import finite
 from warpsmith.errors import BadFile, ModelNotFound
 
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
@@ -105,7 +106,8 @@ def _open_gguf(path: Path) -> Checkpoint:
     for stored in file.tensors.values():
         # Ollama's converter leaves the suffix off
         name = stored.name + ".bias" if stored.name.endswith(".ssm_dt") else stored.name
-        tensors[name] = Tensor(name, stored.type, stored.shape, stored.raw)
+        read = finite(path, name, stored.type, stored.raw)
+        tensors[name] = Tensor(name, stored.type, stored.shape, read)
     template = file.metadata.get("tokenizer.chat_template")
     return Checkpoint(path, file.metadata, tensors, None, template if isinstance(template, str) else None)
 

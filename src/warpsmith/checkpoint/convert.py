@@ -76,6 +76,41 @@ def to_safetensors(checkpoint: Checkpoint, path: str | Path, dtype: str = "BF16"
     write_directory(Path(path), checkpoint.metadata, checkpoint.tensors, dtype)
 
 
+def exact_dtype(checkpoint: Checkpoint) -> str:
+    """The type of a safetensors directory that holds a float model's matrices to the bit: their own, or where they have
+    several the narrowest that does."""
+    matrices = [tensor for name, tensor in checkpoint.tensors.items() if is_matrix(name, tensor.shape)]
+    kinds = {tensor.type.name for tensor in matrices}
+    if blocks := sorted(kinds - set(FLOATS)):
+        raise BadRequest(
+            f"{checkpoint.path} holds {', '.join(blocks)} weights, which a directory of safetensors cannot.",
+            "Add --type f32 to hold them exactly, --type bf16 to have them rounded, or write a .gguf file.",
+        )
+    candidates = kinds if len(kinds) == 1 else ("BF16", "F16", "F32")
+    return next(dtype for dtype in candidates if all(_survives(tensor, dtype) for tensor in matrices))
+
+
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and not name.endswith("ssm_conv1d.weight")
+
+
+def _survives(tensor: Tensor, dtype: str) -> bool:
+    """Whether a float tensor comes back the same from `dtype`. Files in bf16 often keep some tensors in f32."""
+    if tensor.type.name == dtype or dtype == "F32":
+        return True
+    if tensor.type.name != "F32":
+        return False
+    values = tensor.float32()
+    return np.array_equal(dequantize(TYPES[dtype], quantize(TYPES[dtype], values)), values)
+
+
+def rounded_types(checkpoint: Checkpoint, recipe: str | None) -> list[str]:
+    """Block types of the checkpoint that lose bits when widened as the recipe says: all but float32 round them."""
+    if recipe not in ("bf16", "f16"):
+        return []
+    return sorted({tensor.type.name for tensor in checkpoint.tensors.values()} - set(FLOATS))
+
+
 def tensor_type(recipe: str, name: str, shape: tuple[int, ...], layers: int, tied: bool) -> BlockType:
     """What `recipe` stores a tensor as; `layers` counts MTP layers too."""
     if recipe not in RECIPES:

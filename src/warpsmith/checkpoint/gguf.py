@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpsmith.checkpoint.blocks import BY_ID, BlockType
+from warpsmith.checkpoint.mapped import MappedFile
 from warpsmith.errors import BadFile
 
 MAGIC = b"GGUF"
@@ -29,6 +30,7 @@ DEFAULT_ALIGNMENT = 32
 MAX_KEY_BYTES = 1024
 MAX_NAME_BYTES = 64
 MAX_DIMS = 4
+MAX_COPIED_HEADER = 64 << 20  # five times what the family's largest vocabulary takes
 
 # Metadata value types: number in the file -> numpy type of a scalar. Strings and arrays have rules of their own.
 SCALARS: dict[int, np.dtype] = {
@@ -59,13 +61,13 @@ class GGUFTensor:
     name: str
     type: BlockType
     shape: tuple[int, ...]
-    _file: NDArray[np.uint8]
+    _file: MappedFile
     _start: int
 
     def raw(self) -> NDArray[np.uint8]:
         """The stored bytes [rows, row bytes], a read-only view of the mapped file."""
         rows, row_bytes = math.prod(self.shape[:-1]), self.type.row_bytes(self.shape[-1])
-        return self._file[self._start : self._start + rows * row_bytes].reshape(rows, row_bytes)
+        return self._file.view(self._start, self._start + rows * row_bytes).reshape(rows, row_bytes)
 
 
 @dataclass(frozen=True)
@@ -163,15 +165,17 @@ def _open_part(path: Path) -> GGUFFile:
             raise BadFile(f"{path} is not a file.", "Name a .gguf model file.")
         if found.st_size < 24:  # magic, version and two counts; an empty file cannot even be mapped
             raise BadFile(f"{path} has {found.st_size} bytes, too few for a GGUF header.", _AGAIN)
-        with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        file = MappedFile(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise BadFile(f"{path} cannot be opened: {reason}.", "Check the path and its permissions.") from error
-    header = _Header(path, mapped)
+    header = _Header(file)
     n_tensors, n_pairs = header.counts()
     metadata = header.metadata(n_pairs)
-    return GGUFFile(path, metadata, header.tensors(n_tensors, _alignment(path, metadata)))
+    tensors = header.tensors(n_tensors, _alignment(path, metadata))
+    if header.position <= MAX_COPIED_HEADER:  # what is decoded later then no longer needs the file
+        header.mapped = file.mapped[: header.position]
+    return GGUFFile(path, metadata, tensors)
 
 
 def _alignment(path: Path, metadata: Metadata) -> int:
@@ -184,10 +188,10 @@ def _alignment(path: Path, metadata: Metadata) -> int:
 class _Header:
     """A cursor over a mapped file's header. Nothing is read, stepped over or allocated beyond the file's end."""
 
-    def __init__(self, path: Path, mapped: mmap.mmap) -> None:
-        self.path = path
-        self.mapped = mapped
-        self.size = len(mapped)
+    def __init__(self, file: MappedFile) -> None:
+        self.file, self.path = file, file.path
+        self.mapped: mmap.mmap | bytes = file.mapped
+        self.size = len(file)
         self.position = 0
 
     def counts(self) -> tuple[int, int]:
@@ -245,7 +249,6 @@ class _Header:
             described[name] = self.describe(name, alignment)
 
         base = -(-self.position // alignment) * alignment
-        file = np.frombuffer(self.mapped, np.uint8)
         tensors = {}
         for name, (block_type, shape, offset, nbytes) in described.items():
             start = base + offset
@@ -254,7 +257,7 @@ class _Header:
                     f"{self.path} ends at byte {self.size}, before the end of tensor {name!r} at {start + nbytes}.",
                     _AGAIN,
                 )
-            tensors[name] = GGUFTensor(name, block_type, shape, file, start)
+            tensors[name] = GGUFTensor(name, block_type, shape, self.file, start)
 
         end, before = 0, ""
         for name, (_, _, offset, nbytes) in sorted(described.items(), key=lambda item: item[1][2]):
@@ -331,6 +334,8 @@ class _Header:
 
     def decode(self, array: _LazyArray, key: str) -> list[Any]:
         """The elements of an array whose extent has been checked."""
+        if self.mapped is self.file.mapped:
+            self.file.check()
         if array.element != STRING:
             return np.frombuffer(self.mapped, SCALARS[array.element], array.count, array.start).tolist()
         read_length = struct.Struct("<Q").unpack_from

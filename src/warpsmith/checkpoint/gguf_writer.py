@@ -14,6 +14,7 @@ import math
 import os
 import struct
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from warpsmith.checkpoint.atomic import whole_file
 from warpsmith.checkpoint.blocks import TYPES, BlockType
 from warpsmith.checkpoint.gguf import (
     ARRAY,
@@ -65,7 +67,6 @@ class GGUFWriter:
         if "general.alignment" in metadata:
             raise ValueError("general.alignment is written from the argument `alignment`")
         self._path = Path(path)
-        self._part = self._path.with_name(self._path.name + ".part")
         self._alignment = alignment
         # Readers assume the default, and some refuse to be told it.
         told = {} if alignment == DEFAULT_ALIGNMENT else {"general.alignment": alignment}
@@ -75,6 +76,7 @@ class GGUFWriter:
         self._offset = 0
         self._written = 0
         self._file: BinaryIO | None = None
+        self._open_file = ExitStack()
 
     def declare(self, name: str, block_type: BlockType, shape: tuple[int, ...]) -> None:
         """Announce a tensor of row-major `shape`."""
@@ -114,31 +116,20 @@ class GGUFWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        finally:
-            if self._file:
-                self._file.close()
-                self._part.unlink(missing_ok=True)
-
-    def _finish(self) -> None:
-        """Complete the file and give it its name."""
-        if self._written < len(self._sizes):
-            missing = list(self._sizes)[self._written]
-            raise ValueError(f"tensor {missing!r} was declared and not written")
-        file = self._open()
-        file.flush()
-        os.fsync(file.fileno())  # or a crash could leave the name on an empty file
-        file.close()
-        os.replace(self._part, self._path)
+        with self._open_file:
+            if error is not None:
+                raise error  # through the open file, which then does not get its name
+            if self._written < len(self._sizes):
+                missing = list(self._sizes)[self._written]
+                raise ValueError(f"tensor {missing!r} was declared and not written")
+            self._open()
 
     def _open(self) -> BinaryIO:
-        """The file under its temporary name, past its header."""
+        """The file, past its header; it gets its name when the writer is left."""
         if self._file is None:
             header = MAGIC + struct.pack("<IQQ", 3, len(self._infos), len(self._pairs))
             header += b"".join(self._pairs) + b"".join(self._infos)
-            self._file = self._part.open("wb")
+            self._file = self._open_file.enter_context(whole_file(self._path))
             self._file.write(header + bytes(_padded(len(header), self._alignment) - len(header)))
         return self._file
 

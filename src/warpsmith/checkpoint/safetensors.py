@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import re
 import struct
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import numpy as np
 
 from warpsmith.checkpoint.blocks import TYPES, dequantize
 from warpsmith.checkpoint.canonical import Checkpoint, Tensor, brief
+from warpsmith.checkpoint.finite import finite
 from warpsmith.checkpoint.hf import (
     MATRIX_KINDS,
     Heads,
@@ -27,6 +27,7 @@ from warpsmith.checkpoint.hf import (
     metadata_from_config,
     reorder_heads,
 )
+from warpsmith.checkpoint.mapped import MappedFile
 from warpsmith.errors import BadFile
 
 MAX_JSON = 16 << 20  # the header of the largest model of the family has a fiftieth of this
@@ -46,7 +47,14 @@ class StoredTensor:
     path: Path
     dtype: str
     shape: tuple[int, ...]
-    bytes: np.ndarray = field(repr=False)  # uint8, a view of the mapped file
+    file: MappedFile = field(repr=False)
+    begin: int
+    end: int
+
+    @property
+    def bytes(self) -> np.ndarray:
+        """uint8, a view of the mapped file."""
+        return self.file.view(self.begin, self.end)
 
 
 def open_directory(path: Path) -> Checkpoint:
@@ -54,14 +62,7 @@ def open_directory(path: Path) -> Checkpoint:
     config_path = path / "config.json"
     config = read_json(config_path)
     metadata = metadata_from_config(config, str(config_path))
-    parts = (config, config.get("text_config") or {})  # a setting of the whole model may stand in either
-    for key in ("quantization_config", "quantization"):  # the latter is MLX's
-        if quantised := next((part[key] for part in parts if part.get(key)), None):
-            method = quantised.get("quant_method", "MLX") if isinstance(quantised, dict) else quantised
-            raise BadFile(
-                f"{config_path}: {key} says that the weights are quantised, by {brief(method)}, which is not read.",
-                _ORIGINAL,
-            )
+    refuse_quantised(config, config_path)
     layers = metadata["qwen35.block_count"]
     tensors = _canonical_tensors(read_tensors(path), layers, Heads.of(metadata))
     if any(name.startswith(f"blk.{layers}.") for name in tensors):
@@ -69,10 +70,26 @@ def open_directory(path: Path) -> Checkpoint:
         metadata["qwen35.nextn_predict_layers"] = 1
         if recurrent := metadata.get("qwen35.attention.recurrent_layers"):
             recurrent.append(False)
-    if next((part["tie_word_embeddings"] for part in parts if "tie_word_embeddings" in part), False):
+    if next((part["tie_word_embeddings"] for part in _parts(config) if "tie_word_embeddings" in part), False):
         _drop_copied_head(tensors)
     has_tokenizer = (path / "tokenizer.json").exists()
     return Checkpoint(path, metadata, tensors, path if has_tokenizer else None, _chat_template(path))
+
+
+def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Where a setting of the whole model may stand."""
+    text = config.get("text_config")
+    return [config, text] if isinstance(text, dict) else [config]
+
+
+def refuse_quantised(config: dict[str, Any], path: Path) -> None:
+    """Only float weights are read from safetensors; config.json says what they are."""
+    for key in ("quantization_config", "quantization"):  # the latter is MLX's
+        if quantised := next((part[key] for part in _parts(config) if part.get(key)), None):
+            method = quantised.get("quant_method", "MLX") if isinstance(quantised, dict) else quantised
+            raise BadFile(
+                f"{path}: {key} says that the weights are quantised, by {brief(method)}, which is not read.", _ORIGINAL
+            )
 
 
 def _drop_copied_head(tensors: dict[str, Tensor]) -> None:
@@ -128,21 +145,21 @@ def read_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 def read_file(path: Path) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file, checked against the file's size before anything is touched."""
-    data = _mapped(path)
-    (length,) = struct.unpack("<Q", data[:8].tobytes())
-    if length > min(len(data) - 8, MAX_JSON):
+    file = _mapped(path)
+    (length,) = struct.unpack("<Q", file.mapped[:8])
+    if length > min(len(file) - 8, MAX_JSON):
         raise BadFile(f"{path}: the header's length is {length}, which the file cannot hold.", _AGAIN)
-    header = _json_object(data[8 : 8 + length].tobytes(), f"{path}: the header")
+    body = 8 + length  # where it begins
+    header = _json_object(file.mapped[8:body], f"{path}: the header")
     header.pop("__metadata__", None)
-    body = data[8 + length :]
-    entries = [(*_checked(path, name, entry, len(body)), name) for name, entry in header.items()]
+    entries = [(*_checked(path, name, entry, len(file) - body), name) for name, entry in header.items()]
     tensors: dict[str, StoredTensor] = {}
     end = 0
     for begin, stop, dtype, shape, name in sorted(entries):
         if begin < end:
             raise BadFile(f"{path}: data_offsets of {brief(name)} overlap another tensor's.", _AGAIN)
         end = stop
-        tensors[name] = StoredTensor(path, dtype, shape, body[begin:stop])
+        tensors[name] = StoredTensor(path, dtype, shape, file, body + begin, body + stop)
     return tensors
 
 
@@ -167,15 +184,14 @@ def _are_sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
 
 
-def _mapped(path: Path) -> np.ndarray:
-    """A file's bytes as a read-only view, at least the eight that every safetensors file starts with."""
+def _mapped(path: Path) -> MappedFile:
+    """A file with at least the eight bytes that every safetensors file starts with."""
     try:
         if not path.is_file():  # a pipe or a device could be waited for without end
             raise BadFile(f"{path} is missing, or not a file.", _AGAIN)
-        with path.open("rb") as file:
-            if path.stat().st_size < 8:
-                raise BadFile(f"{path} is too short to be a safetensors file.", _AGAIN)
-            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+        if path.stat().st_size < 8:
+            raise BadFile(f"{path} is too short to be a safetensors file.", _AGAIN)
+        return MappedFile(path)
     except OSError as error:
         raise BadFile(f"{path} cannot be read: {error.strerror}.", _AGAIN) from None
 
@@ -258,7 +274,7 @@ def _canonical(name: str, hf_name: str, stored: StoredTensor, kind: str, heads: 
             ordered = reorder_heads(elements, kind, heads, to_canonical=True)
             return np.ascontiguousarray(ordered).view(np.uint8)
 
-        return Tensor(name, source_type, shape, read_matrix)
+        return Tensor(name, source_type, shape, finite(stored.path, name, source_type, read_matrix))
 
     def read_small() -> np.ndarray:
         values = dequantize(source_type, stored.bytes).reshape(shape)
@@ -270,7 +286,7 @@ def _canonical(name: str, hf_name: str, stored: StoredTensor, kind: str, heads: 
         ordered = reorder_heads(values, kind, heads, to_canonical=True)
         return np.ascontiguousarray(ordered, dtype="<f4").reshape(-1, shape[-1]).view(np.uint8)
 
-    return Tensor(name, TYPES["F32"], shape, read_small)
+    return Tensor(name, TYPES["F32"], shape, finite(stored.path, name, TYPES["F32"], read_small))
 
 
 def _check_heads(where: str, shape: tuple[int, ...], kind: str, heads: Heads) -> None:

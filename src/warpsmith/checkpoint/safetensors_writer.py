@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from warpsmith.checkpoint.atomic import whole_file
 from warpsmith.checkpoint.blocks import TYPES, dequantize
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.checkpoint.hf import MATRIX_KINDS, Heads, config_from_metadata, hf_name, reorder_heads
@@ -85,15 +86,10 @@ def _write_shard(path: Path, entries: list[Entry], heads: Heads, dtype: str) -> 
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    part = path.with_suffix(path.suffix + ".part")
-    try:
-        with part.open("wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            for tensor, _, kind in entries:
-                file.write(_stored(tensor, kind, heads, dtype).data)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor, _, kind in entries:
+            file.write(_stored(tensor, kind, heads, dtype).data)
 
 
 def _stored(tensor: Tensor, kind: str, heads: Heads, dtype: str) -> np.ndarray:

@@ -8,8 +8,10 @@ import sys
 from importlib import import_module
 
 from warpsmith import __version__
+from warpsmith.cli.parser import Parser
+from warpsmith.cli.process import clean_up_when_told_to_end, mend_streams, need_address_space, need_stdout
 from warpsmith.cli.terminal import complain
-from warpsmith.errors import WarpsmithError
+from warpsmith.errors import BadRequest, WarpsmithError
 
 VERBS = {
     "run": "complete a prompt",
@@ -21,19 +23,31 @@ VERBS = {
     "synth": "make a random model of any size",
     "doctor": "say what this machine has and what would be used",
 }
+WRITES_FILES = ("convert", "synth")  # and nothing to stdout
 INTERRUPTED = 130
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code (docs/cli.md lists them)."""
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:  # a process of our own
+        argv = sys.argv[1:]
+        mend_streams()
+        clean_up_when_told_to_end()
     try:
-        args = _parser(argv).parse_args(argv)
-    except SystemExit as exit:  # argparse has said what it had to say
-        return exit.code if isinstance(exit.code, int) else 0
+        need_address_space()
+        args, unknown = _parser(argv).parse_known_args(argv)
+        if unknown:
+            raise BadRequest(f"There is no {unknown[0]} here.", f"`warpsmith {args.verb} --help` lists what there is.")
+    except SystemExit:  # argparse has shown the help or the version
+        return 0
+    except WarpsmithError as error:
+        return _explain(error)
     try:
+        if args.verb not in WRITES_FILES:
+            need_stdout()
         code = int(import_module(f"warpsmith.cli.{args.verb}").main(args))
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -47,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser(argv: list[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="warpsmith",
         description="Local LLM inference for the Qwen3.5 family.",
         epilog="`warpsmith VERB --help` explains a verb.",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from warpsmith import __version__
 from warpsmith.cli import bench_spec
+from warpsmith.cli.escape import printable
 from warpsmith.cli.options import (
     introduce,
     model_arguments,
@@ -62,9 +63,11 @@ def main(args: argparse.Namespace) -> int:
     if not tests:
         raise BadRequest("There is nothing to measure: -p and -n are both 0.", "Give one of them a length.")
     if max(args.tree, default=0) > MAX_NODES:
-        raise BadRequest(f"A tree has at most {MAX_NODES} nodes, not {max(args.tree)}.")
+        raise BadRequest(f"A tree has at most {MAX_NODES} nodes, not {max(args.tree)}.", "Ask for smaller trees.")
     if max(args.batch) > MAX_NODES:
-        raise BadRequest(f"At most {MAX_NODES} sequences can be run side by side, not {max(args.batch)}.")
+        raise BadRequest(
+            f"At most {MAX_NODES} sequences can be run side by side, not {max(args.batch)}.", "Ask for fewer."
+        )
     if args.draft not in ("auto", "none"):
         raise BadRequest("bench measures plain decoding.", "Leave --draft out, or use `bench spec`.")
     args.draft = "none"
@@ -131,8 +134,8 @@ def _facts(llm: LLM) -> dict[str, Any]:
         "backends": llm.device,
         "n_threads": machine.usable_cores(),
         **settings,
-        "model_filename": str(llm.checkpoint.path),
-        "model_type": _model_type(llm),
+        "model_filename": printable(str(llm.checkpoint.path)),
+        "model_type": printable(_model_type(llm)),
         "model_size": llm.checkpoint.nbytes,
         "model_n_params": llm.checkpoint.parameters,
     }

@@ -15,15 +15,18 @@ if TYPE_CHECKING:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    from warpsmith.checkpoint.quantize import RECIPES
+
     parser.add_argument("source", metavar="SRC", help="a model: a file, a directory or a name on the Hub")
     parser.add_argument("path", metavar="DST", type=Path, help="NAME.gguf, or a directory for safetensors")
-    parser.add_argument("--type", metavar="T", help="weight type such as bf16, q8_0, q4_k_m (default: as they are)")
+    parser.add_argument("--type", metavar="T", help=f"weight type (as they are): {', '.join(RECIPES)}")
     parser.add_argument("--offline", action="store_true", help="use the network for nothing")
 
 
 def main(args: argparse.Namespace) -> int:
+    from warpsmith.checkpoint.atomic import whole_directory
     from warpsmith.checkpoint.canonical import open_checkpoint
-    from warpsmith.checkpoint.convert import to_gguf, to_safetensors
+    from warpsmith.checkpoint.convert import exact_dtype, rounded_types, to_gguf, to_safetensors
     from warpsmith.checkpoint.hub import resolve
     from warpsmith.model.weights import read_config
 
@@ -35,10 +38,14 @@ def main(args: argparse.Namespace) -> int:
         with progress("writing", checkpoint.nbytes) as advance:
             to_gguf(checkpoint, _gguf_metadata(checkpoint), args.path, recipe, advance)
     else:
-        to_safetensors(checkpoint, args.path, (recipe or "bf16").upper())
-        _write_tokenizer(checkpoint, args.path)
+        dtype = recipe.upper() if recipe else exact_dtype(checkpoint)
+        with whole_directory(args.path) as part:
+            to_safetensors(checkpoint, part, dtype)
+            _write_tokenizer(checkpoint, part)
     written = open_checkpoint(args.path)
     aside(f"{args.path}: {len(written.tensors)} tensors, {size(written.nbytes)}")
+    if rounded := rounded_types(checkpoint, recipe):
+        aside(f"{', '.join(rounded)} weights were rounded to {recipe}; --type f32 holds them exactly")
     return 0
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from warpsmith import __version__
 from warpsmith.backend.devices import DEVICES, backend_for, gpus
+from warpsmith.cli.escape import printable
 from warpsmith.errors import WarpsmithError
 from warpsmith.measure import machine
 from warpsmith.measure.units import size
@@ -104,4 +105,4 @@ def _page(facts: dict[str, Any]) -> str:
     lines.append(f"Hub cache  {cache['path']}: {len(cache['models'])} models{offline}")
     lines += [f"{name:<10} {problem or 'works'}" for name, problem in facts["devices"].items()]
     lines.append(f"auto       uses {facts['device']}")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def model_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument(
-        "-m", "--model", metavar="NAME", help="a file, a directory, user/repo[:QUANT] or user/repo/file.gguf"
+        "-m", "--model", metavar="NAME", help="a file, a directory, user/repo[:QUANT], user/repo/file.gguf or wisp"
     )
     group.add_argument("-c", "--ctx-size", type=natural, metavar="N", help="tokens of context to make room for")
     group.add_argument(

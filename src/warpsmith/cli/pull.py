@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from warpsmith.cli.terminal import emit
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="NAME", help="user/repo, user/repo:QUANT or user/repo/file.gguf")
@@ -12,5 +14,5 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     from warpsmith.checkpoint.hub import resolve
 
-    print(resolve(args.model, refresh=True))
+    emit(f"{resolve(args.model, refresh=True)}\n")
     return 0

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from warpsmith.cli.options import introduce, model_arguments, open_model, sampling_arguments, sampling_keywords
-from warpsmith.cli.terminal import aside, emit, styled
+from warpsmith.cli.prompt import decoded
+from warpsmith.cli.terminal import aside, emit, explain_invisible, styled
 from warpsmith.errors import BadRequest
 
 if TYPE_CHECKING:
     from warpsmith.engine.loop import Step
+    from warpsmith.engine.stats import Stats
     from warpsmith.llm import LLM
 
 
@@ -66,39 +68,38 @@ def _stream(llm: LLM, prompt: str | list[dict[str, Any]], options: dict[str, Any
     text = ""
     try:
         for chunk in llm.stream(prompt, **options):
-            if "on_step" in options:  # the trees are in the way of the text, which comes whole at the end
-                text += chunk.text
-                if chunk.finish_reason is not None:
-                    emit(text)
-            else:
+            text += chunk.text
+            if "on_step" not in options:
                 emit(chunk.text)
-                text = chunk.text or text
+            elif chunk.finish_reason is not None:  # the trees are in the way of the text, which comes whole at the end
+                emit(text)
     finally:  # leave the cursor at the beginning of a line, also after Ctrl-C
         if sys.stdout.isatty() and text and not text.endswith("\n"):
             emit("\n")
     assert chunk.stats is not None
-    aside(chunk.stats.summary() + (" | cut at the limit (-n, -c)" if chunk.finish_reason == "length" else ""))
+    explain_invisible(text, chunk.stats.generated_tokens)
+    cut = f" | cut at the limit ({_limit(llm, chunk.stats)})" if chunk.finish_reason == "length" else ""
+    aside(chunk.stats.summary() + cut)
+
+
+def _limit(llm: LLM, stats: Stats) -> str:
+    if stats.prompt_tokens + stats.generated_tokens < llm.context:
+        return "-n"
+    return "-c" if llm.context < llm.config.context else "the model's context"
 
 
 def _prompt(args: argparse.Namespace) -> str | list[dict[str, Any]]:
     if args.prompt is not None and args.file is not None:
         raise BadRequest("There are two prompts, -p and -f.", "Give one of them.")
     if args.file is not None:
-        text = _decoded(args.file.read_bytes(), str(args.file))
+        text = decoded(args.file.read_bytes(), str(args.file))
     elif args.prompt is not None:
-        text = _decoded(os.fsencode(args.prompt), "The prompt")
-    elif sys.stdin.isatty():
+        text = decoded(os.fsencode(args.prompt), "The prompt")
+    elif sys.stdin is None or sys.stdin.isatty():
         raise BadRequest("There is no prompt.", "Give one with -p or -f, or talk with `warpsmith chat`.")
     else:
-        text = _decoded(sys.stdin.buffer.read(), "Standard input")
+        text = decoded(sys.stdin.buffer.read(), "Standard input")
     if not args.chat and args.system is None:
         return text
     system = [{"role": "system", "content": args.system}] if args.system is not None else []
     return [*system, {"role": "user", "content": text}]
-
-
-def _decoded(data: bytes, source: str) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise BadRequest(f"{source} is not UTF-8 text (byte {error.start}).", "Convert it to UTF-8.") from None

@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from warpsmith.cli.escape import printable
 from warpsmith.cli.options import natural
 from warpsmith.measure.units import count, size
 
@@ -111,7 +112,7 @@ def _page(facts: dict[str, Any]) -> str:
         "metadata",
     ]
     lines += [f"  {key} = {_brief(value)}" for key, value in facts["metadata"].items()]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _brief(value: object) -> str:

@@ -25,10 +25,12 @@ SHAPE = {
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    from warpsmith.checkpoint.quantize import RECIPES
+
     parser.add_argument("size", metavar="SIZE", help="0.8B, 2B, 4B, 9B, 27B or tiny")
     parser.add_argument("path", metavar="PATH", type=Path, help="NAME.gguf, or a directory for safetensors")
-    parser.add_argument("--type", default="bf16", metavar="T", help="weight type such as bf16, q8_0, q4_k_m")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="makes it repeatable (default: 0)")
+    parser.add_argument("--type", default="bf16", metavar="T", help=f"weight type (bf16): {', '.join(RECIPES)}")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="makes it repeatable (default: 0)")
     parser.add_argument("--layers", type=natural, metavar="N", help="layers, every fourth an attention layer")
     parser.add_argument("--mtp", action="store_true", help="add a multi-token-prediction layer")
     for flag, help in SHAPE.items():
@@ -64,3 +66,11 @@ def main(args: argparse.Namespace) -> int:
         synthesize(config, args.path, recipe, args.seed, format, progress=advance)
     aside(f"{args.path}: {size(total)} of random weights, {recipe}, seed {args.seed}")
     return 0
+
+
+def _seed(text: str) -> int:
+    """An argparse type: a whole number from 0."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return number

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TextIO
 
+from warpsmith.cli.escape import printable
+
 WORTH_A_BAR = 256 << 20  # bytes that take long enough to load
 
 # Control characters could move the cursor, change the title or worse. Tabs and newlines may pass.
@@ -20,12 +22,14 @@ def styled(stream: TextIO) -> bool:
 
 def aside(text: str) -> None:
     """A dim line on stderr."""
+    text = printable(text)
     sys.stderr.write(f"\x1b[2m{text}\x1b[0m\n" if styled(sys.stderr) else f"{text}\n")
     sys.stderr.flush()
 
 
 def complain(problem: str, fix: str = "") -> None:
     """An error: what is wrong, and what to do about it."""
+    problem, fix = printable(problem), printable(fix)
     label = "\x1b[1;31merror:\x1b[0m" if styled(sys.stderr) else "error:"
     sys.stderr.write(f"{label} {problem}\n" + (f"  fix: {fix}\n" if fix else ""))
     sys.stderr.flush()
@@ -35,6 +39,15 @@ def emit(text: str) -> None:
     """A model's text on stdout, at once. A terminal gets no control characters: a model could do anything with them."""
     sys.stdout.write(text.translate(_VISIBLE) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+def explain_invisible(text: str, tokens: int) -> None:
+    """An answer that shows nothing looks like a failure, and is none."""
+    if not any(c.isprintable() and not c.isspace() for c in text):
+        aside(
+            f"nothing to see: the {tokens} tokens are white space, control characters or special tokens, "
+            "as a random model (`warpsmith synth`) often writes them"
+        )
 
 
 @contextmanager

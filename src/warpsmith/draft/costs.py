@@ -61,11 +61,10 @@ def costs_of(backend: Backend, wants: Want, directory: Path | None = None) -> Co
     Where there is no room for that, nodes are held to be dear."""
     path = (directory or cache_directory()) / f"{_fingerprint(backend, wants)}.json"
     try:
-        kept = json.loads(path.read_text())
-        costs = Costs.between({int(n): float(s) for n, s in kept["seconds"].items()}, float(kept["plain"]))
+        costs = _read(path)
         if costs.plain > SLOW or plain_seconds(backend) > BUSY * costs.plain:
             return costs
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, BadRequest, DoesNotFit):
+    except (OSError, ValueError, BadRequest, DoesNotFit):
         pass
     try:
         measured = measure(backend, wants)
@@ -78,6 +77,20 @@ def costs_of(backend: Backend, wants: Want, directory: Path | None = None) -> Co
             part.write_text(json.dumps({"device": backend.name, "seconds": measured.seconds, "plain": measured.plain}))
             part.replace(path)
     return Costs.between(measured.seconds, measured.plain)
+
+
+def _read(path: Path) -> Costs:
+    """What was kept there; ValueError if it is not what we keep."""
+    try:
+        kept = json.loads(path.read_text())
+        seconds, plain = {int(n): float(s) for n, s in kept["seconds"].items()}, float(kept["plain"])
+    except (LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged") from error
+    if 1 not in seconds or not all(1 <= nodes <= MAX_NODES for nodes in seconds):
+        raise ValueError(f"{path} is of other trees")
+    if not all(0 < time < 3600 for time in (*seconds.values(), plain)):
+        raise ValueError(f"{path} holds times that nothing takes")
+    return Costs.between(seconds, plain)
 
 
 def measure(backend: Backend, wants: Want, clock: Callable[[], float] = perf_counter) -> Measured:

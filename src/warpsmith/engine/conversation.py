@@ -22,7 +22,7 @@ from warpsmith.backend.base import Backend, Output, Snapshot, Want, check_tokens
 from warpsmith.backend.sampling import Sampling
 from warpsmith.draft.base import Proposer
 from warpsmith.engine.sequence import Sequence
-from warpsmith.errors import BadRequest, DoesNotFit
+from warpsmith.errors import BadRequest, ContextFull, DoesNotFit
 
 MAX_SNAPSHOTS = 4
 MAX_SNAPSHOT_BYTES = 2 << 30  # of all but the newest together
@@ -73,9 +73,11 @@ class Conversation:
             raise BadRequest("The prompt is empty.", "Pass at least one token.")
         check_tokens(self.backend.config, np.asarray(prompt, dtype=np.int64))
         if len(prompt) >= self.context:
-            raise BadRequest(
+            raise ContextFull(
                 f"A prompt of {len(prompt)} tokens leaves no room for an answer in a context of {self.context}.",
-                "Raise the context length (-c) or shorten the prompt.",
+                "Raise the context length (-c) or shorten the prompt."
+                if self.context < self.backend.config.context
+                else "Shorten the prompt: the model has no longer context.",
             )
 
     def begin(self, prompt: abc.Sequence[int], want: Want, kept: int | None = None) -> tuple[Output, int]:

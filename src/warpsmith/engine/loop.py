@@ -13,6 +13,7 @@ from warpsmith.backend.base import next_token, wanted_for
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
 from warpsmith.draft.base import Context
+from warpsmith.engine.arguments import whole_number
 from warpsmith.engine.conversation import Conversation
 from warpsmith.engine.request import check_sampling
 from warpsmith.engine.stats import PLAIN, Stats
@@ -52,13 +53,14 @@ class Generation:
         kept: int | None = None,
     ) -> None:
         """`until` sees every token once, in order, but for stop ids; when it returns True that token is the last.
-        `on_step` sees every step of a request with a draft, once it is committed. `kept` is what `begin` takes."""
+        `on_step` sees every step once it is committed; without a draft, or while it rests, each is one token. `kept` is
+        what `begin` takes."""
         self.conversation, self.prompt, self.kept = conversation, prompt, kept
         self.sampling = sampling or Sampling()
         conversation.check(prompt)
         check_sampling(self.sampling, conversation.backend.config.vocab)
         room = conversation.context - len(prompt)
-        if max_tokens is not None and max_tokens < 1:
+        if max_tokens is not None and whole_number("max_tokens", max_tokens) < 1:
             raise BadRequest(f"max_tokens is {max_tokens}.", "Ask for at least one token, or leave it out.")
         self.limit = room if max_tokens is None else min(max_tokens, room)
         self.stop_ids, self.until, self.on_step = stop_ids, until, on_step
@@ -168,7 +170,7 @@ class Generation:
                 took = perf_counter() - start
                 self.stats.decode_seconds += took
                 seconds, tokens = seconds + took, tokens + 1
-                if self.on_step is not None and conversation.proposer is not None:
+                if self.on_step is not None:
                     self.on_step(Step(Tree.chain([root]), [0], run))
                 yield run
                 if self.finish_reason is not None:

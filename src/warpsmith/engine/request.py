@@ -10,6 +10,7 @@ from math import inf, isfinite
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from warpsmith.engine.arguments import biases
 from warpsmith.errors import BadRequest
 
 if TYPE_CHECKING:  # the command line's help should not wait for numpy
@@ -80,7 +81,7 @@ class Options(TypedDict, total=False):
     """The keywords of `LLM.stream` and `LLM.generate`; `LLM.stream` explains them."""
 
     max_tokens: int | None
-    stop: str | Sequence[str]
+    stop: str | Sequence[str] | None
     stop_ids: Iterable[int] | None
     enable_thinking: bool | None
     tools: list[dict[str, Any]] | None
@@ -111,7 +112,7 @@ def sampling_for(options: Mapping[str, Any], declared: Mapping[str, float]) -> S
     values: dict[str, Any] = {p.name: p.default for p in SAMPLING} | dict(declared) | given
     if values["seed"] is None:
         values["seed"] = secrets.randbits(32)
-    return Sampling(**values, logit_bias=dict(options.get("logit_bias") or {}))
+    return Sampling(**values, logit_bias=biases(options.get("logit_bias")))
 
 
 def check_sampling(sampling: Sampling, vocab: int) -> None:

@@ -86,6 +86,8 @@ class Stats:
                 parts.append(f"drafted in {self.drafted_steps} of {self.steps} steps: {self.speculation_off}")
         if self.left_out:
             parts.append(f"left out: {', '.join(self.left_out)}")
+        if self.seed is not None:
+            parts.append(f"seed {self.seed}")
         if self.device:
             parts.append(self.device)
         return " | ".join(parts)

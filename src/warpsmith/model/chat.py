@@ -24,6 +24,8 @@ def render(
     **extra: Any,
 ) -> str:
     """The prompt text of a conversation. `extra` are more variables for the template, such as `eos_token`."""
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise BadRequest("tools is not a list of objects.", 'Send [{"type": "function", "function": {…}}].')
     variables: dict[str, Any] = {
         "messages": [_message(message, i) for i, message in enumerate(messages)],
         "tools": tools,
@@ -37,12 +39,22 @@ def render(
     try:
         as_json = json.dumps(variables)
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadRequest(f"The conversation holds something that is not JSON ({_line(error)}).") from None
+        raise BadRequest(f"The conversation holds something that is not JSON ({_line(error)}).", "Send text.") from None
 
+    text = _run(template, as_json)
+    if tools and text == _run(template, json.dumps(variables | {"tools": None})):
+        raise BadRequest("The model's chat template ignores tools.", "Leave them out, or use a model that knows tools.")
+    return text
+
+
+def _run(template: str, variables: str) -> str:
+    """Render with the variables in this JSON object."""
     try:
-        return run(template, json.loads(as_json), len(as_json))
+        return run(template, json.loads(variables), len(variables))
     except Refused as error:
-        raise BadRequest(f"The chat template refuses this conversation: {_line(error)}") from None
+        raise BadRequest(
+            f"The chat template refuses this conversation: {_line(error)}", "Change its roles or their order."
+        ) from None
     except jinja2.TemplateSyntaxError as error:
         raise BadFile(
             f"The chat template is not valid at line {error.lineno} ({_line(error)}).", _OTHER_TEMPLATE
@@ -92,7 +104,7 @@ def _text(content: Any, index: int) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise BadRequest(f"The content of message {index} is neither a string nor a list of parts.")
+        raise BadRequest(f"The content of message {index} is neither a string nor a list of parts.", "Send text.")
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(part.get("text"), str):

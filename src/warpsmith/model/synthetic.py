@@ -18,6 +18,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
+from warpsmith.checkpoint.atomic import whole_directory
 from warpsmith.checkpoint.blocks import LAYOUTS, BlockType
 from warpsmith.checkpoint.canonical import Checkpoint, Tensor
 from warpsmith.checkpoint.convert import FLOATS, recipe_metadata, tensor_type, to_safetensors, write_pieces
@@ -58,9 +59,10 @@ def synthesize(
         for name, block_type, shape in plan:
             read = partial(_whole, seed, name, block_type, shape, progress)
             tensors[name] = Tensor(name, block_type, shape, read)
-        to_safetensors(Checkpoint(Path(path), metadata, tensors), path, recipe.upper())
-        tokenizer.to_json_files(path)
-        (Path(path) / "chat_template.jinja").write_text(metadata["tokenizer.chat_template"], encoding="utf-8")
+        with whole_directory(Path(path)) as part:
+            to_safetensors(Checkpoint(Path(path), metadata, tensors), part, recipe.upper())
+            tokenizer.to_json_files(part)
+            (part / "chat_template.jinja").write_text(metadata["tokenizer.chat_template"], encoding="utf-8")
     else:
         raise BadRequest(f"There is no model format {format!r}.", "Use gguf or safetensors.")
 

@@ -33,12 +33,13 @@ from warpsmith.backend.base import (
 )
 from warpsmith.backend.cores import usable_cores
 from warpsmith.backend.cpu import _cpu, loading
+from warpsmith.backend.host_memory import check_fits
 from warpsmith.backend.rows import HostRows, Rows
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.checkpoint.dflash import DFlashConfig
-from warpsmith.errors import BadRequest, DoesNotFit
+from warpsmith.errors import BadRequest
 from warpsmith.model.config import Config
 from warpsmith.model.weights import expected_shapes
 
@@ -96,7 +97,7 @@ class CpuBackend(Backend):
         self._weight_bytes = loading.weight_bytes(config, tensors)
         self._weight_types = " ".join(sorted({tensors[name].type.name for name in expected_shapes(config)}))
         self._bytes_read = loading.weight_bytes(config, tensors, every_token=True)
-        _check_fits(self._weight_bytes, "The weights")
+        check_fits(self._weight_bytes, "The weights")
         self._engine = _cpu.Engine(config, self.threads, allowed)
         if cpu_features is not None and allowed and self.kernels == PORTABLE:
             raise BadRequest(
@@ -137,7 +138,7 @@ class CpuBackend(Backend):
         if not 1 <= context < 1 << 31:
             raise BadRequest(f"A context of {context} tokens is not possible.", "Ask for at least one.")
         parts = self._state_memory(context)
-        _check_fits(sum(part.nbytes for part in parts), f"A context of {context} tokens")
+        check_fits(sum(part.nbytes for part in parts), f"A context of {context} tokens")
         return CpuState(_cpu.State(self._engine, context, self.cache_type_k, self.cache_type_v))
 
     def prefill(self, state: State, ids: Sequence[int], want: Want = ARGMAX) -> Output:
@@ -376,17 +377,3 @@ def _check_shape(config: Config) -> None:
             )
     if config.conv_kernel > 16:
         raise BadRequest(f"The cpu backend convolves up to 16 tokens, not {config.conv_kernel}.")
-
-
-def _check_fits(nbytes: int, what: str) -> None:
-    """Refuse before allocating what the machine cannot hold."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            available = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return
-    if nbytes > available:
-        raise DoesNotFit(
-            f"{what} would take {nbytes / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are free.",
-            "Use a smaller model, a shorter context (-c) or fewer bits.",
-        )

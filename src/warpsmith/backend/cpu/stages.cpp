@@ -108,7 +108,10 @@ void Stages::tokens(int thread, const Matrix& head, const float* hidden, int row
             const float* values = tile + row * kPanel;
             if (logits) std::memcpy(logits + static_cast<size_t>(row) * vocab + first, values, count * sizeof(float));
             for (int i = 0; i < count; i++) {  // a thread's units only ever go up: the first of equals stays
-                if (values[i] > most[row]) most[row] = values[i], id[row] = first + i;
+                if (values[i] <= most[row]) continue;
+                const bool finite = values[i] < INFINITY;  // an infinity or a NaN wins for good, as no token
+                most[row] = finite ? values[i] : INFINITY;
+                id[row] = finite ? first + i : kNotFinite;
             }
         }
     });
@@ -144,7 +147,7 @@ void Stages::pick_top(const float* logits, int vocab, int row, const Want& want)
         want.top_ids[static_cast<size_t>(row) * want.top + i] = heap[i];
         want.top_logits[static_cast<size_t>(row) * want.top + i] = logits[heap[i]];
     }
-    const float peak = logits[want.argmax[row]];
+    const float peak = want.argmax[row] == kNotFinite ? INFINITY : logits[want.argmax[row]];
     want.logsumexp[row] = peak + std::log(kernels_.exp_sum(logits, vocab, peak));
 }
 

@@ -15,6 +15,8 @@ namespace warpsmith {
 
 enum class Tokens : int { None, Argmax, Top, Logits };
 
+constexpr int32_t kNotFinite = -1;  // the argmax of logits that hold an infinity above or a NaN
+
 // What to compute, and where the caller wants it.
 struct Want {
     Tokens tokens = Tokens::Argmax;

@@ -11,6 +11,7 @@ from warpsmith.backend.base import ARGMAX, LOGITS, check_room
 from warpsmith.backend.cuda.memory.driver import Buffer, Device, Pinned
 from warpsmith.backend.cuda.sampler import UNDECIDED, DeviceSampler
 from warpsmith.backend.cuda.shape import MAX_STEPS, MAX_STOPS
+from warpsmith.backend.finite import not_finite
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import Tree
 
@@ -131,7 +132,8 @@ class Decoder:
                 seen += 1
                 following = int(burst.ring[seen])
                 if following == UNDECIDED:
-                    assert sampling is not None
+                    if sampling is None or sampling.temperature <= 0:  # the largest logit is always decided on
+                        raise not_finite(state.length + seen)
                     backend.undecided += 1
                     logits = self._first_logits() if burst.logits is None else burst.logits
                     past = [*text, *burst.ring[1:seen].tolist()]

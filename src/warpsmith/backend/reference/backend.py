@@ -27,6 +27,7 @@ from warpsmith.backend.base import (
     take_drafted,
 )
 from warpsmith.backend.cores import usable_cores
+from warpsmith.backend.host_memory import check_fits
 from warpsmith.backend.reference import ops
 from warpsmith.backend.reference.mixers import BatchMixer, Buffers, ChunkMixer, LayerState, Mixer, TreeMixer
 from warpsmith.backend.rows import HostRows
@@ -101,6 +102,7 @@ class ReferenceBackend(Backend):
         return length * self._kv_bytes + self._recurrent_bytes
 
     def new_state(self, context: int) -> ReferenceState:
+        check_fits(sum(part.nbytes for part in self.memory(context)[1:]), f"A context of {context} tokens")
         return ReferenceState(self.config, context, self.dtype)
 
     def prefill(self, state: State, ids: Sequence[int], want: Want = ARGMAX) -> Output:
@@ -206,17 +208,18 @@ class ReferenceBackend(Backend):
     ) -> Output:
         """Run a plan; logits only for `rows`, which are all that cost of a large vocabulary is paid for."""
         features: dict[int, np.ndarray] = {}
-        for stage in plan:
-            if stage.op == "head":
-                break
-            self._stage(stage, buffers, mixer, project)
-            if stage.op == "mlp_out" and stage.layer in want.features:
-                features[stage.layer] = buffers["x"].astype(np.float32)
         output = Output()
-        hidden = buffers["hidden"]
-        if want.tokens != "none" and len(hidden[rows]):
-            head = self.weight(plan[-1].weights["head"])
-            output = output_from_logits(project(hidden[rows], head).astype(np.float32), want)
+        with np.errstate(over="ignore", invalid="ignore"):  # the logits tell: see backend/finite.py
+            for stage in plan:
+                if stage.op == "head":
+                    break
+                self._stage(stage, buffers, mixer, project)
+                if stage.op == "mlp_out" and stage.layer in want.features:
+                    features[stage.layer] = buffers["x"].astype(np.float32)
+            hidden = buffers["hidden"]
+            if want.tokens != "none" and len(hidden[rows]):
+                head = self.weight(plan[-1].weights["head"])
+                output = output_from_logits(project(hidden[rows], head).astype(np.float32), want)
         if want.features:
             output.features = HostRows(np.concatenate([features[i] for i in want.features], axis=1))
         if want.hidden:

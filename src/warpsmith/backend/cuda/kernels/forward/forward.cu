@@ -111,7 +111,7 @@ __device__ __forceinline__ void consume(Block& b) {
             *b.p.out_count = step + 1;
         }
         if (SAMPLES && threadIdx.x == 0 && b.draw->sampled) b.s.drawn[step] = token;
-        bool stop = SAMPLES && token == UNDECIDED;
+        bool stop = token == UNDECIDED;
 #pragma unroll 1
         for (int i = 0; i < b.r.stops; i++) stop |= b.r.stop_ids[i] == token;
         if (stop) break;

@@ -123,7 +123,7 @@ __device__ __forceinline__ void choose_greedy(Block& b) {
         for (int i = 0; i < EACH; i++) best = best_of(best, (u64)got[i].y << 32 | (u32)~got[i].x);
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) best = best_of(best, __shfl_xor_sync(~0u, best, step));
-        if (b.lane == 0) b.s.token[token] = (int)~(u32)best;
+        if (b.lane == 0) b.s.token[token] = token_of(best);
     }
     b.sync();
 }

@@ -13,4 +13,9 @@ __device__ __forceinline__ float logit_of(u64 ranked) {
     return __uint_as_float(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered);
 }
 __device__ __forceinline__ int id_of(u64 ranked) { return (int)~(u32)ranked; }
+// The token that greedy decoding takes; UNDECIDED where even the best logit is not a finite number.
+constexpr int UNDECIDED = -1;
+__device__ __forceinline__ int token_of(u64 best) {
+    return fabsf(logit_of(best)) < -MINUS_INFINITY ? id_of(best) : UNDECIDED;
+}
 __device__ __forceinline__ u64 best_of(u64 a, u64 b) { return a > b ? a : b; }

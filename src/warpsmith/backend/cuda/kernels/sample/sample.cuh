@@ -18,7 +18,7 @@
 
 constexpr int RECORD = 4;                                       // words
 constexpr int ROUNDS = 8;                                       // of lists for one token
-constexpr int UNDECIDED = -1, AGAIN = -2;                       // instead of a token
+constexpr int AGAIN = -2;                                       // instead of a token, as UNDECIDED
 constexpr int FEW = CANDIDATES / 2, MANY = CANDIDATES * 5 / 6;  // m is changed outside of these
 
 __device__ __forceinline__ u32* list_of(const Block& b, int sm) {
