@@ -215,5 +215,6 @@ def emulated_gpu(sms: int, variants: tuple[int, ...]) -> Iterator[Driver]:
         mock.patch("warpsmith.backend.cuda.large.backend.VARIANTS", variants),
         mock.patch("warpsmith.backend.cuda.backend.VARIANTS", variants),
         mock.patch("warpsmith.backend.cuda.backend.target", return_value="sm_90a"),
+        mock.patch("warpsmith.backend.cuda.backend.suits", return_value=False),  # wgmma is not emulated
     ):
         yield driver

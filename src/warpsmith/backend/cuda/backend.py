@@ -40,6 +40,7 @@ from warpsmith.backend.cuda.memory.driver import Buffer, Chip, Device, Event, Ke
 from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.cuda.memory.layout import Layout
 from warpsmith.backend.cuda.memory.plan import check_fit, memory_parts, pending_bytes
+from warpsmith.backend.cuda.prefill import Prefill, suits
 from warpsmith.backend.cuda.rows import CudaRows
 from warpsmith.backend.cuda.sampler import DeviceSampler
 from warpsmith.backend.cuda.schedule import busy_sms
@@ -108,7 +109,7 @@ class CudaBackend(Backend):
         self.layout = layout = Layout(config, min(self.chip.sms, busy_sms(config)), stored)
         self.options = dict(options or {})
         self.context = context or config.context
-        check_fit(layout, self.context, self.device.free_memory(), self.chip.name)
+        check_fit(layout, self.context, self.device.free_memory(), self.chip.name, self.architecture)
         self._kernels: dict[int, Kernel] = {}
         compilers = ThreadPoolExecutor(1 + len(VARIANTS))  # side by side, and while the weights are copied
         sizes = [n for n in VARIANTS if n <= self.largest_tree]
@@ -138,6 +139,19 @@ class CudaBackend(Backend):
         self._top = Top(self.device, top_image.result(), self.logits)
         sampler = DeviceSampler(self.device, layout, self.context)
         self._decoder = Decoder(self.device, sampler, self.ring, self.logits, config.vocab)
+        self._prompts: Prefill | None = None
+        if suits(layout, self.architecture):
+            self._prompts = Prefill(
+                self.device,
+                layout,
+                self.architecture,
+                stream=self.stream,
+                embedding=self.embedding,
+                vectors=self.vectors,
+                rope=self.rope,
+                logits=self.logits,
+                sms=self.chip.sms,
+            )
         self.undecided = 0  # sampled tokens that the device left to the host
         self._launches = 0  # so far: rows of an output are overwritten by the next
         self._weight_types = " ".join(sorted(set(stored.values())))
@@ -159,7 +173,7 @@ class CudaBackend(Backend):
         }
 
     def memory(self, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
-        return memory_parts(self.layout, context, sequences, snapshots)
+        return memory_parts(self.layout, context, sequences, snapshots, self.architecture)
 
     def snapshot_bytes(self, length: int) -> int:
         return self.layout.delta_bytes + self.layout.history_bytes + 2 * self.layout.cache_bytes(length)
@@ -173,6 +187,12 @@ class CudaBackend(Backend):
         if not len(ids):
             raise BadRequest("There is nothing to prefill.", "Pass at least one token.")
         check_room(state, len(ids))
+        if self._prompts is not None:
+            assert isinstance(state, CudaState)
+            check_tokens(self.config, np.asarray(ids))
+            state.drafted = None
+            self._launches += 1
+            return self._prompts.run(state, ids, want, self._tokens_of)
         parts = []
         for start in range(0, len(ids), self.largest_tree):
             chunk = ids[start : start + self.largest_tree]
@@ -222,6 +242,14 @@ class CudaBackend(Backend):
         if want.hidden:
             output.hidden = rows(self.hidden, one_after_another * hidden, hidden)
         return output
+
+    def _tokens_of(self, rows: int, want: Want) -> Output:
+        """What is wanted of the first rows of logits on the device."""
+        if want.tokens == "argmax":
+            return Output(argmax=self._top.of(rows, 1).argmax)
+        if want.tokens == "top" and 1 <= (count := min(want.top, self.config.vocab)) <= MAX_TOP:
+            return self._top.of(rows, count)
+        return output_from_logits(self.logits.read(np.float32, (rows, self.config.vocab)), want)
 
     def verify(
         self, state: State, tree: Tree, sampling: Sampling | None = None, history: Sequence[int] = ()

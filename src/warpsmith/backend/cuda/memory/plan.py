@@ -8,6 +8,7 @@ from typing import Protocol
 
 from warpsmith.backend.base import MemoryPart
 from warpsmith.backend.cuda.memory.layout import Layout
+from warpsmith.backend.cuda.prefill.plan import buffer_bytes, suits
 from warpsmith.backend.cuda.shape import MAX_FEATURES
 from warpsmith.backend.cuda.top import top_bytes
 from warpsmith.backend.cuda.weights.loading import STAGING_BYTES
@@ -26,8 +27,11 @@ def pending_bytes(layout: Sized) -> dict[str, int]:
     return {name: nbytes for name, nbytes in layout.pending_bytes().items() if name != "branch_state"}
 
 
-def memory_parts(layout: Layout, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
-    """The weights, as many sequences of `context` tokens, bytes of snapshots, and everything a forward pass writes."""
+def memory_parts(
+    layout: Layout, context: int, sequences: int = 1, snapshots: int = 0, architecture: str = ""
+) -> list[MemoryPart]:
+    """The weights, as many sequences of `context` tokens, bytes of snapshots, and everything a forward pass or a prompt
+    writes."""
     c = layout.config
     states = 2 * (layout.delta_bytes + layout.history_bytes)  # and the copy that decoding can go back to
     exchanges = layout.exchange.bytes + layout.parts_bytes + layout.pending_bytes()["branch_state"]
@@ -41,12 +45,16 @@ def memory_parts(layout: Layout, context: int, sequences: int = 1, snapshots: in
         MemoryPart("rows of a tree", sequences * sum(pending_bytes(layout).values())),
         MemoryPart("snapshots", snapshots),
         MemoryPart("scratch", exchanges + outputs + tables),
+        MemoryPart("prompts", sum(buffer_bytes(c).values()) if suits(layout, architecture) else 0),
         MemoryPart("driver", DRIVER_BYTES),
     ]
 
 
-def check_fit(layout: Layout, context: int, free: int, device: str) -> None:
-    refuse_what_does_not_fit(lambda tokens: memory_parts(layout, tokens), context, free, device)
+def check_fit(layout: Layout, context: int, free: int, device: str, architecture: str = "") -> None:
+    def parts(tokens: int) -> list[MemoryPart]:
+        return memory_parts(layout, tokens, architecture=architecture)
+
+    refuse_what_does_not_fit(parts, context, free, device)
 
 
 def refuse_what_does_not_fit(parts: Callable[[int], list[MemoryPart]], context: int, free: int, device: str) -> None:

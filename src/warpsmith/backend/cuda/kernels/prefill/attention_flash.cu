@@ -1,0 +1,214 @@
+// Attention of some queries over a segment of keys, with an online softmax: means of the values, their maximum and
+// weight.
+//
+// A warpgroup has 64 rows (see attention.cuh); two share the keys of a CTA where there are enough rows. Queries, a tile
+// of 64 keys and its values lie in shared memory as 8 x 8 pieces of 128 bytes, [row / 8][dimension / 8][row % 8][8]:
+// scores take keys as rows, weighted sums take the values' rows as k. Keys and values come two tiles ahead of their
+// use. Given with -D: GROUPS, warpgroups. Grid: tiles of rows x key heads x segments; those without keys end at once.
+// Bytes: 64 KB a tile of keys and CTA, from L2.
+#include "prefill/attention.cuh"
+#include "prefill/wgmma_half.cuh"
+
+constexpr int ROWS = GROUPS * 64, THREADS_HERE = GROUPS * 128, TILE_BYTES = CHUNK * HEAD_DIM * 2,
+              OCTET_BYTES = HEAD_DIM * 16;
+constexpr int SHARED_HERE = ROWS * HEAD_DIM * 2 + 4 * TILE_BYTES;
+static_assert(SHARED_HERE <= 232448, "");
+
+// Pieces 128 bytes apart along the dimensions and 4 KB along the rows; `along_k`, `across`: distances for the operand.
+__device__ __forceinline__ u64 operand_at(u32 at, u32 along_k, u32 across) {
+    return (u64)(along_k >> 4) << 16 | (u64)(across >> 4) << 32 | (at & 0x3ffff) >> 4;
+}
+
+// 64 rows or more of 512 bytes into pieces, 16 bytes a thread at a time; those from `count` on are zeros, and nothing
+// is read. A warp copies four octets of dimensions of eight rows at a time.
+template <int COUNT>
+__device__ __forceinline__ void fetch_rows(u32 to, const u16* from, int count) {
+    constexpr int WARPS_HERE = THREADS_HERE / 32, ROUNDS = 8 / WARPS_HERE;  // over the dimensions
+    const int lane = threadIdx.x % 32, octet = threadIdx.x / 32 * 4 + lane / 8;
+    const u16* mine = from + lane % 8 * HEAD_DIM + octet * 8;
+    to += octet * 128 + lane % 8 * 16;
+#pragma unroll
+    for (int i = 0; i < COUNT / 8; i++)
+#pragma unroll
+        for (int r = 0; r < ROUNDS; r++)
+            asm volatile(
+                "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + i * OCTET_BYTES + r * WARPS_HERE * 512),
+                "l"(mine + i * 8 * HEAD_DIM + r * WARPS_HERE * 32), "r"(i * 8 + lane % 8 < count ? 16 : 0)
+                : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
+// What a CTA has: 64 or 128 rows of a key head, and a segment; long segments come first.
+struct Item {
+    int kv_head, segment, row0, last_row;
+    __device__ __forceinline__ explicit Item(const Queries& s) {
+        int block;  // asked for anew, so that nothing of this is kept in registers in between
+        asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+        const int tiles = (s.count * GROUP + ROWS - 1) / ROWS;
+        kv_head = block / tiles % KV_HEADS;
+        segment = (int)(gridDim.x - 1) / tiles / KV_HEADS - block / tiles / KV_HEADS;
+        row0 = s.first * GROUP + block % tiles * ROWS, last_row = min(row0 + ROWS, (s.first + s.count) * GROUP) - 1;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
+    attention_flash(const __grid_constant__ Attention a, const __grid_constant__ Piece p,
+                    const __grid_constant__ Queries s) {
+    extern __shared__ __align__(1024) u8 memory[];
+    let_next_start();
+    const Item item(s);
+    const int kv_head = item.kv_head, segment = item.segment, row0 = item.row0, last_row = item.last_row;
+    const int first_key = segment_start(segment), newest = p.base + min(last_row / GROUP, p.end - 1);  // positions
+    if (first_key > newest) return;
+    const int key_tiles = min(segment_start(segment + 1) - first_key, newest + 1 - first_key + CHUNK - 1) / CHUNK;
+    const int whole_tiles = max(p.base + row0 / GROUP - first_key + 1, 0) / CHUNK;  // that every query sees all of
+    const u32 queries = shared_address(memory), keys = queries + ROWS * HEAD_DIM * 2, values = keys + 2 * TILE_BYTES;
+    const u32 first_row = (u32)kv_head * a.context + first_key;  // of the cache
+    const int known = p.base + p.end - first_key;                // keys from there on are not
+    const auto fetch_keys = [&](int t) {
+        if (t < key_tiles)
+            fetch_rows<CHUNK>(keys + t % 2 * TILE_BYTES, a.keys + (size_t)(first_row + t * CHUNK) * HEAD_DIM,
+                              known - t * CHUNK);
+    };
+    const auto fetch_values = [&](int t) {
+        if (t < key_tiles)
+            fetch_rows<CHUNK>(values + t % 2 * TILE_BYTES, a.values + (size_t)(first_row + t * CHUNK) * HEAD_DIM,
+                              known - t * CHUNK);
+    };
+    wait_for_previous();
+    fetch_rows<ROWS>(queries, a.queries + ((size_t)kv_head * p.capacity * 8 * GROUP + row0) * HEAD_DIM,
+                     last_row + 1 - row0);
+    fetch_keys(0);
+    commit_copies();
+    fetch_values(0), fetch_keys(1);
+    commit_copies();
+
+    const int lane = threadIdx.x % 32, group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4,
+              g = lane / 4, q = lane % 4;
+    const int row = row0 + group * 64 + warp * 16 + g;  // and + 8
+    // In the segment.
+    const int position[2] = {p.base + row / GROUP - first_key, p.base + (row + 8) / GROUP - first_key};
+    float out[128], score[32], peak[2] = {MINUS_INFINITY, MINUS_INFINITY}, weight[2] = {0.0f, 0.0f}, factor[2];
+    u32 share[2][16];  // weights of this tile's keys and of the next one's
+#pragma unroll
+    for (int i = 0; i < 128; i++) out[i] = 0.0f;
+
+    const auto ask_scores = [&](int t) {
+        const u32 tile = keys + t % 2 * TILE_BYTES;
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < HEAD_DIM / 16; k++)
+            wgmma_scores(score, operand_at(queries + group * 8 * OCTET_BYTES + k * 256, 128, OCTET_BYTES),
+                         operand_at(tile + k * 256, 128, OCTET_BYTES), k > 0);
+        wgmma_commit();
+    };
+    const auto ask_values = [&](int t, const u32(&weights)[16]) {
+        const u32 tile = values + t % 2 * TILE_BYTES;
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            wgmma_values(out, weights + k * 4, operand_at(tile + k * 2 * OCTET_BYTES, OCTET_BYTES, 128));
+        wgmma_commit();
+    };
+    // Weights of a tile's keys, and what keeps the older sums in step.
+    const auto soften = [&](int t, u32(&weights)[16]) {
+#pragma unroll
+        for (int i = 0; i < 32; i++) asm volatile("" : "+f"(score[i])::"memory");
+        if (t >= whole_tiles) {
+#pragma unroll
+            for (int i = 0; i < 32; i++)
+                if (t * CHUNK + i / 4 * 8 + q * 2 + i % 2 > position[i / 2 % 2]) score[i] = MINUS_INFINITY;
+        }
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float top = peak[r];
+#pragma unroll
+            for (int i = 0; i < 16; i++) top = fmaxf(top, score[i / 2 * 4 + r * 2 + i % 2]);
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+            const float base = top == MINUS_INFINITY ? 0.0f : top;
+            factor[r] = power_of_2(peak[r] - base);
+            peak[r] = top;
+            float sum = 0.0f;
+#pragma unroll
+            for (int i = 0; i < 8; i++) {  // of an octet of keys
+                const float x = power_of_2(score[i * 4 + r * 2] - base),
+                            y = power_of_2(score[i * 4 + r * 2 + 1] - base);
+                sum += x + y;
+                weights[i / 2 * 4 + i % 2 * 2 + r] = pack_half(x, y);
+            }
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            weight[r] = fmaf(weight[r], factor[r], sum);
+        }
+    };
+    wait_copies<1>();  // queries and the first keys
+    show_to_copies();
+    __syncthreads();
+    ask_scores(0);
+    wgmma_wait<0>();
+    soften(0, share[0]);
+    const auto step = [&](int t, const u32(&weights)[16], u32(&next)[16]) {
+        wait_copies<0>();  // this tile's values and the next one's keys
+        show_to_copies();
+        __syncthreads();
+        fetch_values(t + 1), fetch_keys(t + 2);
+        commit_copies();
+        ask_scores(t + 1);
+        ask_values(t, weights);
+        wgmma_wait<1>();
+        soften(t + 1, next);  // while the values are summed
+        // Never true. Without a way out here that depends on the weights, ptxas moves all of the softmax behind the
+        // wait.
+        asm volatile("{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p trap; }" ::"f"(weight[0] + weight[1])
+                     : "memory");
+        wgmma_wait<0>();
+#pragma unroll
+        for (int i = 0; i < 128; i++) asm volatile("" : "+f"(out[i])::"memory");
+#pragma unroll
+        for (int i = 0; i < 128; i++) out[i] *= factor[i / 2 % 2];
+    };
+    const auto last_step = [&](int t, const u32(&weights)[16]) {
+        wait_copies<0>();
+        show_to_copies();
+        __syncthreads();
+        ask_values(t, weights);
+        wgmma_wait<0>();
+#pragma unroll
+        for (int i = 0; i < 128; i++) asm volatile("" : "+f"(out[i])::"memory");
+    };
+#pragma unroll 1
+    for (int t = 0; t < key_tiles; t += 2) {
+        if (t + 1 == key_tiles) {
+            last_step(t, share[0]);
+            break;
+        }
+        step(t, share[0], share[1]);
+        if (t + 2 == key_tiles) {
+            last_step(t + 1, share[1]);
+            break;
+        }
+        step(t + 1, share[1], share[0]);
+    }
+    const Item done(s);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int mine = done.row0 + group * 64 + warp * 16 + g + r * 8;
+        if (mine > done.last_row) continue;
+        const size_t at = (((size_t)done.segment * KV_HEADS + done.kv_head) * s.count - s.first) * GROUP + mine;
+        if (q == 0) a.stats[at] = {peak[r], weight[r]};
+        const float inverse = weight[r] > 0.0f ? 1.0f / weight[r] : 0.0f;
+#pragma unroll
+        for (int d = 0; d < DIM_TILES; d++) {
+            u32 pair[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                pair[i] = pack_half(out[(d * 4 + i) * 4 + r * 2] * inverse, out[(d * 4 + i) * 4 + r * 2 + 1] * inverse);
+            a.parts[(at * DIM_TILES + d) * 4 + q] = {pair[0], pair[1], pair[2], pair[3]};
+        }
+    }
+}

@@ -1,0 +1,84 @@
+// Queries, keys and values as attention wants them: normed and rotated, in fp16; keys and values where the cache has
+// them.
+//
+// Maths: x / rms(x) * weight, then RoPE on the first 64 dimensions; queries times the scale of scores. Values are as
+// they are. A warp has a head of eight tokens; a lane has 8 dimensions of every 32 of one token. Dimension j and its
+// partner j + 32 of the rotation are the same lane's. Grid: an octet a CTA, a warp a row. Bytes: 512 read and 512
+// written a row.
+#include "prefill/attention.cuh"
+
+constexpr float ATTENTION_SCALE = 0.0625f * 1.44269504f;  // 256 ** -0.5, and scores are to base 2
+constexpr float LARGEST_HALF = 65504.0f;
+
+extern "C" __global__ void __launch_bounds__((HEADS + 2 * KV_HEADS) * 32)
+    attention_rows(const __grid_constant__ Attention a, const __grid_constant__ Piece p) {
+    let_next_start();
+    const int row = threadIdx.x / 32, lane = threadIdx.x % 32, o = lane / 8, octet = blockIdx.x,
+              token = octet * 8 + lane % 8;
+    const bool is_query = row < HEADS, is_value = row >= HEADS + KV_HEADS, live = token >= p.lead && token < p.end;
+    const int first_tile = is_query ? row * 2 * DIM_TILES : 2 * HEADS * DIM_TILES + (row - HEADS) * DIM_TILES;
+    const int position = p.base + token;
+    wait_for_previous();
+    float x[DIM_TILES][8];
+    float square = 0.0f;
+#pragma unroll
+    for (int tile = 0; tile < DIM_TILES; tile++) {
+        const uint4 v = ((const uint4*)a.raw)[((size_t)p.capacity * (first_tile + tile) + octet) * 32 + lane];
+        const u32 pair[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            x[tile][2 * i] = bf16_low(pair[i]), x[tile][2 * i + 1] = bf16_high(pair[i]);
+            square = fmaf(x[tile][2 * i], x[tile][2 * i], fmaf(x[tile][2 * i + 1], x[tile][2 * i + 1], square));
+        }
+    }
+    if (is_value) {
+#pragma unroll
+        for (int tile = 0; tile < DIM_TILES; tile++)
+#pragma unroll
+            for (int i = 0; i < 8; i++) x[tile][i] = fminf(fmaxf(x[tile][i], -LARGEST_HALF), LARGEST_HALF);
+    } else {
+        square += __shfl_xor_sync(~0u, square, 8);
+        square += __shfl_xor_sync(~0u, square, 16);
+        const float scale = inverse_root(square / HEAD_DIM + EPS) * (is_query ? ATTENTION_SCALE : 1.0f);
+        const float* norm = a.vectors + (is_query ? ATTENTION_MIX_Q_NORM : ATTENTION_MIX_K_NORM) + 2 * o;
+#pragma unroll
+        for (int tile = 0; tile < DIM_TILES; tile++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float2 w = __ldg((const float2*)(norm + tile * 32 + i * 8));
+                x[tile][2 * i] *= scale * w.x, x[tile][2 * i + 1] *= scale * w.y;
+            }
+        const float2 *low = a.rope + (position & 63) * 32 + 2 * o, *high = a.rope + (64 + (position >> 6)) * 32 + 2 * o;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const float2 l = __ldg(low + i / 2 * 8 + i % 2), h = __ldg(high + i / 2 * 8 + i % 2);
+            const float cosine = fmaf(l.x, h.x, -(l.y * h.y)), sine = fmaf(l.y, h.x, l.x * h.y);
+            const float early = x[0][i], late = x[1][i];
+            x[0][i] = fmaf(early, cosine, -(late * sine)), x[1][i] = fmaf(late, cosine, early * sine);
+        }
+    }
+    u16* to;
+    if (is_query)
+        to = a.queries + (((size_t)(row / GROUP) * p.capacity * 8 + token) * GROUP + row % GROUP) * HEAD_DIM;
+    else
+        to = (is_value ? a.values : a.keys) + ((size_t)((row - HEADS) % KV_HEADS) * a.context + position) * HEAD_DIM;
+#pragma unroll
+    for (int tile = 0; tile < DIM_TILES; tile++) {
+        u32 pair[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) pair[i] = pack_half(x[tile][2 * i], x[tile][2 * i + 1]);
+        // Lane o has pair o of four octets of dimensions; it gets all four pairs of octet o.
+        u32 mine[4];
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            const int other = o ^ r;
+            const u32 sent = other == 0 ? pair[0] : other == 1 ? pair[1] : other == 2 ? pair[2] : pair[3];
+            const u32 got = __shfl_xor_sync(~0u, sent, r * 8);
+            if (other == 0) mine[0] = got;
+            if (other == 1) mine[1] = got;
+            if (other == 2) mine[2] = got;
+            if (other == 3) mine[3] = got;
+        }
+        if (is_query || live) *(uint4*)(to + tile * 32 + o * 8) = {mine[0], mine[1], mine[2], mine[3]};
+    }
+}

@@ -1,0 +1,60 @@
+// The beginning of a piece: the residual stream starts as the tokens' embeddings, exactly as the file has them.
+//
+// Maths: x = E[id]; x times the first norm's weight in bf16, and sums of squares of every 64 channels, for the first
+// product. Layout: f32 and bf16 tiles (common.cuh). Tokens before the piece and behind it, up to a multiple of eight,
+// are zeros. Grid: a CTA of 128 threads a token; a thread has eight channels at a time. Bytes: 2 read and 6 written a
+// channel.
+#include "prefill/common.cuh"
+
+struct Embed {
+    const int* ids;         // of tokens lead .. end
+    const u8* stream;       // tied: the LM head's rows are the table
+    const u64* head_start;  // [HEAD_TILES] where each of the head's row tiles begins
+    const u8* table;        // else its own rows
+    const float* norm;
+    float* residual;
+    u8* out;
+    float* squares;  // [HIDDEN / 64][tokens]
+};
+
+// Eight channels from k on, a multiple of 8, in bf16 (see pack.cu).
+__device__ __forceinline__ uint4 embedding(const Embed& a, int id, int k) {
+    if constexpr (TIED) {
+        constexpr int CHUNKS = chunks_of(HIDDEN);
+        const int lane = id % 8 * 4 + k % 32 / 8, warp = k / (CHUNKS * 32), chunk = k % (CHUNKS * 32) / 32;
+        const u8* row_tile = a.stream + __ldg(a.head_start + id / WIDE);
+        const uint4* at = (const uint4*)(row_tile + (chunk * WARPS + warp) * 1024) + lane;
+        const bool upper = id % WIDE >= 8;
+        const uint4 early = __ldg(at), late = __ldg(at + 32);
+        return upper ? uint4{early.y, early.w, late.y, late.w} : uint4{early.x, early.z, late.x, late.z};
+    }
+    return __ldg((const uint4*)(a.table + ((size_t)id * HIDDEN + k) * 2));
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+    embed(const __grid_constant__ Embed a, const __grid_constant__ Piece p) {
+    let_next_start();
+    wait_for_previous();
+    const int token = blockIdx.x;
+    const bool live = token >= p.lead && token < p.end;
+    const int id = live ? a.ids[token - p.lead] : 0;
+    for (int k = threadIdx.x * 8; k < HIDDEN; k += 1024) {
+        const uint4 v = live ? embedding(a, id, k) : uint4{};
+        const u32 pair[4] = {v.x, v.y, v.z, v.w};
+        float square = 0.0f;
+#pragma unroll
+        for (int o = 0; o < 4; o++) {
+            const float x = bf16_low(pair[o]), y = bf16_high(pair[o]);
+            const float2 n = __ldg((const float2*)(a.norm + k) + o);
+            const size_t piece = ((size_t)p.capacity * (k / 32) + token / 8) * 32 + o * 8 + token % 8;
+            ((float2*)a.residual)[piece * 4 + k % 32 / 8] = {x, y};
+            const u32 tile = stream_place(k / 32, chunks_of(HIDDEN));
+            const size_t to = ((size_t)p.capacity * tile + token / 8) * 32 + o * 8 + token % 8;
+            ((u32*)a.out)[to * 4 + k % 32 / 8] = pack_bf16(x * n.x, y * n.y);
+            square = fmaf(x, x, fmaf(y, y, square));
+        }
+#pragma unroll
+        for (int step = 1; step < 8; step *= 2) square += __shfl_xor_sync(~0u, square, step);
+        if (threadIdx.x % 8 == 0) a.squares[(size_t)(k / 64) * p.capacity * 8 + token] = square;
+    }
+}

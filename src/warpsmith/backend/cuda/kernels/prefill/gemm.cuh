@@ -1,0 +1,516 @@
+// Y[rows, tokens] = W[rows, K] X[K, tokens] on sm_90a: weights are wgmma's register operand, straight from the packed
+// stream, activations its shared-memory operand, a copy away from how they lie ("tiles", see common.cuh).
+//
+// A CTA: two warpgroups multiply; four more warps bring activations into a ring, weights into the ring or ahead of
+// their loads into L2, the tokens' scales, and results out. A step is 32 or 64 k of a block of 64 rows: fence, wgmmas,
+// commit, wait for the step before, load weights of a later step into the registers that have come free. Weights come
+//     LDG   16 bytes a lane from L2, some steps ahead;
+//     RING  through shared memory, with the activations of the same stage; two blocks of 64 rows a warpgroup.
+// Where a matrix has few rows, sums of even and of odd stages of 128 k are kept apart and added at the end. Few tokens:
+// both warpgroups have the same 64 rows and take turns at stages (SPLIT). Many: each has rows of its own, and two sets
+// of sums (TWICE). The order of sums is a matrix's own and never depends on the number of tokens. Bytes: weights once
+// for every tile of tokens, activations once for every tile of rows, mostly from L2.
+//
+// What ptxas wants of the consumers' code, or it gives them the launch's 168 registers (C7512, spills): no wait for
+// bulk stores, no trap in a branch. The build must have neither spills nor C75xx.
+#pragma once
+#include "prefill/bf16.cuh"
+#include "prefill/common.cuh"
+
+enum From { LDG, RING };
+enum Ending {
+    PLAIN,  // times the token's scale, in bf16; tiles in the order of rows
+    // The same, then silu(gate) up: eight rows of a unit's sixteen; tiles in the order of the next product's k.
+    SILU,
+    RESIDUAL  // added to the residual stream; that times the next norm's weight in bf16; and sums of its squares
+};
+
+struct Gemm {
+    const u8* stream;  // packed weights
+    const u64* start;  // [row_tiles] where each of the matrix begins in the stream
+    const u8* x;       // tiles, K in the stream's order
+    u8* out;           // tiles; RESIDUAL: of the residual times the next norm's weight
+    // [HIDDEN / 64][tokens] of the residual stream that x came from: its norm is applied to the sums.
+    const float* squares_in;
+    float* squares_out;           // RESIDUAL: of the new one
+    float* residual;              // RESIDUAL: f32 tiles, in the order of rows
+    const float* norm;            // RESIDUAL: the next norm's weight
+    float* gates;                 // PLAIN: rows behind the others stay in f32 [gate_rows][tokens]
+    int row_tiles, k_tiles;       // of the matrix in the stream; K / 32
+    int row_groups, next_chunks;  // groups of 32 rows of results; the next product's K / 256
+    int gate_rows;
+};
+
+// N: tokens of a tile. MB: blocks of 64 rows of a warpgroup. TS: tiles of 32 k of a stage. G: of a step. NB: steps
+// whose weights are in registers or on their way.
+template <int N_, int MB_, int TS_, int STAGES_, int G_, int NB_, int ENDING_>
+struct Config {
+    typedef Bf16Weights Weights;
+    static constexpr int N = N_, MB = ENDING_ == RESIDUAL ? 1 : MB_, SETS = MB_, TS = TS_, STAGES = STAGES_, G = G_,
+                         NB = NB_, ENDING = ENDING_;
+    static constexpr int FROM = MB == 2 ? RING : LDG;  // SETS: of sums, a block of rows each, or TWICE
+    static constexpr bool NARROW_UNITS = ENDING == RESIDUAL, TWICE = ENDING == RESIDUAL && MB_ == 2,
+                          SPLIT = ENDING == RESIDUAL && !TWICE;
+    static constexpr int ROWS = 64 * MB * (SPLIT ? 1 : 2), UNITS = ROWS / (NARROW_UNITS ? NARROW : WIDE);
+    static constexpr int TILE_BYTES = Weights::tile_bytes(NARROW_UNITS), THREADS = 384, CONSUMER_REGISTERS = 232;
+    static constexpr int W_WARPS = FROM == RING ? 2 : 1;
+    static constexpr int X_BYTES = N * 64 * TS, W_BYTES = FROM == RING ? UNITS * TILE_BYTES * TS : 0;
+    static constexpr int STAGE_BYTES = X_BYTES + W_BYTES;
+    static constexpr int HALF = (N / 8 + 1) / 2;  // octets that a warpgroup finishes, where both have sums of all
+    static constexpr int SUMS = SPLIT ? HALF * 4 * 128 * 4 * 2 : 0;
+    static constexpr int PARTIAL_SQUARES = ENDING == RESIDUAL ? (TWICE ? 2 : 1) * N * 4 * 4 : 0;
+    static constexpr int GROUPS = ENDING == SILU ? ROWS / 64 : ROWS / 32;  // of 32 rows of results
+    static constexpr bool SENDS = ENDING != RESIDUAL && MB == 1;           // results leave through shared memory
+    static constexpr int OUT_GROUP = N * 64, OUT = SENDS ? GROUPS * OUT_GROUP : 0;
+    static constexpr int SCALES = ENDING == RESIDUAL ? 0 : 2 * N * 4, BARRIERS = 1024;
+    static constexpr int SCALES_AT = BARRIERS, RING_AT = BARRIERS + (SCALES + 127) / 128 * 128;
+    static constexpr int SUMS_AT = RING_AT + STAGES * STAGE_BYTES, OUT_AT = SUMS_AT + SUMS + PARTIAL_SQUARES,
+                         SHARED = OUT_AT + OUT;
+    // Steps in k of a round, which the loop unrolls.
+    static constexpr int U = TWICE ? 2 * TS / G : NB / MB > TS / G ? NB / MB : TS / G;
+    static constexpr bool SCALED = ENDING != RESIDUAL;
+    static_assert(SHARED <= 232448 && STAGES >= (SPLIT ? 4 : 2) && (!TWICE || U * G % (2 * TS) == 0), "");
+    static_assert(TS % G == 0 && U * G % TS == 0 && U * MB % NB == 0, "");
+};
+
+// Row tiles lie in the SMs' streams, as the decoding kernel reads them. Past the end: the last one again.
+__device__ __forceinline__ const u8* row_tile_at(const Gemm& a, int tile) {
+    return a.stream + __ldg(a.start + min(tile, a.row_tiles - 1));
+}
+
+template <class C>
+struct Work {
+    int token_tiles, tiles;
+    __device__ Work(const Gemm& a, const Span& s)
+        : token_tiles((s.octets + C::N / 8 - 1) / (C::N / 8)),
+          tiles((a.row_groups + (a.gate_rows + 31) / 32 + C::GROUPS - 1) / C::GROUPS * token_tiles) {}
+    __device__ int row(int i) const { return i / token_tiles; }
+    __device__ int token(int i) const { return i % token_tiles; }
+};
+
+struct Barriers {
+    u32 full, empty, leave, scales;  // [STAGES], [STAGES], [warpgroups][2], [2][2]
+};
+
+// --- the warps that bring and take -----------------------------------------------------------------------------------
+
+template <class C>
+__device__ __forceinline__ void bring_x(const Gemm& a, const Span& s, u32 ring, const Barriers& at) {
+    const Work<C> work(a, s);
+    const u64 stride = (u64)s.capacity * 512;
+    StagePlace place;
+    wait_for_previous();
+    if (threadIdx.x % 32) return;
+    for (int i = blockIdx.x; i < work.tiles; i += gridDim.x) {
+        const u8* x = a.x + (u64)(s.first + work.token(i) * (C::N / 8)) * 512;
+        for (int stage = 0; stage < a.k_tiles / C::TS; stage++) {
+            wait_on(at.empty + place.slot * 8, place.parity ^ 1);
+            const u32 to = ring + place.slot * C::STAGE_BYTES, sign = at.full + place.slot * 8;
+            barrier_expect(sign, C::X_BYTES);
+#pragma unroll
+            for (int j = 0; j < C::TS; j++)
+                copy_in(to + j * C::N * 64, x + (u64)(stage * C::TS + j) * stride, C::N * 64, sign);
+            place.step<C::STAGES>();
+        }
+    }
+}
+
+// Weights into the ring, or into L2 some chunks of 256 k ahead of the loads; CTAs with the same rows share the units
+// out.
+template <class C>
+__device__ __forceinline__ void bring_w(const Gemm& a, const Span& s, u32 ring, const Barriers& at, int part) {
+    constexpr int EACH = C::UNITS / C::W_WARPS, PIECE = C::TS * C::TILE_BYTES, CHUNK_BYTES = 8 * C::TILE_BYTES;
+    const int lane = threadIdx.x % 32, unit = part * EACH + lane;
+    const Work<C> work(a, s);
+    int ahead_tile = blockIdx.x, ahead_chunk = 0;
+    const u8* ahead = nullptr;
+    const auto ask = [&] {
+        if (ahead_tile >= work.tiles) return;
+        if (lane < EACH && unit % work.token_tiles == work.token(ahead_tile) % C::UNITS) {
+            if (ahead_chunk == 0) ahead = row_tile_at(a, work.row(ahead_tile) * C::UNITS + unit);
+            prefetch_bulk(ahead + ahead_chunk * CHUNK_BYTES, CHUNK_BYTES);
+        }
+        if (++ahead_chunk == a.k_tiles / 8) ahead_chunk = 0, ahead_tile += gridDim.x;
+    };
+    if (C::FROM == LDG) {  // few tokens: the weights are all there is to wait for
+        const int ahead = work.token_tiles <= 2 ? a.k_tiles / 8 : 2;
+        for (int i = 0; i < ahead; i++) ask();
+    }
+    StagePlace place;
+    for (int i = blockIdx.x; i < work.tiles; i += gridDim.x) {
+        const u8* from = C::FROM == RING && lane < EACH ? row_tile_at(a, work.row(i) * C::UNITS + unit) : nullptr;
+        for (int stage = 0; stage < a.k_tiles / C::TS; stage++) {
+            wait_on(at.empty + place.slot * 8, place.parity ^ 1);
+            const u32 to = ring + place.slot * C::STAGE_BYTES + C::X_BYTES, sign = at.full + place.slot * 8;
+            if (C::FROM == RING) {
+                if (lane == 0) barrier_expect(sign, EACH * PIECE);
+                __syncwarp();
+                if (lane < EACH) copy_in(to + unit * PIECE, from + (u64)stage * PIECE, PIECE, sign);
+            } else {
+                if (lane == 0) barrier_arrive(sign);
+                if (stage * C::TS % 8 == 0) ask();
+            }
+            __syncwarp();
+            place.step<C::STAGES>();
+        }
+    }
+}
+
+// 1 / rms of a tile's tokens; the next tile's go to the other place.
+template <class C>
+__device__ __forceinline__ void bring_scales(const Gemm& a, const Span& s, u32 scales, const Barriers& at) {
+    const int lane = threadIdx.x % 32;
+    const Work<C> work(a, s);
+    const size_t stride = (size_t)s.capacity * 8;
+    StagePlace place;
+    wait_for_previous();
+    for (int i = blockIdx.x; i < work.tiles; i += gridDim.x) {
+        wait_on(at.scales + place.slot * 16 + 8, place.parity ^ 1);
+        const float* from = a.squares_in + (s.first + work.token(i) * (C::N / 8)) * 8;
+        for (int token = lane; token < C::N; token += 32) {
+            float sum = 0.0f;
+#pragma unroll 8
+            for (int part = 0; part < HIDDEN / 64; part++) sum += from[part * stride + token];
+            store_shared(scales + (place.slot * C::N + token) * 4, inverse_root(sum / HIDDEN + EPS));
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(at.scales + place.slot * 16);
+        place.step<2>();
+    }
+}
+
+// Where a group of 32 rows of results lies.
+template <class C>
+__device__ __forceinline__ u8* group_at(const Gemm& a, const Span& s, int group) {
+    return a.out + (u64)(C::ENDING == PLAIN ? group : stream_place(group, a.next_chunks)) * s.capacity * 512;
+}
+
+// Results from shared memory to where they lie.
+template <class C>
+__device__ __forceinline__ void send(const Gemm& a, const Span& s, u32 out, const Barriers& at) {
+    constexpr int EACH = C::GROUPS / 2;  // groups of a warpgroup
+    const int lane = threadIdx.x % 32;
+    const Work<C> work(a, s);
+    u32 parity = 0;
+    wait_for_previous();
+    for (int i = blockIdx.x; i < work.tiles; i += gridDim.x, parity ^= 1) {
+        const int octet = work.token(i) * (C::N / 8), octets = min(C::N / 8, s.octets - octet);
+#pragma unroll
+        for (int g = 0; g < 2; g++) {
+            wait_on(at.leave + g * 16, parity);
+            if (lane < EACH) {
+                const int group = work.row(i) * C::GROUPS + g * EACH + lane;
+                if (group < a.row_groups)
+                    copy_out(group_at<C>(a, s, group) + (u64)(s.first + octet) * 512,
+                             out + (g * EACH + lane) * C::OUT_GROUP, octets * 512);
+                copied_out();
+            }
+            __syncwarp();
+            if (lane == 0) barrier_arrive(at.leave + g * 16 + 8);
+        }
+    }
+}
+
+// --- the consumers ---------------------------------------------------------------------------------------------------
+
+// Two rows that are neighbours for one token, of one row for two tokens: lanes trade with lane ^ 4.
+__device__ __forceinline__ float2 trade_rows(float a, float b, bool odd) {
+    const float other = __shfl_xor_sync(~0u, odd ? a : b, 4);
+    return odd ? float2{other, b} : float2{a, other};
+}
+__device__ __forceinline__ u32 pack_bf16_pair(float2 v) { return pack_bf16(v.x, v.y); }
+__device__ __forceinline__ float gated(float gate, float up) { return silu(gate) * up; }
+
+// This lane's part of the residual stream of 64 rows, from an octet of tokens on; the next octet's is 64 further.
+__device__ __forceinline__ float4* residual_at(const Gemm& a, const Span& s, int row_tile, int octet) {
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, piece = lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;
+    return (float4*)a.residual + (((u64)(row_tile * 2 + warp / 2) * s.capacity + s.first + octet) * 32 + piece) * 2 +
+           warp % 2;
+}
+
+// A warpgroup gives the other one its sums of octets [GIVE, GIVE_END) if both have the same rows, and finishes [LOW,
+// HIGH). SPLIT: `early` is the residual of those octets, asked for before the sums were made.
+template <class C, int GIVE, int GIVE_END, int LOW, int HIGH>
+__device__ __forceinline__ void add_to_residual(const Gemm& a, const Span& s, u32 base, const float* acc,
+                                                const float4* early, int row_tile, int octet, int octets) {
+    const u32 thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32, group = threadIdx.x / 128;
+    const u32 mine = base + C::SUMS_AT + group * (C::HALF * 4 * 512) + thread * 4;
+    const u32 others = base + C::SUMS_AT + (group ^ 1) * (C::HALF * 4 * 512) + thread * 4;
+    const u32 squares = base + C::SUMS_AT + C::SUMS + (C::TWICE ? group * (C::N * 16) : 0);  // [octet][warp][8 tokens]
+    const u32 piece = lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;
+    const bool odd = lane & 4;
+#pragma unroll
+    for (int i = GIVE * 4; i < GIVE_END * 4; i++) store_shared(mine + (i - GIVE * 4) * 512, acc[i]);
+    if (C::SPLIT) sync_some<256>(5);
+    wait_for_previous();
+    const int tile = row_tile * 2 + warp / 2, row = tile * 32 + warp % 2 * 16 + lane / 8 * 2;  // a tile has 32 rows
+    const float2 n0 = __ldg((const float2*)(a.norm + row)), n1 = __ldg((const float2*)(a.norm + row + 8));
+    float4* residual = residual_at(a, s, row_tile, octet);
+    u8* to = group_at<C>(a, s, tile) + (u64)(s.first + octet) * 512 + piece * 16 + warp % 2 * 8;
+#pragma unroll
+    for (int n = LOW; n < HIGH; n++) {
+        float d[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            d[i] = acc[n * 4 + i];
+            if (C::SPLIT) d[i] += load_shared_float(others + (n * 4 + i - LOW * 4) * 512);
+        }
+        const float2 x0 = trade_rows(d[0], d[1], odd), x1 = trade_rows(d[2], d[3], odd);
+        float square = 0.0f;
+        if (n < octets) {
+            float4 r = C::SPLIT ? early[n - LOW] : residual[n * 64];
+            r.x += x0.x, r.y += x0.y, r.z += x1.x, r.w += x1.y;
+            residual[n * 64] = r;
+            *(uint2*)(to + n * 512) = {pack_bf16(r.x * n0.x, r.y * n0.y), pack_bf16(r.z * n1.x, r.w * n1.y)};
+            square = fmaf(r.x, r.x, fmaf(r.y, r.y, fmaf(r.z, r.z, r.w * r.w)));
+        }
+        square += __shfl_xor_sync(~0u, square, 8);
+        square += __shfl_xor_sync(~0u, square, 16);
+        if (lane < 8) store_shared(squares + (n * 32 + warp * 8 + piece) * 4, square);
+    }
+    if (C::SPLIT)
+        sync_some<256>(5);
+    else
+        sync_some<128>(6 + group);
+    static_assert((HIGH - LOW) * 8 <= 128, "a token a thread");
+    const int token = thread + LOW * 8;  // its squares of four warps
+    if (token < min(HIGH, octets) * 8) {
+        const u32 from = squares + (token / 8 * 32 + token % 8) * 4;
+        const float low = load_shared_float(from) + load_shared_float(from + 32);
+        a.squares_out[(size_t)row_tile * s.capacity * 8 + (s.first + octet) * 8 + token] =
+            low + load_shared_float(from + 64) + load_shared_float(from + 96);
+    }
+}
+
+template <class C>
+__device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, const Barriers& at) {
+    constexpr int N = C::N, MB = C::MB, G = C::G, NB = C::NB, TS = C::TS, HALVES = C::NARROW_UNITS ? 2 : 1;
+    constexpr int GS = TS / G, U = C::U, S = U * MB;  // steps in k of a stage, of a round; steps of a round
+    constexpr int TURNS = C::SPLIT ? 2 : 1, ROUND = U * G * TURNS * C::TILE_BYTES;  // bytes of a unit
+    const u32 ring = base + C::RING_AT, thread = threadIdx.x % 128, lane = thread % 32;
+    const u32 group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, thread / 32, 0);
+    const Work<C> work(a, s);
+    const int steps = a.k_tiles / G / TURNS;
+
+    float acc[C::SETS][N / 2];
+    u32 w[NB][G * C::Weights::REGISTERS];
+
+    // LDG: where this warp's weights are: of the tile that is loaded, and of the next.
+    const u8 *from[HALVES], *next[HALVES];
+    const auto find = [&](const u8*(&to)[HALVES], int tile) {
+        const int unit16 = (C::SPLIT ? 0 : group * 4) + warp,
+                  row = work.row(tile < work.tiles ? tile : (int)blockIdx.x);
+#pragma unroll
+        for (int h = 0; h < HALVES; h++)
+            to[h] = row_tile_at(a, row * C::UNITS + unit16 * HALVES + h) + lane * 16 +
+                    (C::SPLIT ? group * TS * C::TILE_BYTES : 0);
+    };
+    int rounds_left = steps / U;                                        // until the loads come to the next tile
+    StagePlace loading;                                                 // RING: the stage that is loaded from
+    const auto load = [&](u32(&to)[G* C::Weights::REGISTERS], int v) {  // what step v of a round multiplies
+        const int u = v / MB, b = v % MB, in_stage = u % GS;
+        if constexpr (C::FROM == RING) {
+            if (in_stage == 0 && b == 0) wait_on(at.full + loading.slot * 8, loading.parity);
+            const u32 unit16 = (group * 4 + warp) * MB + b,
+                      tile = ring + loading.slot * C::STAGE_BYTES + C::X_BYTES + lane * 16;
+#pragma unroll
+            for (int i = 0; i < G; i++)
+                C::Weights::template load<false>(to + i * C::Weights::REGISTERS, [&](u32* d, u32 offset, int) {
+                    load_shared_words(d, tile + (unit16 * TS + in_stage * G + i) * C::TILE_BYTES + offset);
+                });
+            if (in_stage == GS - 1 && b == MB - 1) loading.template step<C::STAGES>();
+        } else {
+            const int tile = u / GS * TURNS * TS + in_stage * G;
+#pragma unroll
+            for (int i = 0; i < G; i++)
+                C::Weights::template load<C::NARROW_UNITS>(
+                    to + i * C::Weights::REGISTERS, [&](u32* d, u32 offset, int half) {
+                        load_once16(d, from[half] + (tile + i) * C::TILE_BYTES + offset);
+                    });
+            if (v == S - 1) {
+                const bool wrap = --rounds_left == 0;
+                if (wrap) rounds_left = steps / U;
+#pragma unroll
+                for (int h = 0; h < HALVES; h++) from[h] = wrap ? next[h] : from[h] + ROUND;
+            }
+        }
+    };
+    if constexpr (C::FROM == LDG) find(from, blockIdx.x);
+#pragma unroll
+    for (int v = 0; v < NB - 1; v++) load(w[v], v);
+
+    StagePlace place;
+    if (C::SPLIT) place.step<C::STAGES>(group);
+    StagePlace scaled;
+    u32 turn = 0;
+    for (int t = blockIdx.x; t < work.tiles; t += gridDim.x, turn ^= 1) {
+        const int octet = work.token(t) * (N / 8), octets = min(N / 8, s.octets - octet);
+        float4 early[C::SPLIT ? C::HALF : 1];
+        if constexpr (C::SPLIT) {
+            wait_for_previous();
+            const float4* residual = residual_at(a, s, work.row(t), octet + group * C::HALF);
+#pragma unroll
+            for (int n = 0; n < C::HALF; n++)
+                if (group * C::HALF + n < octets) early[n] = residual[n * 64];
+        }
+        u32 before = 0;
+        const auto release = [&] {
+            if (lane == 0) barrier_arrive(at.empty + before * 8);
+        };
+        for (int k0 = 0; k0 < steps; k0 += U) {
+#pragma unroll
+            for (int v = 0; v < S; v++) {
+                const int u = v / MB, b = v % MB;
+                if (u % GS == 0 && b == 0 && C::FROM != RING) wait_on(at.full + place.slot * 8, place.parity);
+                const u32 x = ring + place.slot * C::STAGE_BYTES + u % GS * (G * N * 64);
+                wgmma_fence();
+#pragma unroll
+                for (int k = 0; k < 2 * G; k++)
+                    Wgmma<N>::mma(acc[C::TWICE ? u / GS % 2 : b], w[v % NB] + k * 4,
+                                  descriptor(x + k / 2 * (N * 64) + k % 2 * 256),
+                                  k > 0 || (C::TWICE ? u % GS > 0 || u >= 2 * GS : v >= MB) || k0 > 0);
+                wgmma_commit();
+                if (C::FROM == LDG && v == 0 && k0 == 0) find(next, t + gridDim.x);
+                // The step before has ended: its operand's registers are free, and its stage if this is the next.
+                wgmma_wait<1>();
+                if (u % GS == 0 && b == 0 && (v > 0 || k0 > 0)) release();
+                if (u % GS == GS - 1 && b == MB - 1) before = place.slot, place.template step<C::STAGES>(TURNS);
+                // Nothing comes into the ring after the last tile. From L2 some steps are loaded in vain then: without
+                // those loads (behind a branch) the whole loop is 5% slower.
+                if (C::FROM != RING || v + NB - 1 < S || k0 + U < steps || t + (int)gridDim.x < work.tiles)
+                    load(w[(v + NB - 1) % NB], (v + NB - 1) % S);
+            }
+        }
+        wgmma_wait<0>();
+#pragma unroll
+        for (int b = 0; b < C::SETS; b++)
+#pragma unroll
+            for (int i = 0; i < N / 2; i++) asm volatile("" : "+f"(acc[b][i])::"memory");
+        release();
+
+        const bool odd = lane & 4;
+        const u32 piece = lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;  // of a tile: which rows, which token
+        if constexpr (C::ENDING != RESIDUAL) {
+            while (!barrier_done(at.scales + scaled.slot * 16, scaled.parity)) {
+            }
+            const u32 scales = base + C::SCALES_AT + (scaled.slot * N + lane % 4 * 2) * 4;
+            // Results of 16 rows and eight tokens: two words of neighbouring rows, or one where gate and up make one.
+            const auto finish = [&](const float* d, int n, u32& low, u32& high) {
+                const float2 scale = load_shared_float2(scales + n * 32);
+                const float x[4] = {d[0] * scale.x, d[1] * scale.y, d[2] * scale.x, d[3] * scale.y};
+                if constexpr (C::ENDING == SILU) {
+                    low = pack_bf16_pair(trade_rows(gated(x[0], x[2]), gated(x[1], x[3]), odd));
+                } else {
+                    low = pack_bf16_pair(trade_rows(x[0], x[1], odd)),
+                    high = pack_bf16_pair(trade_rows(x[2], x[3], odd));
+                }
+            };
+            // Gates: rows g and g + 8 of a block of 16, two tokens.
+            const auto keep_gates = [&](const float* d, int row) {
+                float* to = a.gates + (s.first + octet) * 8 + lane % 4 * 2;
+#pragma unroll
+                for (int n = 0; n < N / 8; n++)
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        const float2 scale = load_shared_float2(scales + n * 32);
+                        if (n < octets && row + i * 8 < a.gate_rows)
+                            *(float2*)(to + (u64)(row + i * 8) * s.capacity * 8 + n * 8) = {
+                                d[n * 4 + i * 2] * scale.x, d[n * 4 + i * 2 + 1] * scale.y};
+                    }
+            };
+            if constexpr (MB == 2) {
+                wait_for_previous();
+                const u32 unit32 = group * 4 + warp;
+                const int rows = work.row(t) * C::GROUPS + (C::ENDING == SILU ? unit32 / 2 : unit32);
+                if (rows < a.row_groups) {
+                    u8* to = group_at<C>(a, s, rows) + (u64)(s.first + octet) * 512 + piece * 16 +
+                             (C::ENDING == SILU ? unit32 % 2 * 8 : 0);
+#pragma unroll
+                    for (int n = 0; n < N / 8; n++) {
+                        uint4 v;
+                        finish(acc[0] + n * 4, n, v.x, v.y);
+                        if constexpr (C::ENDING == SILU) {
+                            finish(acc[1] + n * 4, n, v.y, v.z);
+                            if (n < octets) *(uint2*)(to + n * 512) = {v.x, v.y};
+                        } else {
+                            finish(acc[1] + n * 4, n, v.z, v.w);
+                            if (n < octets) *(uint4*)(to + n * 512) = v;
+                        }
+                    }
+                } else if (C::ENDING == PLAIN) {
+#pragma unroll
+                    for (int b = 0; b < 2; b++) keep_gates(acc[b], (rows - a.row_groups) * 32 + b * 16 + lane / 4);
+                }
+            } else {
+                const u32 to = base + C::OUT_AT +
+                               (C::ENDING == SILU ? group * C::OUT_GROUP + warp * 4
+                                                  : (group * 2 + warp / 2) * C::OUT_GROUP + warp % 2 * 8) +
+                               piece * 16;
+                wait_on(at.leave + group * 16 + 8, turn ^ 1);  // the last tile's results have left
+                if (C::ENDING == PLAIN) {
+                    const int row = work.row(t) * C::ROWS + (group * 4 + warp) * 16 - a.row_groups * 32;
+                    if (row >= 0) wait_for_previous(), keep_gates(acc[0], row + lane / 4);
+                }
+#pragma unroll
+                for (int n = 0; n < N / 8; n++) {
+                    u32 low, high;
+                    finish(acc[0] + n * 4, n, low, high);
+                    if constexpr (C::ENDING == SILU)
+                        asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + n * 512), "r"(low) : "memory");
+                    else
+                        asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to + n * 512), "r"(low), "r"(high)
+                                     : "memory");
+                }
+                show_to_copies();
+                __syncwarp();
+                if (lane == 0) barrier_arrive(at.leave + group * 16);
+            }
+            if (lane == 0) barrier_arrive(at.scales + scaled.slot * 16 + 8);
+            scaled.step<2>();
+        } else {
+            if constexpr (C::TWICE) {
+#pragma unroll
+                for (int i = 0; i < N / 2; i++) acc[0][i] += acc[1][i];
+                add_to_residual<C, 0, 0, 0, N / 8>(a, s, base, acc[0], early, work.row(t) * 2 + group, octet, octets);
+            } else if (group == 0) {  // each warpgroup finishes half of the tokens
+                add_to_residual<C, C::HALF, N / 8, 0, C::HALF>(a, s, base, acc[0], early, work.row(t), octet, octets);
+            } else {
+                add_to_residual<C, 0, C::HALF, C::HALF, N / 8>(a, s, base, acc[0], early, work.row(t), octet, octets);
+            }
+        }
+    }
+}
+
+template <class C>
+__device__ __forceinline__ void multiply(const Gemm& a, const Span& s) {
+    let_next_start();
+    extern __shared__ __align__(1024) u8 memory[];
+    const u32 base = shared_address(memory), ring = base + C::RING_AT;
+    const Barriers at = {base, base + C::STAGES * 8, base + 512, base + 768};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < C::STAGES; i++) {
+            barrier_init(at.full + i * 8, 1 + C::W_WARPS);
+            barrier_init(at.empty + i * 8, C::SPLIT ? 4 : 8);
+        }
+        for (int i = 0; i < 2; i++) barrier_init(at.leave + i * 16, 4), barrier_init(at.leave + i * 16 + 8, 1);
+        for (int i = 0; i < 2; i++) barrier_init(at.scales + i * 16, 1), barrier_init(at.scales + i * 16 + 8, 8);
+        show_barriers();
+    }
+    __syncthreads();
+    if (threadIdx.x >= 256) {
+        leave_registers<40>();
+        const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 8;
+        if (warp == 0) {
+            bring_x<C>(a, s, ring, at);
+        } else if (warp == (C::FROM == RING ? 1 : 3)) {
+            if (C::SCALED) bring_scales<C>(a, s, base + C::SCALES_AT, at);
+        } else if (warp == 1) {
+            if (C::SENDS) send<C>(a, s, base + C::OUT_AT, at);
+        } else {
+            bring_w<C>(a, s, ring, at, warp - 2);
+        }
+    } else {
+        take_registers<C::CONSUMER_REGISTERS>();
+        consume<C>(a, s, base, at);
+    }
+}

@@ -1,0 +1,76 @@
+// Logits of some tokens: the LM head over x normed, in f32.
+//
+// Maths: logits = (W (x * norm)) / rms(x). A warp multiplies units of 16 rows by up to eight tokens at a time; weights
+// come straight from memory into the mma's registers, activations lie in shared memory as they are in tiles
+// (common.cuh). Given with -D: HEAD_OCTETS, octets of tokens a launch takes. Grid: a CTA of 512 threads an SM. Bytes:
+// all of the head once.
+#include "prefill/common.cuh"
+
+struct Head {
+    const u8* stream;
+    const u64* start;      // [HEAD_TILES] where each of the head's row tiles begins
+    const u8* x;           // tiles, K in the stream's order
+    const float* squares;  // [HIDDEN / 64][tokens]
+    float* logits;         // [count][VOCAB]
+    int first, count;      // tokens
+};
+
+constexpr int TILES = HIDDEN / 32, BATCH = 8;  // tiles whose weights are on their way together
+
+extern "C" __global__ void __launch_bounds__(512, 1)
+    head(const __grid_constant__ Head a, const __grid_constant__ Piece p) {
+    extern __shared__ __align__(16) u8 memory[];
+    __shared__ float scales[HEAD_OCTETS * 8];
+    let_next_start();
+    wait_for_previous();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, octet = a.first / 8,
+              octets = (a.first + a.count + 7) / 8 - octet;
+    for (int i = threadIdx.x; i < TILES * octets * 32; i += 512) {  // [tile][octet][512 bytes]
+        const int tile = i / (octets * 32), inside = i % (octets * 32);
+        copy16((uint4*)memory + tile * (HEAD_OCTETS * 32) + inside,
+               (const uint4*)a.x + ((size_t)p.capacity * tile + octet) * 32 + inside);
+    }
+    if (threadIdx.x < octets * 8) {
+        float square = 0.0f;
+#pragma unroll 8
+        for (int part = 0; part < HIDDEN / 64; part++)
+            square += a.squares[(size_t)part * p.capacity * 8 + octet * 8 + threadIdx.x];
+        scales[threadIdx.x] = inverse_root(square / HIDDEN + EPS);
+    }
+    copies_done();
+    __syncthreads();
+    const u32 x = shared_address(memory) + lane * 4;
+    for (int unit = warp * gridDim.x + blockIdx.x; unit < HEAD_TILES; unit += 16 * gridDim.x) {
+        const u8* from = a.stream + __ldg(a.start + unit) + lane * 16;
+        float acc[HEAD_OCTETS][4] = {};
+#pragma unroll 1
+        for (int first = 0; first < TILES; first += BATCH) {
+            uint4 w[BATCH][2];
+#pragma unroll
+            for (int i = 0; i < BATCH; i++)
+#pragma unroll
+                for (int j = 0; j < 2; j++) w[i][j] = __ldcs((const uint4*)(from + (first + i) * 1024 + j * 512));
+#pragma unroll
+            for (int i = 0; i < BATCH; i++)
+#pragma unroll
+                for (int n = 0; n < HEAD_OCTETS; n++) {
+                    if (n >= octets) break;
+                    const u32 at = x + ((first + i) * HEAD_OCTETS + n) * 512;
+                    mma(acc[n], w[i][0].x, w[i][0].y, w[i][0].z, w[i][0].w, load_shared4(at), load_shared4(at + 128));
+                    mma(acc[n], w[i][1].x, w[i][1].y, w[i][1].z, w[i][1].w, load_shared4(at + 256),
+                        load_shared4(at + 384));
+                }
+        }
+#pragma unroll
+        for (int n = 0; n < HEAD_OCTETS; n++) {
+            if (n >= octets) break;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int token = (octet + n) * 8 + lane % 4 * 2 + i % 2 - a.first,
+                          row = unit * WIDE + lane / 4 + i / 2 * 8;
+                if (token >= 0 && token < a.count && row < VOCAB)
+                    a.logits[(size_t)token * VOCAB + row] = acc[n][i] * scales[n * 8 + lane % 4 * 2 + i % 2];
+            }
+        }
+    }
+}

@@ -1,0 +1,424 @@
+"""Prompts on the GPU: long chains of tokens through kernels of their own (kernels/prefill), on tensor cores.
+
+A prompt runs in pieces, each through all layers and then committed, so any length takes the same memory. Buffers of a
+piece begin at a multiple of 64 positions (see prefill/common.cuh); a prompt cut at multiples of 64 gives the same bits
+as whole, since nothing that is summed depends on how many tokens run together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from warpsmith.backend.base import PREFILL_CHUNK, Output, Want, join_outputs
+from warpsmith.backend.cuda.build.compiler import build
+from warpsmith.backend.cuda.memory.driver import Buffer, Device, check
+from warpsmith.backend.cuda.memory.layout import Layout
+from warpsmith.backend.cuda.prefill.plan import (
+    OVERRUN,
+    PARTS_BYTES,
+    PIECE,
+    PREP_SHARED,
+    SCAN_SHARED,
+    SHARED,
+    SLICE,
+    buffer_bytes,
+    head_octets,
+    kernels_of,
+    row_tile_starts,
+    segments_of,
+)
+from warpsmith.backend.cuda.prefill.products import PLAIN, RESIDUAL, SILU, Launch, Launcher, Product, Step, Tile
+from warpsmith.backend.cuda.prefill.structures import (
+    Attention,
+    Delta,
+    Embed,
+    Gemm,
+    Head,
+    Piece,
+    Queries,
+    Rows,
+    Span,
+)
+from warpsmith.backend.cuda.shape import HEAD_DIM, STATE_DIM, chunks_of
+from warpsmith.backend.rows import HostRows
+from warpsmith.model.weights import expected_shapes
+
+ReadTokens = Callable[[int, Want], Output]
+
+
+class DeviceSequence(Protocol):
+    """What is needed of a state on the device."""
+
+    length: int
+    context: int
+    delta: Buffer
+    history: Buffer
+    keys: Buffer
+    values: Buffer
+
+
+class Prefill:
+    """The kernels, built for a model, and the buffers of a piece."""
+
+    def __init__(
+        self,
+        device: Device,
+        layout: Layout,
+        architecture: str,
+        *,
+        stream: Buffer,
+        embedding: Buffer,
+        vectors: Buffer,
+        rope: Buffer,
+        logits: Buffer,
+        sms: int,
+        piece: int = PIECE,
+    ) -> None:
+        self.device, self.layout, self.architecture, self.sms, self.piece_tokens = (
+            device,
+            layout,
+            architecture,
+            sms,
+            piece,
+        )
+        self.stream, self.embedding, self.vectors, self.rope, self.logits = stream, embedding, vectors, rope, logits
+        c = self.config = layout.config
+        self.launcher = Launcher(device)
+        self._kernels: dict[tuple[str, tuple[tuple[str, object], ...]], Any] = {}
+        self._images: dict[tuple[str, tuple[tuple[str, object], ...]], Future[bytes]] = {}
+        self.head_octets = head_octets(c)
+        self._start_builds()
+
+        self.capacity = (piece + OVERRUN) // 8
+        self.attention_in = 2 * (c.heads + c.kv_heads) * c.head_dim
+        self.buffers = {name: device.zeros(nbytes) for name, nbytes in buffer_bytes(c, piece).items()}
+        self.piece = Piece(capacity=self.capacity)
+        self.whole, self.tail = Span(capacity=self.capacity), Span(capacity=self.capacity)
+        self._queries: dict[tuple[int, int], Queries] = {}
+        self._programs: dict[Shape, list[Launch | int]] = {}
+        self._plan()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    # -- kernels --------------------------------------------------------------------------------------------------
+
+    def _start_builds(self) -> None:
+        """All at once, side by side."""
+        pool = ThreadPoolExecutor(8)
+        for name, extra in kernels_of(self.layout):
+            job = pool.submit(build, f"prefill/{name}.cu", self.architecture, self.layout.headers() | extra)
+            self._images[name, tuple(extra.items())] = job
+        pool.shutdown(wait=False)
+
+    def _kernel(self, name: str, shared: int = 0, **extra: object) -> Any:
+        key = (name, tuple(extra.items()))
+        if key not in self._kernels:
+            self._kernels[key] = self.device.load(self._images[key].result()).kernel(name, shared)
+        return self._kernels[key]
+
+    def _gemm_kernel(self, tile: Tile, ending: int) -> Any:
+        return self._kernel("gemm", SHARED, **tile.constant(ending))
+
+    # -- arguments ------------------------------------------------------------------------------------------------
+
+    def _plan(self) -> None:
+        """Every launch of a piece, with all arguments but the state's."""
+        c, layout, at = self.config, self.layout, {name: b.pointer for name, b in self.buffers.items()}
+        names, shapes = layout.schedule.vectors(), expected_shapes(c)
+        ends = np.cumsum([math.prod(shapes[n]) for n in names])
+        vector = {n: self.vectors.pointer + 4 * int(e - math.prod(shapes[n])) for n, e in zip(names, ends, strict=True)}
+        stages = {(stage.slot, stage.layer): stage for stage in layout.schedule.weight_stages}
+        tables = row_tile_starts(layout)
+        self._starts = self.device.upload(np.concatenate(tables))
+        before = np.cumsum([0, *(len(table) for table in tables)])
+        start = {key: self._starts.pointer + 8 * int(first) for key, first in zip(stages, before, strict=False)}
+        piece = self.piece
+
+        def product(slot: str, layer: int, ending: int, rows: int, norm: str = "", **others: int) -> Product:
+            stage = stages[slot, layer]
+            into = {PLAIN: 0, SILU: c.ffn, RESIDUAL: c.hidden}[ending]
+            gemm = Gemm(
+                stream=self.stream.pointer,
+                start=start[slot, layer],
+                squares_in=at["squares"],
+                squares_out=at["squares"],
+                residual=at["residual"],
+                norm=vector[norm] if norm else 0,
+                row_tiles=stage.tiles,
+                k_tiles=stage.k // 32,
+                row_groups=rows // 32,
+                next_chunks=chunks_of(into),
+                gates=at["gates"],
+                **others,
+            )
+            return Product(self._gemm_kernel, self.launcher, ending, gemm, self.sms)
+
+        def step(kernel: Any, threads: int, *arguments: ctypes.Structure) -> Step:
+            return Step(self.launcher, kernel, threads, *arguments)
+
+        self.embed = step(
+            self._kernel("embed"),
+            128,
+            Embed(
+                ids=at["ids"],
+                stream=self.stream.pointer,
+                head_start=start["HEAD", None],
+                table=self.embedding.pointer,
+                norm=vector["blk.0.attn_norm.weight"],
+                residual=at["residual"],
+                out=at["x"],
+                squares=at["squares"],
+            ),
+            piece,
+        )
+        self.layers: list[_Layer] = []
+        for layer, recurrent in enumerate(c.recurrent):
+            block = f"blk.{layer}."
+            after = f"blk.{layer + 1}.attn_norm.weight" if layer + 1 < c.layers else "output_norm.weight"
+            vectors = vector[block + "attn_norm.weight"]
+            mixer: _DeltaMixer | _AttentionMixer
+            if recurrent:
+                delta = Delta(
+                    raw=at["raw"],
+                    gates=at["gates"],
+                    vectors=vectors,
+                    **{n: at[n] for n in ("n", "b", "q", "o", "fade", "states", "y")},
+                )
+                mixer = _DeltaMixer(
+                    delta,
+                    prep=step(self._kernel("delta_prep", PREP_SHARED), 256, delta, piece),
+                    scan=step(self._kernel("delta_scan", SCAN_SHARED), 256, delta, piece),
+                    output=step(self._kernel("delta_output"), 256, delta, piece),
+                )
+                rows, gate_rows = c.conv_channels + c.value_dim, 2 * c.value_heads
+            else:
+                names_here = ("raw", "queries", "parts", "stats", "y")
+                attention = Attention(vectors=vectors, rope=self.rope.pointer, **{n: at[n] for n in names_here})
+                mixer = _AttentionMixer(
+                    attention,
+                    rows=step(self._kernel("attention_rows"), (c.heads + 2 * c.kv_heads) * 32, attention, piece),
+                )
+                rows, gate_rows = self.attention_in, 0
+            self.layers.append(
+                _Layer(
+                    mixer=mixer,
+                    enter=product("MIX_IN", layer, PLAIN, rows, x=at["x"], out=at["raw"], gate_rows=gate_rows),
+                    leave=product(
+                        "MIX_OUT",
+                        layer,
+                        RESIDUAL,
+                        c.hidden,
+                        block + "post_attention_norm.weight",
+                        x=at["y"],
+                        out=at["x"],
+                    ),
+                    mlp_in=product("MLP_IN", layer, SILU, c.ffn, x=at["x"], out=at["h"]),
+                    mlp_out=product("MLP_OUT", layer, RESIDUAL, c.hidden, after, x=at["h"], out=at["x"]),
+                )
+            )
+        self.head_arguments = Head(
+            stream=self.stream.pointer,
+            start=start["HEAD", None],
+            x=at["x"],
+            squares=at["squares"],
+            logits=self.logits.pointer,
+        )
+        self.head = {
+            octets: step(
+                self._kernel("head", octets * c.hidden * 16, HEAD_OCTETS=octets), 512, self.head_arguments, piece
+            )
+            for octets in {1, self.head_octets}
+        }
+        self.rows_arguments = Rows(residual=at["residual"], squares=at["squares"], out=at["rows"], stride=c.hidden)
+        self.rows = step(self._kernel("rows"), 256, self.rows_arguments, piece)
+        self.final_norm = vector["output_norm.weight"]
+
+    # -- running --------------------------------------------------------------------------------------------------
+
+    def run(self, state: DeviceSequence, ids: Sequence[int] | np.ndarray, want: Want, read: ReadTokens) -> Output:
+        """Run and commit a chain. `read` makes an output of the first rows of `logits`."""
+        parts: list[Output] = []
+        for rows in self.pieces(state, ids, want):
+            end = rows.first + rows.count
+            first = rows.first if want.every_row else end - 1
+            part = Output()
+            while want.tokens != "none" and first < end and (want.every_row or rows.last):
+                count = min(end, (first // 8 + self.head_octets) * 8) - first
+                self.make_logits(first, count)
+                parts.append(read(count, want))
+                first += count
+            if want.features:
+                part.features = HostRows(np.concatenate([rows.features[layer] for layer in want.features], axis=1))
+            if want.hidden:
+                part.hidden = HostRows(self.read_rows(rows.first, rows.count, normed=True))
+            parts.append(part)
+        return join_outputs(parts)
+
+    def pieces(self, state: DeviceSequence, ids: Sequence[int] | np.ndarray, want: Want) -> Iterator[PieceRows]:
+        """Piece by piece: when one is yielded it is queued and counted in `state.length`, and what is wanted of it can
+        be read before the next."""
+        tokens = np.ascontiguousarray(ids, dtype=np.int32)
+        done = 0
+        self._take(state)
+        while done < len(tokens):
+            lead = state.length % PREFILL_CHUNK
+            count = min(len(tokens) - done, self.piece_tokens - lead)
+            last = done + count == len(tokens)
+            self.buffers["ids"].write(tokens[done : done + count])
+            every = want.every_row or bool(want.features) or want.hidden
+            features = self._piece(state.length - lead, lead, lead + count, every, last, want.features)
+            state.length += count
+            done += count
+            yield PieceRows(lead, count, last, features)
+
+    def _take(self, state: DeviceSequence) -> None:
+        c = self.config
+        deltas = attentions = 0
+        for layer in self.layers:
+            mixer = layer.mixer
+            if isinstance(mixer, _DeltaMixer):
+                mixer.arguments.state = state.delta.pointer + deltas * c.value_dim * STATE_DIM * 4
+                mixer.arguments.history = state.history.pointer + deltas * 4 * c.conv_channels * 4
+                deltas += 1
+            else:
+                offset = attentions * c.kv_heads * state.context * HEAD_DIM * 2
+                mixer.arguments.keys = state.keys.pointer + offset
+                mixer.arguments.values = state.values.pointer + offset
+                mixer.arguments.context = state.context
+                attentions += 1
+
+    def _piece(
+        self, base: int, lead: int, end: int, every: bool, last: bool, features: Sequence[int]
+    ) -> dict[int, np.ndarray]:
+        piece, octets = self.piece, -(-end // 8)
+        piece.base, piece.lead, piece.end = base, lead, end
+        self.whole.first, self.whole.octets = 0, octets
+        self.tail.first, self.tail.octets = octets - 1, 1
+        shape = Shape(octets, segments_of(base + end), every, last)
+        if shape not in self._programs:
+            self._programs[shape] = list(self._program(shape))
+        launch, kept = self.device.cu.cuLaunchKernelEx, {}
+        for each in self._programs[shape]:
+            if not isinstance(each, int):
+                if (result := launch(*each, 0))[0]:
+                    check(result)
+            elif each in features:  # a layer has ended
+                kept[each] = self.read_rows(lead, end - lead)
+        return kept
+
+    def _program(self, shape: Shape) -> Iterator[Launch | int]:
+        """The launches of a piece, and the number of each layer after its last."""
+        c, octets = self.config, shape.octets
+        yield self.embed.on(octets * 8)
+        for number, layer in enumerate(self.layers):
+            ends = number == c.layers - 1 and not shape.every
+            yield layer.enter.on(self.whole, octets)
+            if isinstance(layer.mixer, _DeltaMixer):
+                items = -(-octets // 8) * c.value_heads
+                yield layer.mixer.prep.on(items)
+                yield layer.mixer.scan.on(c.value_heads * (STATE_DIM // SLICE))
+                yield layer.mixer.output.on(items)
+            else:
+                yield layer.mixer.rows.on(octets)
+                if not ends or shape.last:
+                    yield from self._attend(layer.mixer, shape, octets - 1 if ends else 0)
+            if not ends or shape.last:  # of the last layer nobody asks for more than the states and the last token
+                span, here = (self.tail, 1) if ends else (self.whole, octets)
+                yield layer.leave.on(span, here)
+                yield layer.mlp_in.on(span, here)
+                yield layer.mlp_out.on(span, here)
+            yield number
+
+    def _attend(self, mixer: _AttentionMixer, shape: Shape, first_octet: int) -> Iterator[Launch]:
+        """Attention of the tokens from an octet on, as many at a time as parts have room for."""
+        c, end = self.config, shape.octets * 8
+        most = max(8, PARTS_BYTES // (shape.segments * c.heads * HEAD_DIM * 2) // 8 * 8)
+        for first in range(first_octet * 8, end, most):
+            count = min(most, end - first)
+            queries = self._queries.setdefault((first, count), Queries(first, count))
+            rows = count * (c.heads // c.kv_heads)
+            items = c.kv_heads * shape.segments
+            groups = 2 if math.ceil(rows / 128) * items >= self.sms else 1
+            for name, threads, grid, shared, extra in (
+                (
+                    "attention_flash",
+                    groups * 128,
+                    math.ceil(rows / (64 * groups)) * items,
+                    groups * 64 + 256,
+                    {"GROUPS": groups},
+                ),
+                ("attention_merge", c.heads * 32, count // 8 * 4, 0, {}),
+            ):
+                key = (f"{name}{groups}", first, count)
+                if key not in mixer.steps:
+                    kernel = self._kernel(name, shared * HEAD_DIM * 2, **extra)
+                    mixer.steps[key] = Step(self.launcher, kernel, threads, mixer.arguments, self.piece, queries)
+                yield mixer.steps[key].on(grid)
+
+    def make_logits(self, first: int, count: int) -> None:
+        """Queue the head for tokens of the piece, into the first rows of `logits`."""
+        octets = (first + count + 7) // 8 - first // 8
+        self.head_arguments.first, self.head_arguments.count = first, count
+        self._launch(self.head[1 if octets == 1 else self.head_octets].on(self.sms))
+
+    def _launch(self, launch: Launch) -> None:
+        check(self.device.cu.cuLaunchKernelEx(*launch, 0))
+
+    def read_rows(self, first: int, count: int, normed: bool = False) -> np.ndarray:
+        """The residual stream of tokens of the piece, as it is now."""
+        self.rows_arguments.first, self.rows_arguments.norm = first, self.final_norm if normed else None
+        self._launch(self.rows.on(count))
+        return self.buffers["rows"].read(np.float32, (count, self.config.hidden))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the launches of a piece depend on."""
+
+    octets: int
+    segments: int  # of keys
+    every: bool  # all tokens go through the last layer
+    last: bool  # piece of a prompt
+
+
+@dataclass
+class _DeltaMixer:
+    arguments: Delta
+    prep: Step
+    scan: Step
+    output: Step
+
+
+@dataclass
+class _AttentionMixer:
+    arguments: Attention
+    rows: Step
+    steps: dict[tuple[str, int, int], Step] = field(default_factory=dict)  # flash and merge, by their queries
+
+
+@dataclass
+class _Layer:
+    mixer: _DeltaMixer | _AttentionMixer
+    enter: Product
+    leave: Product
+    mlp_in: Product
+    mlp_out: Product
+
+
+@dataclass
+class PieceRows:
+    """The piece that was queued last: where its tokens are in the buffers, and features that were read on the way."""
+
+    first: int
+    count: int
+    last: bool
+    features: dict[int, np.ndarray]

@@ -1,0 +1,244 @@
+"""Prompts through their own kernels against the reference, on a GPU that has them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from device_checks import plain_run, same_state
+from prefill_layout import from_bf16, from_tiles
+from test_cuda import SHAPE, bf16_tensors
+from warpsmith.backend.base import ARGMAX, LOGITS, Want
+from warpsmith.backend.cuda.build.profiles import load_profiles
+from warpsmith.backend.reference import ReferenceBackend, ops
+from warpsmith.backend.reference.mixers import ChunkMixer
+from warpsmith.backend.tree import Tree
+from warpsmith.errors import NoDevice
+from warpsmith.model.config import Config
+
+pytestmark = pytest.mark.gpu
+
+EVERY = Want("logits", every_row=True)
+# Relative errors (2-norm) of what is computed from activations in bf16, whose own error is 1.7e-3.
+ONE_PRODUCT, ONE_MIXER, SOME_LAYERS = 2.5e-3, 8e-3, 2.5e-2
+
+
+def error(got: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+
+
+def load(config: Config, seed: int = 1):
+    from warpsmith.backend.cuda.backend import CudaBackend
+
+    tensors = bf16_tensors(config, seed)
+    profile = dataclasses.replace(load_profiles()["h200"], largest_tree=1)  # one forward kernel to build
+    try:
+        cuda = CudaBackend(config, tensors, context=4096, profile=profile)
+    except NoDevice as error:
+        pytest.skip(str(error))
+    if cuda._prompts is None:
+        pytest.skip(f"{cuda.chip.name} runs prompts through the forward kernel")
+    return cuda, ReferenceBackend(config, tensors), {name: t.float32() for name, t in tensors.items()}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return load(SHAPE)[:2]
+
+
+def ids(seed: int, count: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, SHAPE.vocab, count)
+
+
+def one_layer(recurrent: bool) -> Config:
+    return dataclasses.replace(SHAPE, layers=1, recurrent=(recurrent,))
+
+
+def tiles(cuda, name: str, rows: int, tokens: int, chunks: int = 0) -> np.ndarray:
+    prompts = cuda._prompts
+    words = prompts.buffers[name].read(np.uint16, (rows // 32, prompts.capacity, 256))
+    return from_tiles(from_bf16(words[:, : -(-tokens // 8)]), chunks)[:tokens]
+
+
+def rest_of_layer(w, x: np.ndarray, y: np.ndarray, out: str) -> tuple[np.ndarray, np.ndarray]:
+    x = x + y @ w[out].T
+    h = ops.rms_norm(x, w["blk.0.post_attention_norm.weight"], SHAPE.eps)
+    h = ops.silu(h @ w["blk.0.ffn_gate.weight"].T) * (h @ w["blk.0.ffn_up.weight"].T)
+    return h, x + h @ w["blk.0.ffn_down.weight"].T
+
+
+@pytest.mark.parametrize("count", [1, 63, 200])
+def test_a_deltanet_layer_op_by_op(count: int) -> None:
+    cuda, reference, w = load(one_layer(True), 3)
+    c, state, mixed, prompt = cuda.config, cuda.new_state(512), reference.new_state(512), ids(5, count)
+    features = cuda.prefill(state, prompt, Want("none", features=(0,))).features.numpy()
+    x = w["token_embd.weight"][prompt]
+    normed = ops.rms_norm(x, w["blk.0.attn_norm.weight"], c.eps)
+    roles = {"qkv": "attn_qkv", "z": "attn_gate", "beta": "ssm_beta", "alpha": "ssm_alpha"}
+    made = {role: normed @ w[f"blk.0.{name}.weight"].T for role, name in roles.items()}
+    raw = np.concatenate([made["qkv"], made["z"]], axis=1)
+    assert error(tiles(cuda, "raw", raw.shape[1], count), raw) < ONE_PRODUCT
+
+    gates = (
+        cuda._prompts.buffers["gates"].read(np.float32, (2 * c.value_heads, cuda._prompts.capacity * 8))[:, :count].T
+    )
+    assert error(gates, np.concatenate([made["beta"], made["alpha"]], axis=1)) < ONE_PRODUCT
+
+    names = {"conv": "ssm_conv1d.weight", "dt": "ssm_dt.bias", "a": "ssm_a", "norm": "ssm_norm.weight"}
+    weights = {role: w[f"blk.0.{name}"] for role, name in names.items()}
+    y = np.concatenate(
+        [
+            ChunkMixer(c, mixed.layers, s, min(64, count - s)).delta(
+                0, {n: b[s : s + 64] for n, b in made.items()}, weights
+            )
+            for s in range(0, count, 64)
+        ]
+    )
+    assert error(tiles(cuda, "y", c.value_dim, count, c.value_dim // 256), y) < ONE_MIXER
+    got = state.delta.read(np.float32, (c.value_heads, 128, 128)).transpose(0, 2, 1)
+    assert error(got, mixed.layers[0].delta) < ONE_MIXER
+    history = state.history.read(np.float32, (4, c.conv_channels))
+    kept = range(max(0, count - 3), count)
+    assert error(history[[i % 4 for i in kept]], made["qkv"][list(kept)]) < ONE_PRODUCT
+
+    h, x = rest_of_layer(w, x, y, "blk.0.ssm_out.weight")
+    assert error(tiles(cuda, "h", c.ffn, count, c.ffn // 256), h) < ONE_MIXER
+    assert error(features, x) < ONE_MIXER
+
+
+@pytest.mark.parametrize("count", [1, 63, 200])
+def test_an_attention_layer_op_by_op(count: int) -> None:
+    cuda, reference, w = load(one_layer(False), 3)
+    c, state, mixed, prompt = cuda.config, cuda.new_state(512), reference.new_state(512), ids(5, count)
+    features = cuda.prefill(state, prompt, Want("none", features=(0,))).features.numpy()
+    x = w["token_embd.weight"][prompt]
+    normed = ops.rms_norm(x, w["blk.0.attn_norm.weight"], c.eps)
+    made = {role: normed @ w[f"blk.0.attn_{role}.weight"].T for role in "qkv"}
+    raw = np.concatenate(list(made.values()), axis=1)
+    assert error(tiles(cuda, "raw", raw.shape[1], count), raw) < ONE_PRODUCT
+    norms = {n: w[f"blk.0.attn_{n}.weight"] for n in ("q_norm", "k_norm")}
+    y = ChunkMixer(c, mixed.layers, 0, count).attention(0, made, norms)
+    for name in ("keys", "values"):
+        got = getattr(state, name).read(np.float16, (c.kv_heads, 512, c.head_dim))[:, :count].transpose(1, 0, 2)
+        assert error(got.astype(np.float32), getattr(mixed.layers[0], name)[:count]) < ONE_PRODUCT
+    assert error(tiles(cuda, "y", y.shape[1], count, y.shape[1] // 256), y) < ONE_MIXER
+    h, x = rest_of_layer(w, x, y, "blk.0.attn_output.weight")
+    assert error(tiles(cuda, "h", c.ffn, count, c.ffn // 256), h) < ONE_MIXER
+    assert error(features, x) < ONE_MIXER
+
+
+def check_model(cuda, reference, count: int) -> None:
+    state, expected = cuda.new_state(4096), reference.new_state(4096)
+    got, wanted = (b.prefill(s, ids(2, count), EVERY).logits.numpy() for b, s in ((cuda, state), (reference, expected)))
+    agreement = float((got.argmax(axis=1) == wanted.argmax(axis=1)).mean())
+    print(f"{count} tokens: error {error(got, wanted):.5f}, top-1 agreement {agreement:.4f}")
+    assert error(got, wanted) < SOME_LAYERS
+    assert agreement > 0.9
+    c = cuda.config
+    delta = state.delta.read(np.float32, (len(c.recurrent_layers), c.value_heads, 128, 128)).transpose(0, 1, 3, 2)
+    assert error(delta, np.stack([expected.layers[i].delta for i in c.recurrent_layers])) < SOME_LAYERS
+    shape = (len(c.attention_layers), c.kv_heads, 4096, c.head_dim)
+    for name in ("keys", "values"):
+        rows = getattr(state, name).read(np.float16, shape)[:, :, :count].transpose(0, 2, 1, 3)
+        known = np.stack([getattr(expected.layers[i], name)[:count] for i in c.attention_layers])
+        assert error(rows.astype(np.float32), known) < SOME_LAYERS
+
+
+@pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 127, 520, 2048])
+def test_every_position_matches_the_reference(pair, count: int) -> None:
+    check_model(*pair, count)
+
+
+@pytest.mark.parametrize("ratio", [1, 3])
+def test_other_ratios_of_heads(ratio: int) -> None:
+    cuda, reference, _ = load(dataclasses.replace(SHAPE, key_heads=4, value_heads=4 * ratio), 4)
+    check_model(cuda, reference, 300)
+
+
+def test_any_cut_at_multiples_of_64_gives_the_same_bits(pair) -> None:
+    cuda, _ = pair
+    rng = np.random.default_rng(7)
+    for count in [65, 128, 129, 192, 257, 520, 600, *rng.integers(66, 600, 24).tolist()]:
+        prompt = ids(3, count)
+        whole, cut = cuda.new_state(1024), cuda.new_state(1024)
+        logits = cuda.prefill(whole, prompt, LOGITS).logits.numpy()
+        cuts = sorted(set((rng.integers(1, (count - 1) // 64 + 1, int(rng.integers(1, 4))) * 64).tolist()))
+        for low, high in zip([0, *cuts], [*cuts, count], strict=True):
+            last = cuda.prefill(cut, prompt[low:high], LOGITS).logits.numpy()
+        np.testing.assert_array_equal(last, logits, err_msg=f"{count} tokens cut at {cuts}")
+        assert same_state(SHAPE, whole, cut), (count, cuts)
+
+
+def test_pieces_give_the_same_bits_as_one(pair) -> None:
+    """4,000 tokens take two pieces; three prompts take others."""
+    cuda, _ = pair
+    prompt = ids(4, 4000)
+    whole, cut = cuda.new_state(4096), cuda.new_state(4096)
+    logits = cuda.prefill(whole, prompt, LOGITS).logits.numpy()
+    for low, high in ((0, 1024), (1024, 1600), (1600, 4000)):
+        last = cuda.prefill(cut, prompt[low:high], LOGITS).logits.numpy()
+    np.testing.assert_array_equal(last, logits)
+    assert same_state(SHAPE, whole, cut)
+
+
+def test_the_last_row_is_the_same_whatever_else_is_wanted(pair) -> None:
+    cuda, _ = pair
+    rows = cuda.prefill(cuda.new_state(512), ids(5, 200), EVERY).logits.numpy()
+    np.testing.assert_array_equal(cuda.prefill(cuda.new_state(512), ids(5, 200), LOGITS).logits.numpy()[0], rows[-1])
+    assert int(cuda.prefill(cuda.new_state(512), ids(5, 200), ARGMAX).argmax[-1]) == int(rows[-1].argmax())
+
+
+@pytest.mark.parametrize(("before", "count"), [(1, 1), (2, 70), (100, 77), (1000, 600), (2100, 1500)])
+def test_a_prompt_goes_on_where_another_ended(pair, before: int, count: int) -> None:
+    logits = []
+    for backend in pair:
+        state = backend.new_state(4096)
+        backend.prefill(state, ids(6, before))
+        logits.append(backend.prefill(state, ids(7, count), LOGITS).logits.numpy())
+    assert error(*logits) < SOME_LAYERS
+
+
+def test_a_prompt_goes_on_after_decoding(pair) -> None:
+    logits = []
+    for backend in pair:
+        state = backend.new_state(512)
+        backend.prefill(state, ids(6, 90))
+        plain_run(backend, state, ids(8, 9))
+        logits.append(backend.prefill(state, ids(7, 120), LOGITS).logits.numpy())
+    assert error(*logits) < SOME_LAYERS
+
+
+def test_decoding_goes_on_after_a_prompt(pair) -> None:
+    """Each token's logits are near those after the same tokens one by one, and so is the choice where it is clear."""
+    cuda, _ = pair
+    prompt = ids(9, 150)
+    state, twin = cuda.new_state(512), cuda.new_state(512)
+    first = cuda.prefill(state, prompt, LOGITS).logits.numpy()[0]
+    expected = plain_run(cuda, twin, prompt)[-1]
+    for _ in range(20):
+        assert error(first, expected) < SOME_LAYERS
+        token = int(expected.argmax())
+        best, second = np.sort(expected)[-1:-3:-1]
+        assert int(first.argmax()) == token or best - second < 0.05 * abs(best)
+        first, expected = (plain_run(cuda, s, [token])[-1] for s in (state, twin))
+
+
+def test_features_and_hidden_of_every_position(pair) -> None:
+    want = Want("argmax", features=(2, 0), hidden=True)
+    outputs = [b.prefill(b.new_state(512), ids(5, 170), want) for b in pair]
+    assert error(outputs[0].features.numpy(), outputs[1].features.numpy()) < SOME_LAYERS
+    assert error(outputs[0].hidden.numpy(), outputs[1].hidden.numpy()) < SOME_LAYERS
+    assert outputs[0].argmax.shape == (1,)
+
+
+def test_a_prompt_forgets_a_forward_that_was_not_committed(pair) -> None:
+    from warpsmith.errors import BadRequest
+
+    cuda, _ = pair
+    state = cuda.new_state(128)
+    cuda.forward([(state, Tree.chain([1]))])
+    cuda.prefill(state, ids(1, 10))
+    with pytest.raises(BadRequest, match="no forward pass to commit"):
+        cuda.commit(state, [0])

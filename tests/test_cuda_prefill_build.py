@@ -1,0 +1,182 @@
+"""The kernels of a prompt: built without a GPU, and what the host says of them."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import re
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from prefill_layout import from_tiles, stream_places, to_tiles
+from test_cuda_build import usage
+from warpsmith.backend.base import PREFILL_CHUNK
+from warpsmith.backend.cuda.build.compiler import compile_source, sources, target
+from warpsmith.backend.cuda.memory.layout import Layout
+from warpsmith.backend.cuda.prefill import plan, products, structures
+from warpsmith.errors import NoDevice
+from warpsmith.model.config import SIZES
+
+LAYOUT = Layout(SIZES["0.8B"], 132)
+THREADS = {"gemm": 384, "head": 512, "attention_rows": 384, "embed": 128}  # 256 where nothing is said
+
+MAY_SPILL = {"attention_flash": 8, "delta_prep": 8, "gemm": 16}  # bytes: numbers put aside once, not in a loop
+
+
+@pytest.fixture(autouse=True)
+def _nvrtc() -> None:
+    try:
+        target((9, 0))
+    except NoDevice as error:
+        pytest.skip(str(error))
+
+
+def compiled(name: str, extra: Mapping[str, object], more: str = "") -> str:
+    constants = LAYOUT.headers() | dict(extra)
+    source = sources()[f"prefill/{name}.cu"] + more
+    return compile_source(source, f"{name}.cu", "sm_90a", constants, ("--ptxas-options=-v",))[1]
+
+
+KERNELS = plan.kernels_of(LAYOUT)
+
+
+@pytest.mark.parametrize(("name", "extra"), KERNELS, ids=[f"{n} {' '.join(map(str, e.values()))}" for n, e in KERNELS])
+def test_a_kernel_builds_without_spills(name: str, extra: Mapping[str, object]) -> None:
+    log = compiled(name, extra)
+    assert "C75" not in log, log  # wgmma serialised, or registers not given
+    used = usage(log)
+    assert max(used.spill_stores, used.spill_loads) <= MAY_SPILL.get(name, 0), log
+    assert used.registers * THREADS.get(name, 256) <= 65536
+
+
+STRUCTURES = {
+    "embed": (structures.Embed, structures.Piece),
+    "gemm": (structures.Gemm, structures.Span),
+    "delta_scan": (structures.Delta,),
+    "attention_merge": (structures.Attention, structures.Queries),
+    "head": (structures.Head,),
+    "rows": (structures.Rows,),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_arguments_have_every_field_where_the_kernel_has_it(name: str) -> None:
+    claims = []
+    for structure in STRUCTURES[name]:
+        kernel = structure.__name__
+        claims.append(f"sizeof({kernel}) == {ctypes.sizeof(structure)}")
+        for field, *_ in structure._fields_:
+            claims.append(f"__INTADDR__(&(({kernel}*)0)->{field}) == {getattr(structure, field).offset}")
+    extra = next(e for n, e in KERNELS if n == name)
+    compiled(name, extra, "".join(f'\nstatic_assert({claim}, "");' for claim in claims))
+
+
+NUMBERS = {
+    "attention_merge": {
+        **{name: getattr(plan, name) for name in ("SHORT", "SHORTS", "LONG")},
+        "CHUNK": PREFILL_CHUNK,
+    },
+    "delta_prep": {"sizeof(Shared)": plan.PREP_SHARED},
+    "delta_scan": {"SCAN_SHARED": plan.SCAN_SHARED, "SLICE": plan.SLICE},
+    "gemm": {"PLAIN": products.PLAIN, "SILU": products.SILU, "RESIDUAL": products.RESIDUAL},
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_host_has_the_kernels_numbers(name: str) -> None:
+    extra = next(e for n, e in KERNELS if n == name)
+    compiled(name, extra, "".join(f'\nstatic_assert({n} == {v}, "");' for n, v in NUMBERS[name].items()))
+
+
+# -- where things lie -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [256, 1024, 3584])
+def test_tiles_are_an_order_of_all_values(k: int) -> None:
+    rows = np.arange(16 * k).reshape(16, k)
+    for chunks in (0, k // 256):
+        np.testing.assert_array_equal(from_tiles(to_tiles(rows, chunks), chunks), rows)
+
+
+@pytest.mark.parametrize("k", [256, 1024, 3584])
+def test_tiles_meet_the_weights_of_the_stream(k: int) -> None:
+    """A product step by step as the tensor core does it: operands as pack.cu writes them and as tiles lie."""
+    chunks = k // 256
+    rng = np.random.default_rng(k)
+    weights, x = rng.standard_normal((16, k)), rng.standard_normal((8, k))
+    unit = packed_unit(weights, chunks)
+    tiles = to_tiles(x, chunks)[:, 0]  # [tile][octet of k][token][8]
+    total = np.zeros((16, 8))
+    for tile in range(k // 32):
+        for step in range(2):
+            a = operand(unit[tile, step])
+            b = tiles[tile, 2 * step : 2 * step + 2].reshape(2, 8, 8).transpose(0, 2, 1).reshape(16, 8)
+            total += a @ b
+    np.testing.assert_allclose(total, weights @ x.T)
+
+
+def packed_unit(weights: np.ndarray, chunks: int) -> np.ndarray:
+    """A unit of 16 rows as `move_bf16` of pack.cu lays it: [tile][operand][lane][4 words][2]."""
+    unit = np.zeros((weights.shape[1] // 32, 2, 32, 4, 2))
+    for row in range(16):
+        for k in range(0, weights.shape[1], 8):
+            tile, lane, upper = k % (chunks * 32) // 32 * 8 + k // (chunks * 32), row % 8 * 4 + k % 32 // 8, row // 8
+            words = weights[row, k : k + 8].reshape(4, 2)
+            unit[tile, 0, lane, upper], unit[tile, 0, lane, upper + 2] = words[0], words[1]
+            unit[tile, 1, lane, upper], unit[tile, 1, lane, upper + 2] = words[2], words[3]
+    return unit
+
+
+def operand(words: np.ndarray) -> np.ndarray:
+    """A of m16n8k16 from the registers of its lanes [32][4][2]: [16 rows][16 k]."""
+    a = np.zeros((16, 16))
+    for lane in range(32):
+        g, q = lane // 4, lane % 4
+        for register, (row, k) in enumerate(((g, 2 * q), (g + 8, 2 * q), (g, 2 * q + 8), (g + 8, 2 * q + 8))):
+            a[row, k : k + 2] = words[lane, register]
+    return a
+
+
+def test_the_order_of_the_stream_is_the_layouts() -> None:
+    places = stream_places(112, 14)  # K = 3584
+    assert sorted(places) == list(range(112))
+    assert places[15] == 1 * 8 + 1  # the second eighth's second tile is in the second chunk
+
+
+def test_the_tables_of_row_tiles_cover_the_stream() -> None:
+    """Every byte of it belongs to one row tile."""
+    ranges = []
+    for stage, starts in zip(LAYOUT.schedule.weight_stages, plan.row_tile_starts(LAYOUT), strict=True):
+        assert len(starts) == stage.tiles
+        ranges += [(int(start), int(start) + stage.tile_rows * stage.k * 2) for start in starts]
+    ranges.sort()
+    assert ranges[0][0] == 0
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(ranges))
+    assert ranges[-1][1] == LAYOUT.stream.bytes
+
+
+# -- choices ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_number_of_tokens_has_a_tile() -> None:
+    for ending, tiles, rows in (
+        (products.PLAIN, products.WIDE_TILES, 8192),
+        (products.RESIDUAL, products.NARROW_TILES, 1024),
+    ):
+        for octets in (1, 8, 65, 256):
+            best = min(tiles, key=lambda t, e=ending, r=rows, o=octets: t.clocks(e, r, 1024, o, 132))
+            assert best.tiles(ending, rows, octets) * best.rows(ending) * best.tokens >= rows * octets * 8
+
+
+def test_only_models_that_fit_the_steps_suit() -> None:
+    assert plan.suits(LAYOUT, "sm_90a")
+    assert not plan.suits(LAYOUT, "sm_86")
+    stored = {"blk.0.ffn_down.weight": "Q8_0"}
+    assert not plan.suits(Layout(SIZES["0.8B"], 132, stored), "sm_90a")
+
+
+def test_variants_are_numbers() -> None:
+    for tile in (*products.WIDE_TILES, *products.NARROW_TILES):
+        assert re.fullmatch(r"(\d+,){6}\d", str(tile.constant(products.PLAIN)["GEMM_VARIANT"]))
