@@ -15,7 +15,7 @@ OVERRUN = 256  # tokens that a product's last tile may read past a piece
 SHORT, SHORTS, LONG = 512, 16, 2048  # keys whose attention is one part (attention.cuh)
 PARTS_BYTES = 128 << 20  # of attention's parts; more queries than fit take turns
 SHARED = 232_448  # bytes of shared memory a block may ask for
-PREP_SHARED, SCAN_SHARED, SLICE = 103_680, 196_608, 16  # of delta_prep.cu and delta_scan.cu
+PREP_SHARED, SCAN_SHARED, SLICE = 103_680, 196_864, 16  # of delta_prep.cu and delta_scan.cu
 
 
 def suits(layout: Layout, architecture: str) -> bool:

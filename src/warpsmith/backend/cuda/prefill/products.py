@@ -107,4 +107,6 @@ class Product:
         key = (tile, ctypes.addressof(span))
         if key not in self._steps:
             self._steps[key] = Step(self.launcher, self.kernels(tile, self.ending), 384, self.gemm, span)
-        return self._steps[key].on(min(self.sms, tile.tiles(self.ending, self.rows, octets)))
+        work = tile.tiles(self.ending, self.rows, octets)
+        # few tiles: the other SMs have the weights brought into L2
+        return self._steps[key].on(self.sms if 2 * work <= self.sms else min(self.sms, work))

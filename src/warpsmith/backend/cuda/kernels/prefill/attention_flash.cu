@@ -2,39 +2,37 @@
 // weight.
 //
 // A warpgroup has 64 rows (see attention.cuh); two share the keys of a CTA where there are enough rows. Queries, a tile
-// of 64 keys and its values lie in shared memory as 8 x 8 pieces of 128 bytes, [row / 8][dimension / 8][row % 8][8]:
-// scores take keys as rows, weighted sums take the values' rows as k. Keys and values come two tiles ahead of their
-// use. Given with -D: GROUPS, warpgroups. Grid: tiles of rows x key heads x segments; those without keys end at once.
-// Bytes: 64 KB a tile of keys and CTA, from L2.
+// of 64 keys and its values lie in shared memory as four blocks of 64 dimensions, a row 128 bytes, whose eight pieces
+// of 16 are swapped by row (exclusive or): as wgmma reads them, keys as rows and values as k. Keys and values come a
+// tile ahead of their use. Given with -D: GROUPS, warpgroups. Grid: tiles of rows x key heads x segments; those without
+// keys end at once. Bytes: 64 KB a tile of keys and CTA, from L2.
 #include "prefill/attention.cuh"
 #include "prefill/wgmma_half.cuh"
 
-constexpr int ROWS = GROUPS * 64, THREADS_HERE = GROUPS * 128, TILE_BYTES = CHUNK * HEAD_DIM * 2,
-              OCTET_BYTES = HEAD_DIM * 16;
+constexpr int ROWS = GROUPS * 64, THREADS_HERE = GROUPS * 128, TILE_BYTES = CHUNK * HEAD_DIM * 2;
 constexpr int SHARED_HERE = ROWS * HEAD_DIM * 2 + 4 * TILE_BYTES;
 static_assert(SHARED_HERE <= 232448, "");
 
-// Pieces 128 bytes apart along the dimensions and 4 KB along the rows; `along_k`, `across`: distances for the operand.
-__device__ __forceinline__ u64 operand_at(u32 at, u32 along_k, u32 across) {
-    return (u64)(along_k >> 4) << 16 | (u64)(across >> 4) << 32 | (at & 0x3ffff) >> 4;
+// Operands in shared memory, swizzled by 128 bytes. Rows of 64 dimensions, 128 bytes each, eight of them 1 KB.
+__device__ __forceinline__ u64 operand_at(u32 at, u32 next_block) {
+    return 1ull << 62 | (u64)(1024 >> 4) << 32 | (u64)(next_block >> 4) << 16 | (at & 0x3ffff) >> 4;
 }
 
-// 64 rows or more of 512 bytes into pieces, 16 bytes a thread at a time; those from `count` on are zeros, and nothing
-// is read. A warp copies four octets of dimensions of eight rows at a time.
+// Rows of 512 bytes into shared memory, 16 bytes a thread at a time; those from `count` on are zeros, and nothing is
+// read. A warp copies 128 bytes of four rows at a time.
 template <int COUNT>
 __device__ __forceinline__ void fetch_rows(u32 to, const u16* from, int count) {
-    constexpr int WARPS_HERE = THREADS_HERE / 32, ROUNDS = 8 / WARPS_HERE;  // over the dimensions
-    const int lane = threadIdx.x % 32, octet = threadIdx.x / 32 * 4 + lane / 8;
-    const u16* mine = from + lane % 8 * HEAD_DIM + octet * 8;
-    to += octet * 128 + lane % 8 * 16;
+    constexpr int STEP = THREADS_HERE / 128 * 4;  // rows
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, block = warp % 4, first = warp / 4 * 4 + lane / 8;
+    const u16* mine = from + first * HEAD_DIM + block * 64 + lane % 8 * 8;
+    to += block * (COUNT * 128) + first * 128;
 #pragma unroll
-    for (int i = 0; i < COUNT / 8; i++)
-#pragma unroll
-        for (int r = 0; r < ROUNDS; r++)
-            asm volatile(
-                "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + i * OCTET_BYTES + r * WARPS_HERE * 512),
-                "l"(mine + i * 8 * HEAD_DIM + r * WARPS_HERE * 32), "r"(i * 8 + lane % 8 < count ? 16 : 0)
-                : "memory");
+    for (int i = 0; i < COUNT / STEP; i++) {
+        const int piece = lane % 8 ^ (first + i * STEP) % 8;
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + i * STEP * 128 + piece * 16),
+                     "l"(mine + i * STEP * HEAD_DIM), "r"(first + i * STEP < count ? 16 : 0)
+                     : "memory");
+    }
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT>
@@ -102,16 +100,15 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; k++)
-            wgmma_scores(score, operand_at(queries + group * 8 * OCTET_BYTES + k * 256, 128, OCTET_BYTES),
-                         operand_at(tile + k * 256, 128, OCTET_BYTES), k > 0);
+            wgmma_scores(score, operand_at(queries + k / 4 * (ROWS * 128) + group * 8192 + k % 4 * 32, 16),
+                         operand_at(tile + k / 4 * 8192 + k % 4 * 32, 16), k > 0);
         wgmma_commit();
     };
     const auto ask_values = [&](int t, const u32(&weights)[16]) {
         const u32 tile = values + t % 2 * TILE_BYTES;
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < 4; k++)
-            wgmma_values(out, weights + k * 4, operand_at(tile + k * 2 * OCTET_BYTES, OCTET_BYTES, 128));
+        for (int k = 0; k < 4; k++) wgmma_values(out, weights + k * 4, operand_at(tile + k * 2048, 8192));
         wgmma_commit();
     };
     // Weights of a tile's keys, and what keeps the older sums in step.

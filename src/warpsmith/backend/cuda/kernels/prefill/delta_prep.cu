@@ -21,51 +21,56 @@ __device__ __forceinline__ void widen(uint4 v, float (&x)[8]) {
     x[0] = bf16_low(v.x), x[1] = bf16_high(v.x), x[2] = bf16_low(v.y), x[3] = bf16_high(v.y);
     x[4] = bf16_low(v.z), x[5] = bf16_high(v.z), x[6] = bf16_low(v.w), x[7] = bf16_high(v.w);
 }
-// Of a tile of raw projections, eight channels of a token of the piece, or zeros.
+// Of a tile of raw projections, eight channels of a token: of this piece, or one of the last inputs before it.
 __device__ __forceinline__ uint4 raw_piece(const Delta& a, const Piece& p, int tile, int token, int o) {
-    if (token < p.lead) return {};
-    return *(const uint4*)(a.raw + (((size_t)tile * p.capacity + token / 8) * 32 + o * 8 + token % 8) * 16);
+    if (token >= p.lead)
+        return *(const uint4*)(a.raw + (((size_t)tile * p.capacity + token / 8) * 32 + o * 8 + token % 8) * 16);
+    if (token < p.lead - 3) return {};
+    const float* from = a.history + (size_t)((p.base + token) & (HISTORY - 1)) * CONV_CHANNELS + tile * 32 + 2 * o;
+    return {pack_bf16(from[0], from[1]), pack_bf16(from[8], from[9]), pack_bf16(from[16], from[17]),
+            pack_bf16(from[24], from[25])};
+}
+__device__ __forceinline__ uint4 chosen(bool first, uint4 a, uint4 b) {
+    return {first ? a.x : b.x, first ? a.y : b.y, first ? a.z : b.z, first ? a.w : b.w};
+}
+__device__ __forceinline__ uint4 from_lane(uint4 v, int lane) {
+    return {__shfl_sync(~0u, v.x, lane), __shfl_sync(~0u, v.y, lane), __shfl_sync(~0u, v.z, lane),
+            __shfl_sync(~0u, v.w, lane)};
 }
 
-// Convolution and silu of 32 channels, some octets of the chunk; a lane has eight channels of a token.
+// Convolution and silu of 32 channels, COUNT octets of the chunk; a lane has eight channels of a token of each.
+template <int COUNT>
 __device__ __forceinline__ void convolve(const Delta& a, const Piece& p, Shared& s, int chunk, int head, int part,
-                                         int first, int end) {
+                                         int first) {
     const int lane = threadIdx.x % 32, o = lane / 8, t = lane % 8, which = part / 4;
     const int from_head = which == 2 ? 2 * KEY_HEADS + head : which * KEY_HEADS + head % KEY_HEADS;
-    const int tile = from_head * DELTA_TILES + part % 4;
-    const int channel = tile * 32 + 2 * o;
+    const int tile = from_head * DELTA_TILES + part % 4, channel = tile * 32 + 2 * o;
     u16* to = (which == 0 ? s.q : which == 1 ? s.k : s.v) + part % 4 * 32 + 2 * o;
-    uint4 coming[4];  // of this token and the three before
-    const auto ask = [&](int octet) {
+    uint4 raw[COUNT + 1];  // and of the octet before
 #pragma unroll
-        for (int age = 0; age < 4; age++) coming[age] = raw_piece(a, p, tile, chunk * CHUNK + octet * 8 + t - age, o);
-    };
-    ask(first);
+    for (int i = 0; i <= COUNT; i++) {
+        raw[i] = {};
+        if (i > 0 || t >= 5) raw[i] = raw_piece(a, p, tile, chunk * CHUNK + (first + i - 1) * 8 + t, o);
+    }
     float taps[4][8];  // oldest first
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const float4 w = __ldg((const float4*)(a.vectors + DELTA_MIX_CONV) + channel + i / 2 * 8 + i % 2);
         taps[0][i] = w.x, taps[1][i] = w.y, taps[2][i] = w.z, taps[3][i] = w.w;
     }
-#pragma unroll 1
-    for (int octet = first; octet < end; octet++) {
-        const int row = octet * 8 + t, token = chunk * CHUNK + row;
+#pragma unroll
+    for (int octet = 0; octet < COUNT; octet++) {
+        const int row = (first + octet) * 8 + t, token = chunk * CHUNK + row;
         const bool live = token >= p.lead && token < p.end;
-        float sum[8];
+        float sum[8], x[8];
 #pragma unroll
-        for (int tap = 0; tap < 4; tap++) {
-            float x[8];
-            widen(coming[3 - tap], x);
-            if (token - 3 + tap < p.lead && live) {  // committed before the piece
-                const float* from =
-                    a.history + (size_t)((p.base + token - 3 + tap) & (HISTORY - 1)) * CONV_CHANNELS + channel;
+        for (int age = 3; age >= 0; age--) {
+            // A lane gives its token to the one `age` tokens later: of this octet, or of the last one.
+            const uint4 given = age == 0 ? raw[octet + 1] : chosen(t + age < 8, raw[octet + 1], raw[octet]);
+            widen(age == 0 ? given : from_lane(given, lane - t + ((t - age) & 7)), x);
 #pragma unroll
-                for (int i = 0; i < 4; i++) x[2 * i] = from[8 * i], x[2 * i + 1] = from[8 * i + 1];
-            }
-#pragma unroll
-            for (int i = 0; i < 8; i++) sum[i] = tap == 0 ? taps[0][i] * x[i] : fmaf(taps[tap][i], x[i], sum[i]);
+            for (int i = 0; i < 8; i++) sum[i] = age == 3 ? taps[0][i] * x[i] : fmaf(taps[3 - age][i], x[i], sum[i]);
         }
-        if (octet + 1 < end) ask(octet + 1);
         float square = 0.0f;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -200,8 +205,8 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     wait_for_previous();
     const int chunk = blockIdx.x / VALUE_HEADS, head = blockIdx.x % VALUE_HEADS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-    convolve(a, p, s, chunk, head, warp, 0, 8);                                    // q and k: a tile a warp
-    convolve(a, p, s, chunk, head, 8 + warp / 2, warp % 2 * 4, warp % 2 * 4 + 4);  // v: half a tile
+    convolve<8>(a, p, s, chunk, head, warp, 0);                     // q and k: a tile a warp
+    convolve<4>(a, p, s, chunk, head, 8 + warp / 2, warp % 2 * 4);  // v: half a tile
     __syncthreads();
     if (warp == 0) make_scalars(a, p, s, chunk, head);
 

@@ -8,7 +8,9 @@
 
 constexpr int AHEAD = 5, PIECES = 9;  // chunks on their way; 16-byte pieces of a thread
 constexpr int S_ROW = 24;             // elements between rows of the operand
-constexpr int SCAN_SHARED = AHEAD * PIECES * 256 * 16 + 2 * STATE_DIM * S_ROW * 2;
+constexpr int MAX_CHUNKS_HERE = 64;   // of a piece
+constexpr int SCAN_SHARED = AHEAD * PIECES * 256 * 16 + 2 * STATE_DIM * S_ROW * 2 + MAX_CHUNKS_HERE * 4;
+static_assert(SCAN_SHARED <= 232448, "");
 
 extern "C" __global__ void __launch_bounds__(256, 1)
     delta_scan(const __grid_constant__ Delta a, const __grid_constant__ Piece p) {
@@ -19,7 +21,9 @@ extern "C" __global__ void __launch_bounds__(256, 1)
     const int head = blockIdx.x / SLICES, slice = blockIdx.x % SLICES, chunks = chunks_in(p);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
     float* state = a.state + ((size_t)head * STATE_DIM + slice * SLICE) * STATE_DIM + warp * 16;
+    float* fades = (float*)(operand + 2 * STATE_DIM * S_ROW);
     wait_for_previous();
+    if (threadIdx.x < chunks) fades[threadIdx.x] = a.fade[threadIdx.x * VALUE_HEADS + head];
 
     const auto fetch = [&](int chunk) {
         const size_t at = (size_t)min(chunk, chunks - 1) * VALUE_HEADS + head;
@@ -42,7 +46,6 @@ extern "C" __global__ void __launch_bounds__(256, 1)
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++) {
         const size_t at = (size_t)chunk * VALUE_HEADS + head;
-        const float fade = a.fade[at];
         u16* mine = operand + chunk % 2 * (STATE_DIM * S_ROW);
 #pragma unroll
         for (int j = 0; j < 2; j++)
@@ -70,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
         for (int j = 0; j < 2; j++)
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                sum[j][i] = fmaf(fade, sum[j][i], added[j][i] - (product[j][i] + product[j + 2][i]));
+                sum[j][i] = fmaf(fades[chunk], sum[j][i], added[j][i] - (product[j][i] + product[j + 2][i]));
     }
 #pragma unroll
     for (int j = 0; j < 2; j++)

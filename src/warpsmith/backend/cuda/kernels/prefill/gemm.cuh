@@ -132,10 +132,8 @@ __device__ __forceinline__ void bring_w(const Gemm& a, const Span& s, u32 ring, 
         }
         if (++ahead_chunk == a.k_tiles / 8) ahead_chunk = 0, ahead_tile += gridDim.x;
     };
-    if (C::FROM == LDG) {  // few tokens: the weights are all there is to wait for
-        const int ahead = work.token_tiles <= 2 ? a.k_tiles / 8 : 2;
-        for (int i = 0; i < ahead; i++) ask();
-    }
+    if (C::FROM == LDG)
+        for (int i = 0; i < 2; i++) ask();
     StagePlace place;
     for (int i = blockIdx.x; i < work.tiles; i += gridDim.x) {
         const u8* from = C::FROM == RING && lane < EACH ? row_tile_at(a, work.row(i) * C::UNITS + unit) : nullptr;
@@ -247,26 +245,35 @@ __device__ __forceinline__ void add_to_residual(const Gemm& a, const Span& s, u3
     const float2 n0 = __ldg((const float2*)(a.norm + row)), n1 = __ldg((const float2*)(a.norm + row + 8));
     float4* residual = residual_at(a, s, row_tile, octet);
     u8* to = group_at<C>(a, s, tile) + (u64)(s.first + octet) * 512 + piece * 16 + warp % 2 * 8;
+    constexpr int BATCH = C::SPLIT ? HIGH - LOW : C::NB >= 8 ? 1 : 4;  // octets whose residual is on its way together
+    static_assert((HIGH - LOW) % BATCH == 0, "");
 #pragma unroll
-    for (int n = LOW; n < HIGH; n++) {
-        float d[4];
+    for (int first = LOW; first < HIGH; first += BATCH) {
+        float4 kept[BATCH];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            d[i] = acc[n * 4 + i];
-            if (C::SPLIT) d[i] += load_shared_float(others + (n * 4 + i - LOW * 4) * 512);
+        for (int i = 0; i < BATCH; i++)
+            if (first + i < octets) kept[i] = C::SPLIT ? early[i] : residual[(first + i) * 64];
+#pragma unroll
+        for (int n = first; n < first + BATCH; n++) {
+            float d[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                d[i] = acc[n * 4 + i];
+                if (C::SPLIT) d[i] += load_shared_float(others + (n * 4 + i - LOW * 4) * 512);
+            }
+            const float2 x0 = trade_rows(d[0], d[1], odd), x1 = trade_rows(d[2], d[3], odd);
+            float square = 0.0f;
+            if (n < octets) {
+                float4 r = kept[n - first];
+                r.x += x0.x, r.y += x0.y, r.z += x1.x, r.w += x1.y;
+                residual[n * 64] = r;
+                *(uint2*)(to + n * 512) = {pack_bf16(r.x * n0.x, r.y * n0.y), pack_bf16(r.z * n1.x, r.w * n1.y)};
+                square = fmaf(r.x, r.x, fmaf(r.y, r.y, fmaf(r.z, r.z, r.w * r.w)));
+            }
+            square += __shfl_xor_sync(~0u, square, 8);
+            square += __shfl_xor_sync(~0u, square, 16);
+            if (lane < 8) store_shared(squares + (n * 32 + warp * 8 + piece) * 4, square);
         }
-        const float2 x0 = trade_rows(d[0], d[1], odd), x1 = trade_rows(d[2], d[3], odd);
-        float square = 0.0f;
-        if (n < octets) {
-            float4 r = C::SPLIT ? early[n - LOW] : residual[n * 64];
-            r.x += x0.x, r.y += x0.y, r.z += x1.x, r.w += x1.y;
-            residual[n * 64] = r;
-            *(uint2*)(to + n * 512) = {pack_bf16(r.x * n0.x, r.y * n0.y), pack_bf16(r.z * n1.x, r.w * n1.y)};
-            square = fmaf(r.x, r.x, fmaf(r.y, r.y, fmaf(r.z, r.z, r.w * r.w)));
-        }
-        square += __shfl_xor_sync(~0u, square, 8);
-        square += __shfl_xor_sync(~0u, square, 16);
-        if (lane < 8) store_shared(squares + (n * 32 + warp * 8 + piece) * 4, square);
     }
     if (C::SPLIT)
         sync_some<256>(5);
@@ -481,9 +488,36 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
     }
 }
 
+// Where tokens are few the weights are all there is to wait for: SMs without a tile have them brought into L2.
+template <class C>
+__device__ __forceinline__ void ask_for_all(const Gemm& a, int helper, int helpers) {
+    for (int unit = helper; unit < a.row_tiles; unit += helpers) {
+        const u8* at = row_tile_at(a, unit);
+        for (int i = threadIdx.x * 128; i < a.k_tiles * C::TILE_BYTES; i += C::THREADS * 128) prefetch(at + i);
+    }
+}
+
+// The residual stream of a tile's rows and tokens, into L2 before it is needed.
+template <class C>
+__device__ __forceinline__ void ask_for_residual(const Gemm& a, const Span& s) {
+    const Work<C> work(a, s);
+    const int lane = threadIdx.x % 32;
+    wait_for_previous();
+    if (lane >= C::GROUPS) return;
+    for (int i = blockIdx.x; i < work.tiles; i += gridDim.x) {
+        const int octet = work.token(i) * (C::N / 8), octets = min(C::N / 8, s.octets - octet);
+        const u64 at = (u64)(work.row(i) * C::GROUPS + lane) * s.capacity + s.first + octet;
+        prefetch_bulk((const u8*)a.residual + at * 1024, octets * 1024);
+    }
+}
+
 template <class C>
 __device__ __forceinline__ void multiply(const Gemm& a, const Span& s) {
     let_next_start();
+    if ((int)blockIdx.x >= Work<C>(a, s).tiles) {
+        ask_for_all<C>(a, blockIdx.x - Work<C>(a, s).tiles, gridDim.x - Work<C>(a, s).tiles);
+        return;
+    }
     extern __shared__ __align__(1024) u8 memory[];
     const u32 base = shared_address(memory), ring = base + C::RING_AT;
     const Barriers at = {base, base + C::STAGES * 8, base + 512, base + 768};
@@ -506,6 +540,7 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Span& s) {
             if (C::SCALED) bring_scales<C>(a, s, base + C::SCALES_AT, at);
         } else if (warp == 1) {
             if (C::SENDS) send<C>(a, s, base + C::OUT_AT, at);
+            if (C::TWICE) ask_for_residual<C>(a, s);
         } else {
             bring_w<C>(a, s, ring, at, warp - 2);
         }
