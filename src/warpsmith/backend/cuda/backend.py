@@ -87,6 +87,7 @@ class CudaBackend(Backend):
     """Weights packed on one GPU, and the kernels built for it."""
 
     name = "cuda"
+    _prompts: Prefill | None = None  # where the model and the chip suit its kernels
 
     def __init__(
         self,
@@ -139,7 +140,6 @@ class CudaBackend(Backend):
         self._top = Top(self.device, top_image.result(), self.logits)
         sampler = DeviceSampler(self.device, layout, self.context)
         self._decoder = Decoder(self.device, sampler, self.ring, self.logits, config.vocab)
-        self._prompts: Prefill | None = None
         if suits(layout, self.architecture):
             self._prompts = Prefill(
                 self.device,
