@@ -20,6 +20,7 @@ from warpsmith.model.tokenizer import Tokenizer
 from warpsmith.serve.reasoning import CLOSE
 
 MAX_GRAMMAR = 256 << 10  # characters
+WHITESPACE = r"[ \n]{0,16}"  # between the words of JSON: indented as one likes, but not for ever
 
 
 class Grammars:
@@ -34,7 +35,7 @@ class Grammars:
 
         text = json.dumps({"type": "object"} if schema is None else schema)
         self._check_size(text, name)
-        return self._checked(LLMatcher.grammar_from_json_schema(text), name)
+        return self._checked(LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": WHITESPACE}), name)
 
     def regex(self, regex: str, name: str) -> Grammar:
         from llguidance import LLMatcher
