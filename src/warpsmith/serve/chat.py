@@ -27,6 +27,7 @@ from warpsmith.serve.models import (
     Harmless,
     Loose,
     MaxTokens,
+    Off,
     SamplerFields,
     StreamOptions,
     TextOnly,
@@ -84,7 +85,7 @@ class ChatRequest(SamplerFields, FormatFields, ThinkingFields, Harmless):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None
-    store: Literal[False] | None = None
+    store: Off = None
     modalities: list[Literal["text"]] | None = None
     return_steps: bool | None = None  # of speculation: tokens drafted and decided, step by step
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 from starlette.requests import Request
@@ -36,7 +36,7 @@ class CompletionRequest(SamplerFields, FormatFields, Harmless):
     n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
     echo: bool | None = None
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    best_of: Literal[1] | None = None
+    best_of: Annotated[int | None, Field(ge=1, le=1)] = None
 
 
 async def completions(request: Request) -> Response:

@@ -38,7 +38,14 @@ def _text_only(parts: Any) -> Any:
     return parts
 
 
+def _boolean(value: Any) -> Any:
+    if value is not None and not isinstance(value, bool):
+        raise PydanticCustomError("bool", "must be a boolean")
+    return value
+
+
 TextOnly = BeforeValidator(_text_only)
+Off = Annotated[Literal[False] | None, BeforeValidator(_boolean)]  # a 0 would equal False
 Stop = Annotated[
     str | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)] | None, Field(default=None)
 ]

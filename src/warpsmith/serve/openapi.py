@@ -30,6 +30,11 @@ class Operation:
     refusals: tuple[int, ...] = ()
 
 
+EVENT = {  # of a stream
+    "type": "object",
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+    "required": ["data"],
+}
 _GENERATES = (404, 429, 503)
 OPERATIONS = [
     Operation("get", "/", "The chat page", "text/html", open=True),
@@ -136,7 +141,7 @@ def _operation(operation: Operation, keys: bool) -> dict[str, Any]:
     reply = operation.reply
     good = {"application/json": _schema(reply)} if isinstance(reply, type) else {reply: {}}
     if operation.streams:
-        good["text/event-stream"] = {"schema": {"type": "string"}}
+        good["text/event-stream"] = {"schema": EVENT}
     answers: dict[str, Any] = {"200": {"description": operation.summary, "content": good}}
     refusals = {*operation.refusals, 421, *((401,) if keys and not operation.open else ())}
     if operation.body is not None:

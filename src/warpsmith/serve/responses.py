@@ -30,6 +30,7 @@ from warpsmith.serve.models import (
     JsonSchemaFormat,
     Loose,
     MaxTokens,
+    Off,
     ResponseFormat,
     StreamOptions,
     Strict,
@@ -119,8 +120,8 @@ class ResponsesRequest(Harmless):
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     truncation: Literal["disabled"] | None = None
-    store: Literal[False] | None = None
-    background: Literal[False] | None = None
+    store: Off = None
+    background: Off = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None  # thoughts are never encrypted
 
 
