@@ -20,7 +20,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
     )
     group.add_argument(
-        "--port", type=int, default=8080, help="port to listen on; 0 is any that is free (default: 8080)"
+        "--port", type=_port, default=8080, help="port to listen on; 0 is any that is free (default: 8080)"
     )
     group.add_argument("--api-key", action="append", metavar="KEY", help="demand this key; may be repeated")
     group.add_argument(
@@ -63,6 +63,14 @@ def main(args: argparse.Namespace) -> int:
     binding = Binding(args.host, args.port, args.allow_host or (), args.drain)
     app = make_app(service, hosts=binding.hosts, origins=args.cors or ())
     return serve(app, worker, binding, aside)
+
+
+def _port(text: str) -> int:
+    """An argparse type: a port."""
+    number = int(text)
+    if not 0 <= number <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port: they end at 65535")
+    return number
 
 
 def _names(args: argparse.Namespace) -> list[str]:
