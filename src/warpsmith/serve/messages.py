@@ -85,6 +85,16 @@ class OutputConfig(Strict):
     format: OutputFormat | None = None
 
 
+class ContextEdit(Loose):
+    """Which thoughts of past turns the model still sees is up to its chat template; no other edit is done here."""
+
+    type: Annotated[str, Field(pattern=r"^clear_thinking_[0-9]+$")]
+
+
+class ContextManagement(Strict):
+    edits: list[ContextEdit] | None = None
+
+
 class PromptFields(Strict):
     """What the prompt is made of, and nothing else."""
 
@@ -96,7 +106,7 @@ class PromptFields(Strict):
     thinking: ThinkingSwitch | None = None
     output_config: OutputConfig | None = None
     cache_control: Json | None = None  # prefixes are kept in any case
-    context_management: Json | None = None  # see `_prompt`
+    context_management: ContextManagement | None = None
 
 
 class MessagesRequest(PromptFields):
@@ -150,8 +160,6 @@ async def messages(request: Request) -> Response:
 
 async def _prompt(service: Service, body: PromptFields) -> tuple[Prompt, list[dict[str, Any]], int | None]:
     service.check_model(body.model)
-    if body.context_management and body.context_management.get("edits"):
-        raise refused("context_management", "Edits of the context are not done here.", "Shorten the messages yourself.")
     effort = body.output_config.effort if body.output_config is not None else None
     if body.thinking is not None and body.thinking.type == "adaptive":
         fields = ThinkingFields(enable_thinking=None if effort is None else effort in BUDGETS, reasoning_effort=effort)

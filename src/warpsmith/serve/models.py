@@ -127,3 +127,4 @@ class Harmless(Strict):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
+    client_metadata: Json | None = None
