@@ -309,3 +309,31 @@ def test_tools_in_responses(client: Any) -> None:
     assert client.responses.create(model="wisp", input=history, max_output_tokens=3).usage.output_tokens == 3
     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
         client.responses.create(model="wisp", input="x", previous_response_id=answer.id)
+
+
+def test_tools_of_a_namespace_keep_their_names(client: Any) -> None:
+    function = {"type": "function", **WEATHER["function"]}
+    space = {"type": "namespace", "name": "sky", "description": "Of the sky", "tools": [function]}
+    choice = {"type": "function", "name": "get_weather", "namespace": "sky"}
+    answer = client.responses.create(
+        model="wisp", input=QUESTION, tools=[space, function | {"name": "other"}], tool_choice=choice
+    )
+    (call,) = answer.output
+    assert (call.name, call.namespace) == ("get_weather", "sky")
+    history = [*QUESTION, call, {"type": "function_call_output", "call_id": call.call_id, "output": "Rain."}]
+    again = client.responses.create(model="wisp", input=history, tools=[space], max_output_tokens=3)
+    assert again.usage.output_tokens == 3
+    with pytest.raises(openai.BadRequestError, match="web_search"):
+        client.responses.create(model="wisp", input=QUESTION, tools=[{"type": "web_search"}])
+
+
+def test_system_messages_reach_the_model_wherever_they_stand(server: Server) -> None:
+    messages = [
+        {"role": "system", "content": "One."},
+        {"role": "developer", "content": "Two."},
+        {"role": "user", "content": "Hello."},
+        {"role": "system", "content": "Three."},
+    ]
+    prompt = server.ask("/apply-template", {"messages": messages})[1]["prompt"]
+    assert prompt.startswith("<|im_start|>system\nOne.\n\nTwo.<|im_end|>\n<|im_start|>user\nHello.<|im_end|>\n")
+    assert "<|im_start|>user\n<system>\nThree.\n</system><|im_end|>\n" in prompt

@@ -46,6 +46,8 @@ def main(args: argparse.Namespace) -> int:
         raise BadRequest(f"{known.what} is not installed: there is no command {command[0]}.", f"{known.install}")
     environment = os.environ | launch.environment
     sys.stdout.flush()
+    if os.name == "posix":
+        os.execve(program, command, environment)  # the client takes our place: signals reach it, not us
     return subprocess.run([program, *command[1:]], env=environment, check=False).returncode
 
 

@@ -227,6 +227,7 @@ class OutputItem(Reply):
     summary: list[Any] = []
     call_id: str = ""
     name: str = ""
+    namespace: str = ""
     arguments: str = ""
 
 

@@ -82,7 +82,7 @@ class Service:
         """A conversation as the model reads it. Long ones take a while, so this is not done on the event loop."""
         if tools and "tools" not in self.chat_template:
             raise refused("tools", "This model's chat template has no place for tools.", "Use a model that calls them.")
-        messages = _one_system_message(messages)
+        messages = _system_first(messages)
 
         def make() -> Prompt:
             text = render(
@@ -187,13 +187,19 @@ def sampler_fields(fields: SamplerFields, choice: int = 0) -> dict[str, Any]:
     return given
 
 
-def _one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Instructions that come in several messages at the beginning are one: templates take only one."""
+def _system_first(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The family's templates take one system message, the first. More of them at the beginning are joined to it; one
+    that comes later, as agents send them, is a message of the user's that says what it is."""
     first = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
-    if first < 2:
-        return messages
     texts = [message["content"] for message in messages[:first] if message["content"]]
-    return [{"role": "system", "content": "\n\n".join(texts)}, *messages[first:]]
+    opening = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
+    later = [
+        {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
+        if message["role"] == "system"
+        else message
+        for message in messages[first:]
+    ]
+    return opening + later
 
 
 async def events(jobs: Sequence[Job]) -> AsyncIterator[tuple[int, Event] | None]:
