@@ -26,7 +26,7 @@ def required_calls(grammars: Grammars, tools: Sequence[dict[str, Any]], several:
     if several:
         rules.append('gap: "\\n"?')
     rules.append(r"text[lazy]: /(.|\n)*\n<\/parameter>\n/")
-    return grammars.lark("\n".join(rules) + "\n", "tools")
+    return grammars.text("\n".join(rules) + "\n", "tools")
 
 
 def _function(rule: str, name: str, schema: Any) -> list[str]:

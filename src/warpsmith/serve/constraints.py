@@ -48,20 +48,11 @@ class Grammars:
         from llguidance import LLMatcher, grammar_from
 
         self._check_size(grammar, name)
-        if "::=" not in grammar:
-            return self._checked(LLMatcher.grammar_from_lark(grammar), name)
         try:
-            return self._checked(grammar_from("gbnf", grammar), name)
-        except BadRequest:
-            raise
-        except Exception as error:
+            compiled = grammar_from("gbnf", grammar) if "::=" in grammar else LLMatcher.grammar_from_lark(grammar)
+        except Exception as error:  # of the converter from GBNF, which raises what it likes
             raise BadRequest(f"{name} is no GBNF grammar ({_line(error)}).", "Correct it.") from None
-
-    def lark(self, grammar: str, name: str) -> Grammar:
-        from llguidance import LLMatcher
-
-        self._check_size(grammar, name)
-        return self._checked(LLMatcher.grammar_from_lark(grammar), name)
+        return self._checked(compiled, name)
 
     def _check_size(self, text: str, name: str) -> None:
         if len(text) > MAX_GRAMMAR:

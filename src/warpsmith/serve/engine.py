@@ -249,22 +249,23 @@ class Worker:
             while (job := self._jobs.get()) is not None:
                 with self._lock:
                     self._running = job
-                stats = None
+                ending: End | Exception | None = None
                 try:
-                    stats = _serve(llm, job)
+                    ending = _serve(llm, job)
                 except _Cancelled:
                     pass
                 except Exception as error:
-                    job.put(error)
-                finally:
-                    with self._lock:
-                        self._running = None
-                        del self._open[job.number]
-                    if self.listener is not None:
-                        self.listener.finished(job, stats)
+                    ending = error
+                with self._lock:
+                    self._running = None
+                    del self._open[job.number]
+                if self.listener is not None:
+                    self.listener.finished(job, ending.stats if isinstance(ending, End) else None)
+                if ending is not None:  # last: whoever hears of the end finds it counted and its place free
+                    job.put(ending)
 
 
-def _serve(llm: LLM, job: Job) -> Stats:
+def _serve(llm: LLM, job: Job) -> End:
     """Run one request from its prompt to its end."""
     job.check()
     request, tokenizer = job.request, llm.tokenizer
@@ -296,8 +297,7 @@ def _serve(llm: LLM, job: Job) -> Stats:
     finally:
         runs.close()
     assert generation.finish_reason is not None
-    job.put(End(text.finish(), generation.finish_reason, text.hit, generation.stats))
-    return generation.stats
+    return End(text.finish(), generation.finish_reason, text.hit, generation.stats)
 
 
 class _Text:

@@ -14,7 +14,6 @@ from warpsmith import __version__
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.sampling import check as check_sampling
 from warpsmith.engine.loop import Constraint
-from warpsmith.errors import BadRequest
 from warpsmith.llm import LLM
 from warpsmith.model.chat import default_sampling, default_template, render
 from warpsmith.serve.answer import opens_thinking
@@ -58,7 +57,7 @@ class Service:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Tells whether two answers come from the same weights, engine and settings."""
+        """Which engine answered."""
         return f"warpsmith-{__version__}-{self.llm.device}"
 
     def check_model(self, name: str | None) -> None:
@@ -229,6 +228,3 @@ async def events(jobs: Sequence[Job]) -> AsyncIterator[tuple[int, Event] | None]
 
 def identifier(prefix: str) -> str:
     return prefix + secrets.token_hex(12)
-
-
-__all__ = ["BadRequest", "Prompt", "Service", "events", "identifier", "sampler_fields"]
