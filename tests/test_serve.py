@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,31 @@ def test_what_does_not_finish_in_time_is_told_so_and_named() -> None:
     assert "shutting down" in answer.read().decode()
     assert waiting.getresponse().status == 503
     assert (code, "not finished: 2 requests" in said) == (1, True)
+
+
+def test_a_log_that_nobody_reads_does_not_end_it() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "warpsmith.cli", "serve", "--port", str(port)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=ENVIRONMENT)
+    assert process.stderr is not None
+    assert process.stdout is not None
+    process.stderr.close()
+    process.stdout.close()
+    server = Server(process, f"http://127.0.0.1:{port}")  # type: ignore[arg-type]
+    try:
+        while True:
+            try:
+                if server.ask("/health")[0] == 200:
+                    break
+            except urllib.error.URLError:
+                assert process.poll() is None
+        assert server.ask("/v1/chat/completions", HELLO)[0] == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
 
 
 def test_ctrl_c_ends_it() -> None:

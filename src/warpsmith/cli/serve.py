@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,19 +51,26 @@ def main(args: argparse.Namespace) -> int:
     keys = _keys(args)
     template = None if args.chat_template_file is None else args.chat_template_file.read_text(encoding="utf-8")
     if not is_loopback(args.host) and not keys:
-        aside(f"warning: anybody who reaches {args.host} can use this server; --api-key demands a key")
+        _say(f"warning: anybody who reaches {args.host} can use this server; --api-key demands a key")
     metrics = Metrics()
 
     def load() -> LLM:
         llm = open_model(args)
-        introduce(args, llm)
+        with suppress(OSError):
+            introduce(args, llm)
         return llm
 
     worker = Worker(load, queue=args.queue, listener=metrics)
     service = Service(worker, _names(args), template, keys, metrics)
     binding = Binding(args.host, args.port, args.allow_host or (), args.drain)
     app = make_app(service, hosts=binding.hosts, origins=args.cors or ())
-    return serve(app, worker, binding, aside)
+    return serve(app, worker, binding, _say)
+
+
+def _say(text: str) -> None:
+    """To stderr; a server whose log nobody reads any more goes on."""
+    with suppress(OSError):
+        aside(text)
 
 
 def _port(text: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from importlib.resources import files
 from typing import Any
@@ -37,8 +36,6 @@ from warpsmith.serve.utilities import (
     props,
     tokenize,
 )
-
-LOG = logging.getLogger("warpsmith.serve")
 
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -127,8 +124,6 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         )
     else:
         known = api_error(error)
-        if known.status >= 500 and known.status not in (501, 503):
-            LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return json_response(known.body(request.url.path), known.status, known.headers)
 
 

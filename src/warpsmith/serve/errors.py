@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from pydantic import ValidationError
 
 from warpsmith.errors import BadRequest, WarpsmithError
 from warpsmith.serve.engine import Busy, Closing, Loading
+
+LOG = logging.getLogger("warpsmith.serve")
 
 _OPENAI_TYPES = {
     400: "invalid_request_error",
@@ -87,6 +90,7 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error))
     if isinstance(error, WarpsmithError):
         return ApiError(500, str(error), kind="server_error")
+    LOG.error("something failed inside the server", exc_info=error)
     return ApiError(500, "Something failed inside the server; its log says what.", kind="server_error")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
@@ -132,7 +133,8 @@ async def messages(request: Request) -> Response:
     prompt, tools, budget = await _prompt(service, body)
     grammar, choice = None, body.tool_choice
     if body.output_config is not None and body.output_config.format is not None:
-        grammar = service.grammars.json_schema(body.output_config.format.schema_, "output_config.format.schema")
+        schema = body.output_config.format.schema_
+        grammar = await asyncio.to_thread(service.grammars.json_schema, schema, "output_config.format.schema")
     if choice is not None and choice.type in ("any", "tool"):
         if grammar is not None:
             raise refused("tool_choice", "An answer cannot be a tool call and fit output_config.format.", "Send one.")
