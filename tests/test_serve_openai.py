@@ -225,6 +225,7 @@ def test_thoughts_are_apart_and_end_with_their_budget(client: Any, llm: LLM) -> 
         ({"store": True}, "store"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"extra_body": {"regex": "a", "ignore_eos": True}}, "ignore_eos"),
         ({"extra_body": {"enable_thinking": True}, "reasoning_effort": "none"}, "reasoning_effort"),
     ],
 )

@@ -142,6 +142,8 @@ async def prepare(service: Service, body: ChatRequest) -> tuple[list[Choice], li
             )
         name = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
         grammar = await tool_grammar(service, tools, name, body.parallel_tool_calls is not False and name is None)
+    if grammar is not None and body.ignore_eos:
+        raise refused("ignore_eos", "ignore_eos would let an answer go on that has to fit something.")
     prompt = await service.chat_prompt(template_messages(body.messages), tools, thinking, variables)
     constraint = await service.constraint(prompt, grammar, budget)
     requests = [

@@ -53,6 +53,8 @@ async def completions(request: Request) -> Response:
     if len(prompts) * (body.n or 1) > MAX_CHOICES:
         raise refused("n", f"{len(prompts)} prompts times n are more than {MAX_CHOICES} answers.", "Ask for fewer.")
     grammar = await service.format(body)
+    if grammar is not None and body.ignore_eos:
+        raise refused("ignore_eos", "ignore_eos would let an answer go on that has to fit something.")
     requests = [
         service.request(
             prompt,

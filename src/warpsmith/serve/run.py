@@ -97,7 +97,7 @@ async def _serve(
             server.force_exit = True
 
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 0)):
-        loop.add_signal_handler(number, stop, code)
+        signal.signal(number, lambda *_, code=code: loop.call_soon_threadsafe(stop, code))
     worker.start()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
