@@ -223,6 +223,25 @@ def test_a_client_that_vanishes_frees_the_model(server: Server) -> None:
     assert server.metric("requests_total") == before + 3
 
 
+def test_clients_that_vanish_at_once_free_the_model(server: Server) -> None:
+    before = server.metric("requests_total")
+    for path, body in (
+        ("/v1/chat/completions", ENDLESS),
+        ("/v1/completions", {"prompt": "x", "ignore_eos": True, "max_tokens": 100_000, "stream": True}),
+        ("/v1/messages", HELLO | {"max_tokens": 100_000, "stream": True}),
+        ("/v1/responses", {"input": "x", "stream": True}),
+    ):
+        for _ in range(5):
+            connection = opened(server, body, path)
+            assert connection.sock is not None
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            connection.close()
+    assert server.ask("/v1/chat/completions", HELLO)[0] == 200
+    assert server.metric("requests_deferred") == 0
+    assert server.metric("requests_total") <= before + 21
+    assert server.metric("tokens_predicted_total") < 2000
+
+
 def test_text_is_the_same_whatever_runs_beside_it(server: Server) -> None:
     def ask(seed: int) -> str:
         body = HELLO | {"temperature": 1, "seed": seed, "max_tokens": 16}

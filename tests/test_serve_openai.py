@@ -167,6 +167,16 @@ def test_tool_calls_are_typed_and_stream_as_they_come(client: Any, choice: Any, 
     assert (name, json.loads(text)) == ("get_weather", arguments)
 
 
+def test_calls_in_parallel_can_be_turned_off(client: Any) -> None:
+    call = r'<tool_call> "\n<function=get_weather>\n</function>\n" </tool_call> "\n"'
+    options = {"tools": [WEATHER], "max_tokens": 80, "extra_body": {"grammar": f"start: {call} {call}"}}
+    for several in (True, False):
+        choice = chat(client, parallel_tool_calls=several, **options).choices[0]
+        assert len(choice.message.tool_calls) == 1 + several
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content is None
+
+
 def test_results_of_tools_go_back_to_the_model(client: Any) -> None:
     answer = chat(client, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False, max_tokens=100)
     message = answer.choices[0].message

@@ -18,7 +18,7 @@ from warpsmith.serve.choice import Choice, timings, usage
 from warpsmith.serve.constraints import Grammar
 from warpsmith.serve.engine import Job, Logprob, Run
 from warpsmith.serve.errors import api_error, refused
-from warpsmith.serve.http import json_response, parse, sse, stream_response, unless_gone
+from warpsmith.serve.http import EventStream, json_response, parse, sse, unless_gone
 from warpsmith.serve.models import (
     MAX_CHOICES,
     MAX_MESSAGES,
@@ -155,6 +155,7 @@ async def prepare(service: Service, body: ChatRequest) -> tuple[list[Choice], li
             ignore_eos=bool(body.ignore_eos),
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             constraint=constraint,
+            one_call=bool(tools) and body.parallel_tool_calls is False,
         )
         for choice in range(body.n or 1)
     ]
@@ -174,7 +175,7 @@ async def chat_completions(request: Request) -> Response:
         "system_fingerprint": service.fingerprint,
     }
     if body.stream:
-        return stream_response(_stream(body, head, choices, jobs))
+        return EventStream(_stream(body, head, choices, jobs), jobs)
     return json_response(await unless_gone(request, _whole(body, head, choices, jobs)))
 
 

@@ -14,7 +14,7 @@ from warpsmith.model.tokenizer import Tokenizer
 from warpsmith.serve.choice import Choice, timings, usage
 from warpsmith.serve.engine import Job, Logprob, Run
 from warpsmith.serve.errors import api_error, refused
-from warpsmith.serve.http import json_response, parse, sse, stream_response, unless_gone
+from warpsmith.serve.http import EventStream, json_response, parse, sse, unless_gone
 from warpsmith.serve.models import MAX_CHOICES, FormatFields, Harmless, MaxTokens, SamplerFields, StreamOptions
 from warpsmith.serve.service import Prompt, Service, events, identifier, sampler_fields
 
@@ -79,7 +79,7 @@ async def completions(request: Request) -> Response:
         "system_fingerprint": service.fingerprint,
     }
     if body.stream:
-        return stream_response(_stream(body, head, choices, jobs, echoes))
+        return EventStream(_stream(body, head, choices, jobs, echoes), jobs)
     return json_response(await unless_gone(request, _whole(body, head, choices, jobs, echoes)))
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
+from warpsmith.serve.engine import Job
 from warpsmith.serve.errors import ApiError
 
 T = TypeVar("T")
@@ -85,6 +87,16 @@ def sse(data: Any, event: str | None = None) -> str:
     return (f"event: {event}\n" if event else "") + f"data: {text}\n\n"
 
 
-def stream_response(chunks: AsyncIterator[str]) -> StreamingResponse:
-    """Starlette gives up the generator when the client is gone, and what it holds is cancelled with it."""
-    return StreamingResponse(chunks, media_type="text/event-stream", headers=_STREAM_HEADERS)
+class EventStream(StreamingResponse):
+    """Events of some jobs, which end with it: also where the client is gone before the first chunk is asked for."""
+
+    def __init__(self, chunks: AsyncIterator[str], jobs: Sequence[Job]) -> None:
+        super().__init__(chunks, media_type="text/event-stream", headers=_STREAM_HEADERS)
+        self._jobs = jobs
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for job in self._jobs:
+                job.cancel()

@@ -17,7 +17,7 @@ from warpsmith.serve.chat import tool_grammar
 from warpsmith.serve.choice import Choice, timings
 from warpsmith.serve.engine import Job, Run
 from warpsmith.serve.errors import api_error, refused
-from warpsmith.serve.http import json_response, parse, sse, stream_response, unless_gone
+from warpsmith.serve.http import EventStream, json_response, parse, sse, unless_gone
 from warpsmith.serve.models import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Effort, Json, Loose, Strict, TextOnly, TopK
 from warpsmith.serve.service import Prompt, Service, events, fresh_seed, identifier
 from warpsmith.serve.thinking import BUDGETS, ThinkingFields, ThinkingSwitch, thinking_of
@@ -151,12 +151,13 @@ async def messages(request: Request) -> Response:
         max_tokens=body.max_tokens,
         stop=body.stop_sequences,
         constraint=await service.constraint(prompt, grammar, budget),
+        one_call=bool(tools) and choice is not None and bool(choice.disable_parallel_tool_use),
     )
     answer = Choice(service.llm.tokenizer, prompt.thinking, schemas(tools))
     (job,) = service.worker.submit([work])
     head = {"id": identifier("msg_"), "type": "message", "role": "assistant", "model": service.names[0]}
     if body.stream:
-        return stream_response(_stream(head, len(prompt.ids), answer, job))
+        return EventStream(_stream(head, len(prompt.ids), answer, job), [job])
     return json_response(await unless_gone(request, _whole(head, answer, job)))
 
 

@@ -17,7 +17,7 @@ from warpsmith.serve.choice import Choice
 from warpsmith.serve.constraints import Grammar
 from warpsmith.serve.engine import Job
 from warpsmith.serve.errors import api_error, refused
-from warpsmith.serve.http import json_response, parse, stream_response, unless_gone
+from warpsmith.serve.http import EventStream, json_response, parse, unless_gone
 from warpsmith.serve.models import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -165,12 +165,13 @@ async def responses(request: Request) -> Response:
         given | {"seed": fresh_seed()},
         max_tokens=body.max_output_tokens,
         constraint=await service.constraint(prompt, grammar, budget),
+        one_call=bool(tools) and body.parallel_tool_calls is False,
     )
     answer = Choice(service.llm.tokenizer, prompt.thinking, schemas(tools))
     (job,) = service.worker.submit([work])
     result = Result(_head(service, body, work.sampling), names)
     if body.stream:
-        return stream_response(_stream(result, answer, job))
+        return EventStream(_stream(result, answer, job), [job])
     return json_response(await unless_gone(request, _whole(result, answer, job)))
 
 

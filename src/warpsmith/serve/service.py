@@ -22,6 +22,7 @@ from warpsmith.serve.engine import End, Event, Job, Request, Worker
 from warpsmith.serve.errors import ApiError, refused
 from warpsmith.serve.metrics import Metrics
 from warpsmith.serve.models import FormatFields, SamplerFields
+from warpsmith.serve.tools import END_CALL
 
 KEEP_ALIVE = 10.0  # seconds of silence after which a stream shows that it lives
 
@@ -106,8 +107,10 @@ class Service:
         ignore_eos: bool = False,
         top_logprobs: int | None = None,
         constraint: Callable[[], Constraint] | None = None,
+        one_call: bool = False,
     ) -> Request:
-        """A request that is known to be good. `fields` are those of `Sampling` that were given."""
+        """A request that is known to be good. `fields` are those of `Sampling` that were given; `one_call` ends the
+        answer with its first tool call."""
         sampling = Sampling(**(default_sampling(self.llm.checkpoint.metadata) | dict(fields)))
         check_sampling(sampling, self.llm.config.vocab)
         if not prompt.ids:
@@ -125,6 +128,7 @@ class Service:
         stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
         if not all(stops):
             raise refused("stop", "A stop string is empty.")
+        stops += (END_CALL,) if one_call else ()
         return Request(prompt.ids, sampling, max_tokens, stops, ignore_eos, top_logprobs, constraint)
 
     async def constraint(
