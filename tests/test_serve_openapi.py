@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from serving import Server, serving_tools
+from serving import Server, serving
+from warpsmith.cli import main
 from warpsmith.serve.app import make_app
 from warpsmith.serve.engine import Worker
 from warpsmith.serve.openapi import OPERATIONS, document
@@ -20,7 +21,11 @@ schemathesis = pytest.importorskip("schemathesis")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving_tools(tmp_path_factory.mktemp("serve"), "-c", "64", "--draft", "none") as server:
+    model = tmp_path_factory.mktemp("serve") / "small.gguf"  # random, and fast: thousands of requests are coming
+    assert (
+        main(["synth", "tiny", str(model), "--layers", "2", "--hidden", "256", "--ffn", "256", "--vocab", "272"]) == 0
+    )
+    with serving("-m", model, "-c", "256", "--draft", "none", "-t", "1") as server:
         yield server
 
 
@@ -28,7 +33,7 @@ schema = schemathesis.openapi.from_dict(document(keys=False))
 
 
 @schema.parametrize()
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 def test_the_document_is_true(case: Any, server: Server) -> None:
     # valid bodies may still be refused, with 400 and a reason: a conversation without a user, a schema of nonsense
     case.call_and_validate(base_url=server.url, excluded_checks=[schemathesis.checks.positive_data_acceptance])

@@ -252,6 +252,18 @@ def test_everything_has_a_name_for_those_who_do_not_see_it(page: Page) -> None:
     assert page.text("[role=status]") or page.run("return document.querySelector('[role=status]').textContent")
 
 
+def test_a_key_is_asked_for_and_forgotten_with_the_tab(browser: Any) -> None:
+    with serving("-c", "512", "--api-key", "secret") as server:
+        page = Page(browser, server.url)
+        page.until(lambda: page.find("#settings[open]"))
+        page.find("[name=key]")[0].send_keys("secret")
+        page.click("#settings .primary")
+        page.until(lambda: "wisp" in page.text("#facts"))
+        page.send("Hello?")
+        assert page.answers()
+        assert "secret" not in page.run("return JSON.stringify(localStorage)")
+
+
 def test_the_page_is_locked_down(server: Server) -> None:
     status, html, headers = server.ask("/")
     assert status == 200
