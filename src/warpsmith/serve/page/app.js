@@ -361,6 +361,9 @@ $("settings").addEventListener("close", () => {
   }
   store.save();
   showFacts();
+  // Chromium gives the focus back to the message box without its caret, and keys are lost; asking again brings both
+  $("input").blur();
+  $("input").focus();
 });
 $("forget").addEventListener("click", () => {
   if (!confirm("Delete every conversation in this browser?")) return;
