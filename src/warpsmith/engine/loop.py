@@ -143,9 +143,7 @@ class Generation:
     def _first(self) -> list[int]:
         """Prefill, and choose the first token from its last row."""
         start = perf_counter()
-        output, self.stats.cached_tokens = self.conversation.begin(
-            self.prompt, self.want, self.kept, self.on_prefill
-        )
+        output, self.stats.cached_tokens = self.conversation.begin(self.prompt, self.want, self.kept, self.on_prefill)
         self.turn = self.conversation.turn
         history, position = self.conversation.recent(self.sampling), len(self.prompt)
         if self.constraint is None:

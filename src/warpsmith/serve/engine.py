@@ -32,16 +32,16 @@ import numpy as np
 from warpsmith.backend.sampling import Sampling
 from warpsmith.engine.loop import Constraint, FinishReason, Generation, Step
 from warpsmith.engine.stats import Stats
-from warpsmith.engine.stop import StopStrings
+from warpsmith.engine.text import Text
 from warpsmith.errors import WarpsmithError
 from warpsmith.llm import LLM
-from warpsmith.model.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Request:
     prompt: list[int]
     sampling: Sampling
+    kept: int | None = None  # of the prompt: tokens that the next turn's begins with; None: nobody knows
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -269,7 +269,7 @@ def _serve(llm: LLM, job: Job) -> End:
     """Run one request from its prompt to its end."""
     job.check()
     request, tokenizer = job.request, llm.tokenizer
-    text, logprobs, drafted = _Text(tokenizer, request.stop), _Logprobs(request.top_logprobs), [0]
+    text, logprobs, drafted = Text(tokenizer, request.stop), _Logprobs(request.top_logprobs), [0]
 
     def count_drafted(step: Step) -> None:
         drafted[0] = len(step.tree) - 1
@@ -282,6 +282,7 @@ def _serve(llm: LLM, job: Job) -> End:
         stop_ids=frozenset() if request.ignore_eos else tokenizer.eos_ids,
         until=text.push,
         on_step=count_drafted,
+        kept=request.kept,
         constraint=request.constraint() if request.constraint else None,
         on_logits=None if request.top_logprobs is None else logprobs.see,
         on_prefill=job.check,
@@ -298,30 +299,6 @@ def _serve(llm: LLM, job: Job) -> End:
         runs.close()
     assert generation.finish_reason is not None
     return End(text.finish(), generation.finish_reason, text.hit, generation.stats)
-
-
-class _Text:
-    """Tokens to text that may be shown: whole characters, nothing of a stop string."""
-
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-        self._detokenizer, self._stop = tokenizer.stream(skip_special=True), StopStrings(stops)
-        self._ready = ""
-
-    @property
-    def hit(self) -> str | None:
-        return self._stop.hit
-
-    def push(self, token: int) -> bool:
-        """Take a token; True when it completes a stop string."""
-        self._ready += self._stop.push(self._detokenizer.push(token))
-        return self.hit is not None
-
-    def take(self) -> str:
-        ready, self._ready = self._ready, ""
-        return ready
-
-    def finish(self) -> str:
-        return self.take() + self._stop.push(self._detokenizer.finish()) + self._stop.finish()
 
 
 class _Logprobs:

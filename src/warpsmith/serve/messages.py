@@ -19,7 +19,7 @@ from warpsmith.serve.engine import Job, Run
 from warpsmith.serve.errors import api_error, refused
 from warpsmith.serve.http import EventStream, json_response, parse, sse, unless_gone
 from warpsmith.serve.models import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Effort, Json, Loose, Strict, TextOnly, TopK
-from warpsmith.serve.service import Prompt, Service, events, fresh_seed, identifier
+from warpsmith.serve.service import Prompt, Service, events, identifier
 from warpsmith.serve.thinking import BUDGETS, ThinkingFields, ThinkingSwitch, thinking_of
 
 
@@ -147,7 +147,7 @@ async def messages(request: Request) -> Response:
         given["top_k"] = max(body.top_k, 0)
     work = service.request(
         prompt,
-        given | {"seed": fresh_seed()},
+        given,
         max_tokens=body.max_tokens,
         stop=body.stop_sequences,
         constraint=await service.constraint(prompt, grammar, budget),

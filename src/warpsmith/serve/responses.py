@@ -38,7 +38,7 @@ from warpsmith.serve.models import (
     TextOnly,
 )
 from warpsmith.serve.response_items import Result, Writer, status
-from warpsmith.serve.service import Service, events, fresh_seed, identifier
+from warpsmith.serve.service import Service, events, identifier
 from warpsmith.serve.thinking import ThinkingFields, thinking_of
 
 
@@ -162,7 +162,7 @@ async def responses(request: Request) -> Response:
     given = {name: value for name in ("temperature", "top_p") if (value := getattr(body, name)) is not None}
     work = service.request(
         prompt,
-        given | {"seed": fresh_seed()},
+        given,
         max_tokens=body.max_output_tokens,
         constraint=await service.constraint(prompt, grammar, budget),
         one_call=bool(tools) and body.parallel_tool_calls is False,

@@ -11,11 +11,12 @@ from functools import cached_property
 from typing import Any
 
 from warpsmith import __version__
-from warpsmith.backend.sampling import Sampling
-from warpsmith.backend.sampling import check as check_sampling
+from warpsmith.engine.conversation import common_prefix
 from warpsmith.engine.loop import Constraint
+from warpsmith.engine.request import check_sampling, sampling_for
+from warpsmith.errors import WarpsmithError
 from warpsmith.llm import LLM
-from warpsmith.model.chat import default_sampling, default_template, render
+from warpsmith.model.chat import declared_sampling, default_template, render
 from warpsmith.serve.answer import opens_thinking
 from warpsmith.serve.constraints import Grammar, Grammars, Thoughts
 from warpsmith.serve.engine import End, Event, Job, Request, Worker
@@ -32,6 +33,7 @@ class Prompt:
     text: str
     ids: list[int]
     thinking: bool = False  # it ends within an open block of thoughts
+    kept: int | None = None  # tokens that the next turn's prompt begins with, too
 
 
 @dataclass
@@ -84,11 +86,19 @@ class Service:
             raise refused("tools", "This model's chat template has no place for tools.", "Use a model that calls them.")
         messages = _system_first(messages)
 
+        def rendered(messages: list[dict[str, Any]]) -> str:
+            options: dict[str, Any] = {"tools": tools or None, "enable_thinking": thinking, **(variables or {})}
+            return render(self.chat_template, messages, **options)
+
         def make() -> Prompt:
-            text = render(
-                self.chat_template, messages, tools=tools or None, enable_thinking=thinking, **(variables or {})
-            )
-            return Prompt(text, self.llm.tokenizer.encode(text), opens_thinking(text))
+            text = rendered(messages)
+            ids = self.llm.tokenizer.encode(text)
+            try:
+                later = rendered([*messages, {"role": "assistant", "content": "."}, {"role": "user", "content": "."}])
+                kept = common_prefix(ids, self.llm.tokenizer.encode(later))
+            except WarpsmithError:  # a template that takes no more messages
+                kept = len(ids)
+            return Prompt(text, ids, opens_thinking(text), kept)
 
         return await asyncio.to_thread(make)
 
@@ -111,7 +121,7 @@ class Service:
     ) -> Request:
         """A request that is known to be good. `fields` are those of `Sampling` that were given; `one_call` ends the
         answer with its first tool call."""
-        sampling = Sampling(**(default_sampling(self.llm.checkpoint.metadata) | dict(fields)))
+        sampling = sampling_for(fields, declared_sampling(self.llm.checkpoint.metadata))
         check_sampling(sampling, self.llm.config.vocab)
         if not prompt.ids:
             raise refused("prompt", "The prompt is empty.", "Send at least one token.")
@@ -129,7 +139,7 @@ class Service:
         if not all(stops):
             raise refused("stop", "A stop string is empty.")
         stops += (END_CALL,) if one_call else ()
-        return Request(prompt.ids, sampling, max_tokens, stops, ignore_eos, top_logprobs, constraint)
+        return Request(prompt.ids, sampling, prompt.kept, max_tokens, stops, ignore_eos, top_logprobs, constraint)
 
     async def constraint(
         self, prompt: Prompt, answer: Grammar | None, budget: int | None
@@ -165,10 +175,6 @@ class Service:
         return await asyncio.to_thread(grammars.json_schema, schema, name)
 
 
-def fresh_seed() -> int:
-    return secrets.randbits(32)
-
-
 def sampler_fields(fields: SamplerFields, choice: int = 0) -> dict[str, Any]:
     """The fields of `Sampling` that a request gives. Choice i of several draws with the i-th seed after the first."""
     given: dict[str, Any] = {
@@ -185,8 +191,8 @@ def sampler_fields(fields: SamplerFields, choice: int = 0) -> dict[str, Any]:
         given["repeat_penalty"] = penalty
     if fields.logit_bias:
         given["logit_bias"] = {int(token): bias for token, bias in fields.logit_bias.items()}
-    drawn = fields.seed is None or fields.seed < 0
-    given["seed"] = fresh_seed() if drawn else (fields.seed or 0) + choice
+    if fields.seed is not None and fields.seed >= 0:
+        given["seed"] = fields.seed + choice
     return given
 
 

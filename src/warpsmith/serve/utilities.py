@@ -9,7 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from warpsmith import __version__
-from warpsmith.model.chat import default_sampling
+from warpsmith.engine.request import sampling_for
+from warpsmith.model.chat import declared_sampling
 from warpsmith.serve.chat import Message, template_messages
 from warpsmith.serve.errors import ApiError, refused
 from warpsmith.serve.http import json_response, parse
@@ -107,7 +108,8 @@ async def props(request: Request) -> Response:
     """What runs here. Paths of the server are nobody's business."""
     service: Service = request.app.state.service
     llm = service.llm
-    settings = {"temperature": 0.0, "min_p": 0.0} | default_sampling(llm.checkpoint.metadata)
+    sampling = sampling_for({}, declared_sampling(llm.checkpoint.metadata))
+    settings = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     proposer = llm.conversation.proposer
     return json_response(
         {
