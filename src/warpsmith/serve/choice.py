@@ -128,6 +128,7 @@ def timings(stats: Stats) -> dict[str, Any]:
         "draft_n_accepted": stats.accepted_tokens,
         "mode": stats.mode,
         "speculation_off": stats.speculation_off,
+        "left_out": stats.left_out,
         "acceptance_length": stats.acceptance_length,
         "seed": stats.seed,
     }

@@ -113,6 +113,7 @@ class Timings(Reply):
     draft_n_accepted: int
     mode: str
     speculation_off: str | None
+    left_out: list[str]
     acceptance_length: float
     seed: int | None
 
