@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ from serving import TEMPLATE, Server, serving_tools
 from warpsmith import load
 from warpsmith.llm import LLM
 from warpsmith.model.chat import render
+from warpsmith.serve.answer import CallArguments, CallEnd, CallStart, Content, Reasoning
+from warpsmith.serve.messages import Blocks
 
 anthropic = pytest.importorskip("anthropic")
 
@@ -98,15 +101,25 @@ def test_tool_use(client: Any, choice: dict[str, Any]) -> None:
 
 
 def test_thoughts_are_blocks_of_their_own(client: Any) -> None:
-    wild = {"temperature": 1, "top_k": 0, "top_p": 1.0}
-    for attempt in range(40):  # wisp closes the block at once more often than not
-        answer = ask(client, thinking={"type": "enabled", "budget_tokens": 6}, extra_body=wild)
-        assert all("think>" not in getattr(block, "text", "") for block in answer.content), attempt
-        if len(answer.content) == 2:
-            break
-    assert [block.type for block in answer.content] == ["thinking", "text"]
-    events = {event.type for event in ask(client, thinking={"type": "disabled"}, stream=True, max_tokens=3)}
-    assert "content_block_delta" in events
+    answer = ask(client, thinking={"type": "enabled", "budget_tokens": 6}, max_tokens=40)
+    assert all("think>" not in getattr(block, "text", "") for block in answer.content)
+    assert answer.content[-1].text
+    blocks = Blocks()
+    parts = [
+        Reasoning("I "),
+        Reasoning("think."),
+        Content("So:"),
+        CallStart(0, "get"),
+        CallArguments(0, "{}"),
+        CallEnd(0),
+    ]
+    events = [json.loads(line.partition("data: ")[2]) for part in parts for line in blocks.show(part)]
+    assert [event.get("content_block", event.get("delta", {})).get("type") for event in events] == [
+        *("thinking", "thinking_delta", "thinking_delta", None),
+        *("text", "text_delta", None),
+        *("tool_use", "input_json_delta", None),
+    ]
+    assert [event["index"] for event in events] == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
 def test_errors_have_anthropics_shape(client: Any, server: Server) -> None:

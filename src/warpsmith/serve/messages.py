@@ -248,7 +248,7 @@ def _usage(answer: Choice) -> dict[str, Any]:
     }
 
 
-class _Blocks:
+class Blocks:
     """Blocks of a stream, one open at a time."""
 
     def __init__(self) -> None:
@@ -289,7 +289,7 @@ class _Blocks:
 
 
 async def _stream(head: dict[str, Any], prompt_tokens: int, answer: Choice, job: Job) -> AsyncIterator[str]:
-    blocks = _Blocks()
+    blocks = Blocks()
     try:
         usage = {"input_tokens": prompt_tokens, "output_tokens": 0}
         start = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
