@@ -68,8 +68,8 @@ class Generation:
     ) -> None:
         """`until` sees every token once, in order, but for stop ids; when it returns True that token is the last.
         `on_step` sees every step once it is committed; without a draft, or while it rests, each is one token. `kept` is
-        what `begin` takes. `on_logits` sees every token with the row of logits it was chosen from. `on_prefill` sees how
-        many tokens of the prompt are done before each piece of it; raising there breaks the request off."""
+        what `begin` takes. `on_logits` sees every token with the row of logits it was chosen from. `on_prefill` sees
+        how many tokens of the prompt are done before each piece of it; raising there breaks the request off."""
         self.conversation, self.prompt, self.kept = conversation, prompt, kept
         self.sampling = sampling or Sampling()
         conversation.check(prompt)
