@@ -26,7 +26,7 @@ from warpsmith.model.tokenizer import byte_tokenizer
 
 ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "warpsmith.cli"]
-VERBS = ("run", "chat", "bench", "show", "pull", "convert", "synth", "doctor")
+VERBS = ("run", "chat", "serve", "launch", "bench", "show", "pull", "convert", "synth", "doctor")
 # a random model's end tokens made impossible: an answer then goes on until it is stopped
 ENDLESS = [flag for token in sorted(byte_tokenizer(272).eos_ids) for flag in ("--logit-bias", f"{token}-1000")]
 # slow enough that an answer is still being written when Ctrl-C arrives
@@ -79,7 +79,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_help_names_the_verbs_and_loads_nothing_heavy() -> None:
     program = (
         "import sys; from warpsmith.cli import main; assert main(['--help']) == 0; "
-        "heavy = {'numpy', 'rich', 'tokenizers', 'huggingface_hub', 'jinja2', 'prompt_toolkit'}; "
+        "heavy = {'numpy', 'rich', 'tokenizers', 'huggingface_hub', 'jinja2', 'prompt_toolkit', 'starlette'}; "
         "sys.exit(', '.join(heavy & set(sys.modules)) or 0)"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -158,6 +158,11 @@ class LLM:
     def backend(self) -> Backend:
         return self._open().backend
 
+    @property
+    def conversation(self) -> Conversation:
+        """What requests run on, one after another."""
+        return self._open()
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, read when first used: scoring and plain token ids need none."""

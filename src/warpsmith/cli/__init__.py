@@ -16,6 +16,8 @@ from warpsmith.errors import BadRequest, WarpsmithError
 VERBS = {
     "run": "complete a prompt",
     "chat": "talk with a model",
+    "serve": "answer over HTTP: OpenAI's and Anthropic's interfaces, a chat page",
+    "launch": "start Claude Code, Codex, OpenCode and others on a running server",
     "bench": "measure prompt and generation speed",
     "show": "describe a model: shape, tensors, memory",
     "pull": "fetch a model from the Hugging Face Hub",

@@ -11,7 +11,7 @@ numbers may differ in the last bits from a new conversation's.
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -80,11 +80,18 @@ class Conversation:
                 else "Shorten the prompt: the model has no longer context.",
             )
 
-    def begin(self, prompt: abc.Sequence[int], want: Want, kept: int | None = None) -> tuple[Output, int]:
+    def begin(
+        self,
+        prompt: abc.Sequence[int],
+        want: Want,
+        kept: int | None = None,
+        on_piece: Callable[[int], None] | None = None,
+    ) -> tuple[Output, int]:
         """Make `prompt` the committed past. Returns the output for its last token, and how many tokens were reused.
 
         `kept` says how many of its tokens the prompt of the next turn will begin with: all of them if that goes on from
         the answer. Where nobody knows, all but a few.
+        `on_piece` is told how many tokens are done before each piece; it may raise, and nothing is lost.
         """
         self.turn += 1
         self.settle()
@@ -98,6 +105,8 @@ class Conversation:
         kept = end - TAIL if kept is None else min(kept, end - 1)
         points = {p for p in map(self._floor, (shared, kept)) if p > start}
         for cut in sorted({*points, *range(start - start % PIECE + PIECE, end, PIECE), end}):
+            if on_piece is not None:
+                on_piece(start)
             wanted = want if cut == end else replace(want, tokens="none")
             with self.changing():
                 output = self.backend.prefill(self.sequence.state, self.sequence.ids[start:cut], wanted)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
-from warpsmith.backend.base import next_token, wanted_for
-from warpsmith.backend.sampling import Sampling
+from warpsmith.backend.base import LOGITS, Output, next_token, walk, wanted_for
+from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import Tree
 from warpsmith.draft.base import Context
 from warpsmith.engine.arguments import whole_number
@@ -29,6 +29,17 @@ class Step:
     tree: Tree
     accepted: list[int]  # the root among them
     decided: list[int]
+
+
+class Constraint(Protocol):
+    """What may come next, as a grammar says. Every token is decided in order and once, drafted or not, so a
+    constraint never has to go back."""
+
+    def allow(self, logits: np.ndarray) -> np.ndarray:
+        """A row of logits with -inf for what may not come next; the row itself is not changed."""
+
+    def took(self, token: int) -> None:
+        """This is what came."""
 
 
 class Generation:
@@ -51,10 +62,14 @@ class Generation:
         until: Callable[[int], bool] | None = None,
         on_step: Callable[[Step], None] | None = None,
         kept: int | None = None,
+        constraint: Constraint | None = None,
+        on_logits: Callable[[np.ndarray, int], None] | None = None,
+        on_prefill: Callable[[int], None] | None = None,
     ) -> None:
         """`until` sees every token once, in order, but for stop ids; when it returns True that token is the last.
         `on_step` sees every step once it is committed; without a draft, or while it rests, each is one token. `kept` is
-        what `begin` takes."""
+        what `begin` takes. `on_logits` sees every token with the row of logits it was chosen from. `on_prefill` sees
+        how many tokens of the prompt are done before each piece of it; raising there breaks the request off."""
         self.conversation, self.prompt, self.kept = conversation, prompt, kept
         self.sampling = sampling or Sampling()
         conversation.check(prompt)
@@ -64,12 +79,14 @@ class Generation:
             raise BadRequest(f"max_tokens is {max_tokens}.", "Ask for at least one token, or leave it out.")
         self.limit = room if max_tokens is None else min(max_tokens, room)
         self.stop_ids, self.until, self.on_step = stop_ids, until, on_step
+        self.constraint, self.on_logits, self.on_prefill = constraint, on_logits, on_prefill
+        self.host = constraint is not None or on_logits is not None  # somebody here looks at every row
         self.finish_reason: FinishReason | None = None
         proposer = conversation.proposer
-        tokens = wanted_for(self.sampling)
+        tokens = LOGITS if self.host else wanted_for(self.sampling)
         self.want = replace(proposer.wants, tokens=tokens.tokens) if proposer else tokens
         # nobody wants more of a forward than the next token: the backend may decode in its own fastest way
-        self.bare = self.want == tokens
+        self.bare = self.want == tokens and not self.host
         self.stats = Stats(
             device=conversation.backend.name,
             mode=proposer.name if proposer else PLAIN,
@@ -101,8 +118,13 @@ class Generation:
             tree, backend, state = tree or Tree.chain([root]), conversation.backend, conversation.sequence.state
             output = backend.forward([(state, tree)], self.want)
             verified = perf_counter()
-            path, run = backend.verify(state, tree, self.sampling, conversation.recent(self.sampling))
+            past = conversation.recent(self.sampling)
+            if self.constraint is None:
+                path, run = backend.verify(state, tree, self.sampling, past)
+            else:
+                path, run = walk(tree, self._constrained(output), past, state.length)
             run = self._cut(run)  # before the state advances: what comes after the end never happened
+            self._show(output, path, run)
             walked = perf_counter()
             conversation.advance(path[: len(run)], run, output)
         committed = perf_counter()
@@ -121,16 +143,23 @@ class Generation:
     def _first(self) -> list[int]:
         """Prefill, and choose the first token from its last row."""
         start = perf_counter()
-        output, self.stats.cached_tokens = self.conversation.begin(self.prompt, self.want, self.kept)
+        output, self.stats.cached_tokens = self.conversation.begin(self.prompt, self.want, self.kept, self.on_prefill)
         self.turn = self.conversation.turn
         history, position = self.conversation.recent(self.sampling), len(self.prompt)
-        run = self._cut([next_token(output, -1, self.sampling, history, position)])
+        if self.constraint is None:
+            first = next_token(output, -1, self.sampling, history, position)
+        else:
+            first = self._constrained(output)(-1, history, position)
+        run = self._cut([first])
+        self._show(output, [-1], run)
         self.conversation.sequence.ids.extend(run)
         self.stats.prefill_seconds = perf_counter() - start
         return run
 
     def _rest(self) -> int:
         """How many tokens to decode before the draft is asked again: without one, all of them."""
+        if self.host:
+            return 0
         left, proposer = self.limit - self.stats.generated_tokens, self.conversation.proposer
         return left if proposer is None else min(proposer.rest(self.conversation.sequence.draft), left)
 
@@ -145,6 +174,25 @@ class Generation:
         if tree.tokens[0] != sequence.ids[-1]:
             raise ValueError(f"{proposer} proposed a tree that does not start at the root")
         return _trim(tree, depth)
+
+    def _constrained(self, output: Output) -> Callable[[int, list[int], int], int]:
+        """The sampler's choice at a row, among what the constraint allows there."""
+        constraint, logits = self.constraint, output.logits
+        assert constraint is not None
+        assert logits is not None
+
+        def choose_at(row: int, text: list[int], position: int) -> int:
+            token = choose(constraint.allow(logits.row(row)), self.sampling, text, position)
+            constraint.took(token)
+            return token
+
+        return choose_at
+
+    def _show(self, output: Output, rows: list[int], run: list[int]) -> None:
+        if self.on_logits is not None:
+            assert output.logits is not None
+            for row, token in zip(rows, run, strict=False):
+                self.on_logits(output.logits.row(row), token)
 
     def _cut(self, run: list[int]) -> list[int]:
         """Count the run's tokens and end it where the text ends."""

@@ -19,11 +19,16 @@ class Text:
         self._stop = StopStrings(stops)
         self._ready = ""
 
+    @property
+    def hit(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stop.hit
+
     def push(self, token: int) -> bool:
         """Take a token; True when it completes a stop string."""
         if self._detokenizer is not None:
             self._ready += self._stop.push(self._detokenizer.push(token))
-        return self._stop.hit is not None
+        return self.hit is not None
 
     def take(self) -> str:
         ready, self._ready = self._ready, ""

@@ -149,6 +149,10 @@ class Tokenizer:
     def is_special(self, id: int) -> bool:
         return id in self.special_ids
 
+    def is_added(self, id: int) -> bool:
+        """Whether the token is a tag or a mark of its own, which no text is split into."""
+        return id < len(self.types) and self.types[id] in (CONTROL, USER_DEFINED)
+
     def stream(self, skip_special: bool = False) -> Detokenizer:
         return Detokenizer(self, skip_special)
 

@@ -1,0 +1,102 @@
+"""`warpsmith serve`: an HTTP server for clients of OpenAI's and Anthropic's interfaces, and a chat page."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from warpsmith.cli.options import introduce, model_arguments, natural, open_model
+from warpsmith.cli.terminal import aside
+from warpsmith.errors import BadRequest
+
+if TYPE_CHECKING:
+    from warpsmith.llm import LLM
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
+    )
+    group.add_argument(
+        "--port", type=_port, default=8080, help="port to listen on; 0 is any that is free (default: 8080)"
+    )
+    group.add_argument("--api-key", action="append", metavar="KEY", help="demand this key; may be repeated")
+    group.add_argument(
+        "--api-key-file", type=Path, metavar="PATH", help="demand one of the keys in this file, one a line"
+    )
+    group.add_argument("--alias", action="append", metavar="NAME", help="a name for the model; may be repeated")
+    group.add_argument("--queue", type=natural, default=64, metavar="N", help="requests that may wait (default: 64)")
+    group.add_argument(
+        "--drain", type=float, default=10.0, metavar="S", help="seconds for requests to end after SIGTERM (default: 10)"
+    )
+    group.add_argument("--chat-template-file", type=Path, metavar="PATH", help="use this instead of the model's own")
+    group.add_argument(
+        "--allow-host", action="append", metavar="NAME", help="answer requests for this host name too; may be repeated"
+    )
+    group.add_argument("--cors", action="append", metavar="ORIGIN", help="let web pages of this origin call; or '*'")
+    model_arguments(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    from warpsmith.serve.app import make_app
+    from warpsmith.serve.engine import Worker
+    from warpsmith.serve.guard import is_loopback
+    from warpsmith.serve.metrics import Metrics
+    from warpsmith.serve.run import Binding, serve
+    from warpsmith.serve.service import Service
+
+    keys = _keys(args)
+    template = None if args.chat_template_file is None else args.chat_template_file.read_text(encoding="utf-8")
+    if not is_loopback(args.host) and not keys:
+        _say(f"warning: anybody who reaches {args.host} can use this server; --api-key demands a key")
+    metrics = Metrics()
+
+    def load() -> LLM:
+        llm = open_model(args)
+        with suppress(OSError):
+            introduce(args, llm)
+        return llm
+
+    worker = Worker(load, queue=args.queue, listener=metrics)
+    service = Service(worker, _names(args), template, keys, metrics)
+    binding = Binding(args.host, args.port, args.allow_host or (), args.drain)
+    app = make_app(service, hosts=binding.hosts, origins=args.cors or ())
+    return serve(app, worker, binding, _say)
+
+
+def _say(text: str) -> None:
+    """To stderr; a server whose log nobody reads any more goes on."""
+    with suppress(OSError):
+        aside(text)
+
+
+def _port(text: str) -> int:
+    """An argparse type: a port."""
+    number = int(text)
+    if not 0 <= number <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port: they end at 65535")
+    return number
+
+
+def _names(args: argparse.Namespace) -> list[str]:
+    """What clients may call the model: its aliases, else what it was called on the command line."""
+    if args.alias:
+        return list(dict.fromkeys(args.alias))
+    if args.model is None:
+        return ["wisp"]
+    path = Path(args.model)
+    return [path.stem if path.suffix == ".gguf" else path.name if path.is_dir() else str(args.model)]
+
+
+def _keys(args: argparse.Namespace) -> list[str]:
+    keys = list(args.api_key or ())
+    if args.api_key_file is not None:
+        keys += args.api_key_file.read_text(encoding="utf-8").split()
+        if not keys:
+            raise BadRequest(f"{args.api_key_file} holds no key.", "Write one key a line.")
+    if any(not key.isascii() or not key.strip() for key in keys):
+        raise BadRequest("An API key is empty or not ASCII.", "Use letters and digits.")
+    return keys
