@@ -191,6 +191,7 @@ class CudaBackend(Backend):
             assert isinstance(state, CudaState)
             check_tokens(self.config, np.asarray(ids))
             state.drafted = None
+            self._decoder.let_go_of_ring()
             self._launches += 1
             return self._prompts.run(state, ids, want, self._tokens_of)
         parts = []
