@@ -54,7 +54,7 @@ def check_products(
     cuda.prefill(state, random.integers(0, config.vocab, 5))
     for nodes in sizes:
         tree = random_tree(np.random.default_rng(nodes), nodes, config.vocab)
-        features = cuda.forward(state, tree, Want("argmax", features=(0,))).features
+        features = cuda.forward([(state, tree)], Want("argmax", features=(0,))).features.numpy()
         cuda.trace(state, tree, "mlp_in.0")
         exchange = cuda.layout.exchange
         h = exchange.values(read_exchange(cuda, 0), "h", nodes).astype(np.float64)

@@ -69,9 +69,15 @@ def test_nothing_is_left_of_what_failed(tmp_path: Path, writer) -> None:  # type
     assert os.listdir(tmp_path) == []
 
 
+def hear_of_hangups() -> None:
+    """Where the tests run under nohup, their children would not."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def begin_writing(path: Path, *flags: str) -> subprocess.Popen[bytes]:
     """`warpsmith synth` stopped in the middle of its work."""
-    process = subprocess.Popen([*COMMAND, "synth", "tiny", str(path), *SHAPE, *flags], stderr=subprocess.PIPE)
+    command = [*COMMAND, "synth", "tiny", str(path), *SHAPE, *flags]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=hear_of_hangups)
     while not any(p.is_file() and p.stat().st_size > 4096 for p in path.parent.rglob("*")):
         assert process.poll() is None, "it ended before it was seen at work"
     process.send_signal(signal.SIGSTOP)

@@ -24,6 +24,7 @@ from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.checkpoint.convert import RECIPES, tensor_type
 from warpsmith.checkpoint.quantize import quantize
+from warpsmith.errors import NoDevice
 from warpsmith.model.config import SIZES, Config
 from warpsmith.model.weights import expected_shapes
 
@@ -161,7 +162,11 @@ def test_decoding_on_the_device_is_forward_after_forward(both: tuple[LargeBacken
 @pytest.fixture(scope="module")
 def on_gpu() -> tuple[LargeBackend, ReferenceBackend]:
     tensors = tensors_of(SHAPE, MIXED)
-    return LargeBackend(SHAPE, tensors, options={"WATCHDOG_CYCLES": "2000000000ll"}), ReferenceBackend(SHAPE, tensors)
+    try:
+        cuda = LargeBackend(SHAPE, tensors, options={"WATCHDOG_CYCLES": "2000000000ll"})
+    except NoDevice as error:
+        pytest.skip(str(error))
+    return cuda, ReferenceBackend(SHAPE, tensors)
 
 
 @pytest.mark.gpu

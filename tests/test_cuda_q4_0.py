@@ -53,6 +53,6 @@ def test_on_a_gpu(tied: bool) -> None:
     decoded = list(cuda.decode(state, 3, 20))
     steps = []
     for token in [3, *decoded[:-1]]:
-        steps.append(int(cuda.forward(twin, Tree.chain([token])).argmax[0]))
+        steps.append(int(cuda.forward([(twin, Tree.chain([token]))]).argmax[0]))
         cuda.commit(twin, [0])
     assert decoded == steps

@@ -49,7 +49,7 @@ def test_auto_takes_the_first_device_that_works(monkeypatch: pytest.MonkeyPatch)
 
     contexts: list[int | None] = []
 
-    for name, classes in (("cuda", {"CudaBackend": Broken}), ("cpu", {"CpuBackend": Works})):
+    for name, classes in (("cuda", {"open_backend": Broken}), ("cpu", {"CpuBackend": Works})):
         module = type(sys)(f"warpsmith.backend.{name}")
         module.__dict__.update(classes)
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -69,7 +69,7 @@ def stubbed(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
             raise error
 
     module = type(sys)("warpsmith.backend.cuda")
-    module.__dict__["CudaBackend"] = Broken
+    module.__dict__["open_backend"] = Broken
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
