@@ -8,6 +8,7 @@ from warpsmith.backend.base import PREFILL_CHUNK
 from warpsmith.backend.cuda.memory.layout import Layout
 from warpsmith.backend.cuda.prefill.products import NARROW_TILES, PLAIN, RESIDUAL, SILU, WIDE_TILES
 from warpsmith.backend.cuda.shape import HEAD_DIM, STATE_DIM
+from warpsmith.backend.cuda.weights.formats import Bf16
 from warpsmith.model.config import Config
 
 PIECE = 2048  # tokens that run together
@@ -21,9 +22,10 @@ PREP_SHARED, SCAN_SHARED, SLICE = 103_680, 196_864, 16  # of delta_prep.cu and d
 def suits(layout: Layout, architecture: str) -> bool:
     """Whether these kernels take the model: all matrices in BF16, widths of whole steps, on sm_90a."""
     c = layout.config
-    types = {held.format.type.name for held in layout.stream.parts} | {layout.stream.embedding_format.type.name}
+    formats = [*(held.format for held in layout.stream.parts), layout.stream.embedding_format]
+    fits = all(isinstance(each, Bf16) for each in formats)  # the one their loader is written for
     widths = c.hidden % 256 == 0 and c.ffn % 512 == 0 and c.value_dim % 512 == 0 and c.heads % 2 == 0
-    return architecture == "sm_90a" and types == {"BF16"} and widths and c.heads + 2 * c.kv_heads <= 32
+    return architecture == "sm_90a" and fits and widths and c.heads + 2 * c.kv_heads <= 32
 
 
 def row_tile_starts(layout: Layout) -> list[np.ndarray]:
