@@ -7,6 +7,7 @@ from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from statistics import median
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -408,13 +409,7 @@ class CudaBackend(Backend):
         """Queue a pass whose first node's outputs are row number `row` of all that is computed together."""
         self._decoder.let_go_of_ring()
         self._launches += 1
-        params, c = state.params, self.config
-        if row:
-            params = Params.from_buffer_copy(params)
-            params.out_tokens += 4 * row
-            params.out_logits += 4 * row * c.vocab
-            params.out_hidden += 4 * row * c.hidden
-            params.out_features += 4 * row * c.hidden * len(want.features)
+        params = at_row(state.params, row, self.config, want)
         request = Request(
             nodes=len(tree),
             length=state.length,
@@ -425,13 +420,33 @@ class CudaBackend(Backend):
             want_logits=want.tokens in ("top", "logits"),
             want_hidden=want.hidden,
         )
-        request.tokens[: len(tree)] = tree.tokens.tolist()
-        request.parents[: len(tree)] = tree.parents.tolist()
-        request.stop_ids[: len(stop)] = list(stop)
-        request.feature_layers[: len(want.features)] = list(want.features)
+        fill_request(request, tree, stop, want)
         self.exchange.fill_starts(NOT_YET, 2, -(-len(tree) // 8) * self.layout.exchange.tile_words)
         arguments = (params, request, draw or Draw())  # kernels for trees know of no draw
         self._kernel(len(tree)).launch(self.layout.sms, threads_of(self.architecture), *arguments, cooperative=True)
+
+
+ParamsOf = TypeVar("ParamsOf", bound=ctypes.Structure)
+
+
+def at_row(params: ParamsOf, row: int, config: Config, want: Want) -> ParamsOf:
+    """A kernel's arguments with its outputs from so many rows on."""
+    if not row:
+        return params
+    moved = type(params).from_buffer_copy(params)
+    sizes = {"tokens": 1, "logits": config.vocab, "hidden": config.hidden}
+    sizes["features"] = config.hidden * len(want.features)
+    for name, size in sizes.items():
+        setattr(moved, f"out_{name}", getattr(moved, f"out_{name}") + 4 * row * size)
+    return moved
+
+
+def fill_request(request: Any, tree: Tree, stop: Sequence[int], want: Want) -> None:
+    """The arrays of a request of either forward pass."""
+    request.tokens[: len(tree)] = tree.tokens.tolist()
+    request.parents[: len(tree)] = tree.parents.tolist()
+    request.stop_ids[: len(stop)] = list(stop)
+    request.feature_layers[: len(want.features)] = list(want.features)
 
 
 def build_constants(layout: Layout, chip: Chip, profile: Profile, nodes: int) -> dict[str, object]:

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 
 from warpsmith.backend.base import MemoryPart, State, Want, take_drafted
-from warpsmith.backend.cuda.backend import CudaBackend, CudaState
+from warpsmith.backend.cuda.backend import CudaBackend, CudaState, at_row, fill_request
 from warpsmith.backend.cuda.build.compiler import build, target
 from warpsmith.backend.cuda.build.profiles import Profile
 from warpsmith.backend.cuda.build.profiles import choose as choose_profile
@@ -163,13 +163,7 @@ class LargeBackend(CudaBackend):
     ) -> None:
         self._decoder.let_go_of_ring()
         self._launches += 1
-        params, c = cast(LargeParams, state.params), self.config
-        if row:
-            params = LargeParams.from_buffer_copy(params)
-            params.out_tokens += 4 * row
-            params.out_logits += 4 * row * c.vocab
-            params.out_hidden += 4 * row * c.hidden
-            params.out_features += 4 * row * c.hidden * len(want.features)
+        params = at_row(cast(LargeParams, state.params), row, self.config, want)
         request = LargeRequest(
             nodes=len(tree),
             length=state.length,
@@ -179,9 +173,6 @@ class LargeBackend(CudaBackend):
             want_logits=want.tokens in ("top", "logits"),
             want_hidden=want.hidden,
         )
-        request.tokens[: len(tree)] = tree.tokens.tolist()
-        request.parents[: len(tree)] = tree.parents.tolist()
-        request.stop_ids[: len(stop)] = list(stop)
-        request.feature_layers[: len(want.features)] = list(want.features)
+        fill_request(request, tree, stop, want)
         self.scratch["counter"].fill_starts(0, 1, self.scratch["counter"].nbytes // 4)
         self._kernel(len(tree)).launch(self.large.sms, THREADS, params, request, cooperative=True)
