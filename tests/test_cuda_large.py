@@ -1,4 +1,4 @@
-"""The activations-first forward pass: how its work is dealt, and what it computes on an emulated GPU and a real one."""
+"""The activations-first forward pass: how its work is dealt, and what it computes on an emulated GPU."""
 
 from __future__ import annotations
 
@@ -12,51 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from device_checks import check_interleaved, plain_run, relative, same_state
+from device_checks import plain_run, relative, same_state
 from emulator.gpu import emulated_gpu
-from random_models import random_tensors, random_tree
+from large_cases import BOUND, MIXED, SHAPE, tensors_of
+from random_models import random_tree
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.cuda.large.backend import LargeBackend
 from warpsmith.backend.cuda.large.layout import GROUP_BLOCKS, LargeLayout, deal_groups, takes
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.tree import Tree
-from warpsmith.checkpoint.blocks import TYPES
-from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.checkpoint.convert import RECIPES, tensor_type
-from warpsmith.checkpoint.quantize import quantize
-from warpsmith.errors import NoDevice
 from warpsmith.model.config import SIZES, Config
 from warpsmith.model.weights import expected_shapes
-
-# A ratio of 3 value heads to a key head, groups of 6 query heads, and stages of one and of two groups of K.
-SHAPE = Config(
-    name="toy",
-    layers=3,
-    hidden=512,
-    ffn=2560,
-    vocab=480,
-    heads=12,
-    kv_heads=2,
-    key_heads=2,
-    value_heads=6,
-    recurrent=(True, False, True),
-    context=512,
-    tied=False,
-)
-MIXED = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "attn_qkv": "Q5_K", "ssm_a": "BF16", "ssm_b": "BF16", "output.": "Q6_K",
-         "ssm_out": "Q8_0", "ffn_gate": "Q4_0", "ffn_up": "Q5_0"}  # fmt: skip
-BOUND = 0.015  # relative error of logits after three layers, with activations in bf16
-
-
-def tensors_of(config: Config, types: dict[str, str]) -> dict[str, Tensor]:
-    """Random ones, in Q4_K where nothing else is said for a part of the name."""
-    tensors = random_tensors(config, 1)
-    for name, tensor in tensors.items():
-        if len(tensor.shape) == 2 and "conv1d" not in name:
-            kind = TYPES[next((kind for part, kind in types.items() if part in name), "Q4_K")]
-            raw = quantize(kind, tensor.float32())
-            tensors[name] = Tensor(name, kind, tensor.shape, lambda raw=raw: raw)
-    return tensors
 
 
 @contextmanager
@@ -154,62 +121,3 @@ def test_decoding_on_the_device_is_forward_after_forward(both: tuple[LargeBacken
         tokens.append(token)
     assert list(cuda.decode(state, 7, 3)) == tokens
     assert same_state(SHAPE, state, plain)
-
-
-# -- on a GPU ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def on_gpu() -> tuple[LargeBackend, ReferenceBackend]:
-    tensors = tensors_of(SHAPE, MIXED)
-    try:
-        cuda = LargeBackend(SHAPE, tensors, options={"WATCHDOG_CYCLES": "2000000000ll"})
-    except NoDevice as error:
-        pytest.skip(str(error))
-    return cuda, ReferenceBackend(SHAPE, tensors)
-
-
-@pytest.mark.gpu
-def test_gpu_features_and_logits_are_those_of_the_reference(on_gpu: tuple[LargeBackend, ReferenceBackend]) -> None:
-    cuda, reference = on_gpu
-    state, expected, rng = cuda.new_state(512), reference.new_state(512), np.random.default_rng(0)
-    want = Want("logits", features=(0, 1, 2), hidden=True)
-    for nodes in (1, 5, 8, 13, 16, 22, 24, 1, 24, 24, 24, 24, 24, 24):  # past 128 tokens: chunks that all nodes share
-        tree = random_tree(rng, nodes, SHAPE.vocab)
-        got, exact = cuda.forward([(state, tree)], want), reference.forward([(expected, tree)], want)
-        assert relative(got.features.numpy(), exact.features.numpy()) < BOUND
-        assert relative(got.logits.numpy(), exact.logits.numpy()) < BOUND
-        for backend, each in ((cuda, state), (reference, expected)):
-            backend.commit(each, tree.path(nodes - 1))
-
-
-@pytest.mark.gpu
-def test_gpu_rows_do_not_depend_on_the_tree_around_them(on_gpu: tuple[LargeBackend, ReferenceBackend]) -> None:
-    cuda, _ = on_gpu
-    rng = np.random.default_rng(2)
-    text = rng.integers(0, SHAPE.vocab, 200)
-    plain, state, at = cuda.new_state(512), cuda.new_state(512), 0
-    expected = plain_run(cuda, plain, text)
-    while at < len(text):
-        count = int(min(len(text) - at, rng.integers(1, 13)))
-        tokens, parents, main = [int(text[at])], [-1], [0]
-        while len(main) < count or len(tokens) < count + 8:
-            if len(main) < count and rng.random() < 0.5:
-                parents.append(main[-1])
-                main.append(len(tokens))
-                tokens.append(int(text[at + len(main) - 1]))
-            elif len(tokens) < 24 - (count - len(main)):
-                parents.append(int(rng.integers(0, len(tokens))))
-                tokens.append(int(rng.integers(0, SHAPE.vocab)))
-            elif len(main) == count:
-                break
-        output = cuda.forward([(state, Tree(np.array(tokens), np.array(parents)))], LOGITS)
-        np.testing.assert_array_equal(output.logits.numpy()[main], expected[at : at + count])
-        cuda.commit(state, main)
-        at += count
-    assert same_state(SHAPE, state, plain)
-
-
-@pytest.mark.gpu
-def test_gpu_sequences_interleave(on_gpu: tuple[LargeBackend, ReferenceBackend]) -> None:
-    check_interleaved(on_gpu[0], [5, 9, 8], 30)
