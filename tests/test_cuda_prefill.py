@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 
 EVERY = Want("logits", every_row=True)
 # Relative errors (2-norm) of what is computed from activations in bf16, whose own error is 1.7e-3.
-ONE_PRODUCT, ONE_MIXER, SOME_LAYERS = 3e-3, 9e-3, 2.5e-2
+ONE_PRODUCT, ONE_MIXER, SOME_LAYERS = 2.5e-3, 8e-3, 2.5e-2
 
 
 def error(got: np.ndarray, expected: np.ndarray) -> float:
