@@ -27,6 +27,7 @@ from warpsmith.backend.cuda.top import Top, top_bytes
 from warpsmith.backend.cuda.weights.loading import STAGING_BYTES, Progress
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.errors import BadRequest
 from warpsmith.model.config import Config
 
 VARIANTS = (8, 16, 24)  # nodes a build of the kernel takes
@@ -112,7 +113,7 @@ class LargeBackend(CudaBackend):
         state.length += len(nodes)
 
     def trace(self, state: State, tree: Tree, stop_after: str) -> dict[str, np.ndarray]:
-        raise NotImplementedError("the activations-first pass is compared by its features, layer by layer")
+        raise BadRequest("The activations-first pass shows no stages.", "Ask a forward pass for features of its layers.")
 
     def bytes_a_token(self, length: int) -> int:
         layout = self.large
