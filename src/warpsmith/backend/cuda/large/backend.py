@@ -113,7 +113,9 @@ class LargeBackend(CudaBackend):
         state.length += len(nodes)
 
     def trace(self, state: State, tree: Tree, stop_after: str) -> dict[str, np.ndarray]:
-        raise BadRequest("The activations-first pass shows no stages.", "Ask a forward pass for features of its layers.")
+        raise BadRequest(
+            "The activations-first pass shows no stages.", "Ask a forward pass for features of its layers."
+        )
 
     def bytes_a_token(self, length: int) -> int:
         layout = self.large
