@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
     from warpsmith.serve.guard import is_loopback
     from warpsmith.serve.metrics import Metrics
     from warpsmith.serve.run import Binding, serve
-    from warpsmith.serve.service import Service
+    from warpsmith.serve.service import Service, model_name
 
     keys = _keys(args)
     template = None if args.chat_template_file is None else args.chat_template_file.read_text(encoding="utf-8")
@@ -61,7 +61,8 @@ def main(args: argparse.Namespace) -> int:
         return llm
 
     worker = Worker(load, queue=args.queue, listener=metrics)
-    service = Service(worker, _names(args), template, keys, metrics)
+    names = list(dict.fromkeys(args.alias or [model_name(args.model)]))
+    service = Service(worker, names, template, keys, metrics)
     binding = Binding(args.host, args.port, args.allow_host or (), args.drain)
     app = make_app(service, hosts=binding.hosts, origins=args.cors or ())
     return serve(app, worker, binding, _say)
@@ -79,16 +80,6 @@ def _port(text: str) -> int:
     if not 0 <= number <= 65535:
         raise argparse.ArgumentTypeError(f"{text} is no port: they end at 65535")
     return number
-
-
-def _names(args: argparse.Namespace) -> list[str]:
-    """What clients may call the model: its aliases, else what it was called on the command line."""
-    if args.alias:
-        return list(dict.fromkeys(args.alias))
-    if args.model is None:
-        return ["wisp"]
-    path = Path(args.model)
-    return [path.stem if path.suffix == ".gguf" else path.name if path.is_dir() else str(args.model)]
 
 
 def _keys(args: argparse.Namespace) -> list[str]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from warpsmith import __version__
@@ -173,6 +174,14 @@ class Service:
             if fields.response_format.type == "json_schema" and schema is None:
                 raise refused("response_format", "response_format.json_schema.schema is missing.", "Send it.")
         return await asyncio.to_thread(grammars.json_schema, schema, name)
+
+
+def model_name(model: str | Path | None) -> str:
+    """What clients call a model that was given no other name."""
+    if model is None:
+        return "wisp"
+    path = Path(model)
+    return path.stem if path.suffix == ".gguf" else path.name if path.is_dir() else str(model)
 
 
 def sampler_fields(fields: SamplerFields, choice: int = 0) -> dict[str, Any]:
