@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import select
+import signal
 import sys
 
 # prompt_toolkit would ask where the cursor is, and nobody here answers
@@ -33,8 +34,18 @@ class Terminal:
                 return at + len(text)
         raise AssertionError(f"no {text!r} in {self.seen!r}")
 
+    def read(self, seconds: float) -> None:
+        """What comes within so many seconds."""
+        if select.select([self.fd], [], [], seconds)[0]:
+            self.seen += os.read(self.fd, 4096).decode(errors="replace")
+
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
+
+    def end(self) -> None:
+        """Whatever it does."""
+        os.kill(self.pid, signal.SIGKILL)
+        self.exit_code()
 
     def exit_code(self) -> int:
         try:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chat_walk import talk
 from terminal import PROMPT, Terminal
 from warpsmith.cli.prompt import is_open, piped, unquoted
 
@@ -103,6 +104,13 @@ def test_commands(gguf: Path, tmp_path: Path) -> None:
     assert chat.messages() == []
     chat.type("/exit\r")
     assert chat.exit_code() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_long_talk(seed: int, tmp_path: Path) -> None:
+    walk = talk(seed, tmp_path, 60)
+    assert sum(walk.done.values()) == 60
 
 
 def test_history_is_there_the_next_time(gguf: Path, tmp_path: Path) -> None:

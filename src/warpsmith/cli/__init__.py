@@ -25,7 +25,7 @@ VERBS = {
     "synth": "make a random model of any size",
     "doctor": "say what this machine has and what would be used",
 }
-WRITES_FILES = ("convert", "synth")  # and nothing to stdout
+SAYS_NOTHING = ("convert", "synth", "serve")  # on stdout
 INTERRUPTED = 130
 
 
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     except WarpsmithError as error:
         return _explain(error)
     try:
-        if args.verb not in WRITES_FILES:
+        if args.verb not in SAYS_NOTHING:
             need_stdout()
         code = int(import_module(f"warpsmith.cli.{args.verb}").main(args))
         if sys.stdout is not None:

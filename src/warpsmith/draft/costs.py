@@ -18,6 +18,7 @@ import numpy as np
 
 from warpsmith.backend.base import Backend, Want
 from warpsmith.backend.tree import MAX_NODES, Tree
+from warpsmith.checkpoint.atomic import whole_file
 from warpsmith.draft.base import Context, Draft
 from warpsmith.errors import BadRequest, DoesNotFit
 
@@ -73,9 +74,9 @@ def costs_of(backend: Backend, wants: Want, directory: Path | None = None) -> Co
     if measured.settled:
         with suppress(OSError):  # a cache that cannot be written only costs time
             path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(f".{os.getpid()}.part")
-            part.write_text(json.dumps({"device": backend.name, "seconds": measured.seconds, "plain": measured.plain}))
-            part.replace(path)
+            record = {"device": backend.name, "seconds": measured.seconds, "plain": measured.plain}
+            with whole_file(path) as file:
+                file.write(json.dumps(record).encode())
     return Costs.between(measured.seconds, measured.plain)
 
 

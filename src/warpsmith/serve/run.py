@@ -77,6 +77,7 @@ async def _serve(
 ) -> int:
     config = uvicorn.Config(
         app,
+        log_config=None,  # warnings go to stderr as they are; uvicorn's own way needs a stdout
         log_level="warning",
         access_log=False,
         lifespan="off",
