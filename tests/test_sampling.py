@@ -9,9 +9,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from warpsmith.backend import sampling as module
 from warpsmith.backend.sampling import Sampling, choose, penalise, uniform
 from warpsmith.cli.options import sampler_arguments, sampler_keywords
 from warpsmith.engine.request import SAMPLING, Options, check_sampling, sampling_for
@@ -294,3 +295,33 @@ def test_what_a_request_leaves_out_is_the_file_s_or_the_list_s() -> None:
     assert sampling_for({"seed": 3, "min_p": None}, {"min_p": 0.1}).min_p == 0.1
     drawn = {sampling_for({}, {}).seed for _ in range(20)}
     assert len(drawn) == 20, "each request draws its own seed"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([0.0, 1e-3, 0.7, 1.0, 50.0]),
+    st.sampled_from([0, 1, 5, 40, 9000]),
+    st.sampled_from([0.0, 1e-9, 0.5, 0.999999999, 1.0]),
+    st.sampled_from([0.0, 1e-300, 0.1, 1.0]),
+    st.sampled_from([0.0, 0.5, 1 - 2.0**-30, 1 - 2.0**-53]),
+    st.sampled_from([0.0, -60.0, -1e30]),
+)
+@example(0, 1.0, 0, 1.0, 0.0, 1 - 2.0**-53, 0.0)
+@example(1, 1.0, 0, 1.0, 0.0, 1 - 2.0**-53, 0.0)
+@example(2, 1.0, 0, 1.0, 0.0, 1 - 2.0**-53, 0.0)
+@example(3, 1.0, 0, 1.0, 0.0, 1 - 2.0**-53, 0.0)
+def test_a_forbidden_token_is_never_drawn(
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float, fraction: float, below: float
+) -> None:
+    """Whatever the settings, the draw, and how unlikely those that are allowed were."""
+    rng = np.random.default_rng(seed)
+    vocab = int(rng.integers(2, 9000))
+    logits = (rng.standard_normal(vocab) * rng.choice([0.1, 1.0, 5.0])).astype(np.float32)
+    allowed = rng.random(vocab) < rng.choice([0.001, 0.5, 0.999])
+    allowed[rng.integers(vocab)] = True
+    row = np.where(allowed, logits + np.float32(below), -np.inf).astype(np.float32)
+    drawing = Sampling(temperature, top_k, top_p, min_p, repeat_penalty=1.1, seed=seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "uniform", lambda seed, position: fraction)
+        assert allowed[choose(row, drawing, rng.integers(vocab, size=70).tolist(), 5)]

@@ -171,7 +171,9 @@ def draw(
     index = int(np.searchsorted(running, target, side="right"))
     if index >= count and not cut and not complete:
         return None
-    return min(index, count - 1)  # rounding may leave the target a hair above the last running sum
+    # rounding may leave the target a hair above the last running sum: then the last that adds to it, and not a token
+    # that cannot be, such as one that a grammar forbids
+    return min(index, int(np.searchsorted(running, running[-1], side="left")))
 
 
 def check_bias(sampling: Sampling, vocab: int) -> None:
