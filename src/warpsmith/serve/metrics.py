@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import suppress
 from time import perf_counter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from warpsmith.engine.stats import Stats
+from warpsmith.llm import LLM
+from warpsmith.measure.energy import Meter, meters_of
 from warpsmith.serve.engine import Job, Worker
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class _Joules(Collector):
+    """What the machine's meters say at the moment of asking."""
+
+    def __init__(self) -> None:
+        self.meters: list[Meter] = []
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        family = CounterMetricFamily("warpsmith_energy_joules", "Energy used, by meter", labels=["meter"])
+        for meter in self.meters:
+            with suppress(OSError):
+                family.add_metric([meter.name], meter.joules())
+        if family.samples:
+            yield family
 
 
 class Metrics:
@@ -42,9 +64,17 @@ class Metrics:
             "inter_token_latency_seconds", "Mean time of a token after the first", (0.0005, 0.001, 0.002, *_SECONDS)
         )
         self.whole = histogram("e2e_request_latency_seconds", "From the request to its end")
+        self.energy = _Joules()
+        self.registry.register(self.energy)
 
     def watch(self, worker: Worker) -> None:
-        """Show how full the queue is."""
+        """Show how full the queue is, and count joules from the moment that the model is there."""
+
+        def meter(loaded: Future[LLM]) -> None:
+            if loaded.exception() is None:
+                self.energy.meters = meters_of(loaded.result().device)
+
+        worker.loaded.add_done_callback(meter)
         for name, help, read in (
             ("requests_processing", "Requests at work", lambda: worker.processing),
             ("requests_deferred", "Requests that wait", lambda: worker.waiting),
@@ -54,6 +84,7 @@ class Metrics:
     def finished(self, job: Job, stats: Stats | None) -> None:
         """The worker's thread tells of a request that ended; without stats it was broken off."""
         now = perf_counter()
+        list(self.energy.collect())  # meters come round: they are not left alone for long
         self.requests.labels("finished" if stats else "broken off").inc()
         if job.first_token is not None:
             self.first_token.observe(job.first_token - job.submitted)
