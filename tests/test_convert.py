@@ -50,6 +50,13 @@ def test_gguf_keeps_every_byte_and_all_metadata(tmp_path: Path, recipe: str) -> 
     assert Tokenizer.from_gguf(read.metadata).encode("héllo<|im_end|>") == [*"héllo".encode(), END]
 
 
+@pytest.mark.parametrize("recipe", [None, "f32", "q8_0"])
+def test_progress_ends_where_it_said_it_would(tmp_path: Path, recipe: str | None) -> None:
+    source, heard = random_checkpoint(SMALL, recipe="bf16"), list[int]()
+    to_gguf(source, source.metadata, tmp_path / "model.gguf", recipe, heard.append)
+    assert sum(heard) == source.nbytes
+
+
 def test_a_recipe_converts_as_if_made_that_way(tmp_path: Path) -> None:
     exact = random_checkpoint(SMALL, seed=2)
     for recipe in RECIPES:

@@ -35,7 +35,7 @@ def to_gguf(
 ) -> None:
     """Write a checkpoint as GGUF under `metadata`; without a recipe every tensor keeps its type.
 
-    `metadata` is the whole of it, tokenizer and chat template included. `progress` hears of bytes written.
+    `metadata` is the whole of it, tokenizer and chat template included. `progress` hears of bytes read.
     """
     types = {name: _target(tensor, recipe, checkpoint) for name, tensor in checkpoint.tensors.items()}
     if recipe:
@@ -144,7 +144,5 @@ def _converted(tensor: Tensor, target: BlockType, progress: Callable[[int], obje
     step = max(1, _PIECE // tensor.shape[-1])
     for start in range(0, len(rows), step):
         piece = rows[start : start + step]
-        if tensor.type != target:
-            piece = quantize(target, dequantize(tensor.type, piece))
-        yield piece
+        yield piece if tensor.type == target else quantize(target, dequantize(tensor.type, piece))
         progress(piece.nbytes)
