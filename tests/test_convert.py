@@ -66,13 +66,6 @@ def test_a_recipe_converts_as_if_made_that_way(tmp_path: Path) -> None:
         assert read.metadata["general.file_type"] == FILE_TYPES[recipe]
 
 
-def test_progress_counts_what_is_written(tmp_path: Path) -> None:
-    source = random_checkpoint(SMALL)
-    told: list[int] = []
-    to_gguf(source, source.metadata, tmp_path / "model.gguf", "bf16", told.append)
-    assert sum(told) == open_checkpoint(tmp_path / "model.gguf").nbytes
-
-
 def test_safetensors_and_back(tmp_path: Path) -> None:
     source = random_checkpoint(SMALL, recipe="bf16")
     to_safetensors(source, tmp_path / "model", "BF16")
