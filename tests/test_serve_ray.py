@@ -49,7 +49,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "applications": [
             {
                 "import_path": "warpsmith.serve.ray:app",
-                "args": {"replicas": 2, "threads": 1, "context": 1024, "draft": "none"},
+                "args": {"replicas": 2, "threads": 1, "context": 1024, "draft": "none", "queue": 8},
             }
         ],
     }
@@ -137,6 +137,23 @@ def test_a_client_that_vanishes_frees_the_replica(cluster: Server) -> None:
     assert answer["choices"][0]["message"]["content"]
     metrics = cluster.ask("/metrics", headers={"x-session-id": "gone"})[1]
     assert 'warpsmith_requests_total{outcome="broken off"} 1.0' in metrics
+
+
+def test_more_requests_than_may_wait_are_refused(cluster: Server) -> None:
+    """Sixteen at work and sixteen waiting."""
+    answers: list[tuple[int, Any]] = []
+
+    def ask(number: int) -> None:
+        status, _, headers = cluster.ask(CHAT, chat(f"Number {number}"))
+        answers.append((status, headers["retry-after"]))
+
+    clients = [threading.Thread(target=ask, args=(number,)) for number in range(80)]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join()
+    assert set(answers) == {(200, None), (429, "1")}
+    assert sum(status == 200 for status, _ in answers) >= 32
 
 
 def test_a_replica_that_is_killed_loses_no_request(cluster: Server) -> None:
