@@ -70,6 +70,7 @@ def test_settings_are_in_the_clients_own_formats(server: Server) -> None:
 def test_what_is_wrong_is_said(server: Server) -> None:
     for args, code, part in (
         (["nobody"], 2, "claude, codex"),
+        ([], 2, "required: client.\n"),
         (["--url", "http://127.0.0.1:9", "claude"], 1, "warpsmith serve"),
         (["--api-key", "wrong", "claude"], 1, "--api-key"),
     ):

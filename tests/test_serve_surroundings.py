@@ -12,6 +12,7 @@ import threading
 import urllib.error
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -144,3 +145,26 @@ def test_sigterm_under_load(drain: str, code: int) -> None:
     assert set(outcomes) <= {"finished", "told"}
     assert "finished" in outcomes
     assert (ended, "not finished: " in said) == (code, code == 1)
+
+
+def test_a_terminal_that_goes_away_ends_it_as_sigterm_does() -> None:
+    server = start("-c", "1024", "--drain", "0")
+    client = HTTPConnection(server.url.removeprefix("http://"), timeout=120)
+    body = json.dumps(HELLO | {"max_tokens": 1000, "stream": True})
+    client.request("POST", CHAT, body, {"content-type": "application/json"})
+    answer = client.getresponse()
+    answer.read(10)
+    code, said = server.stop(signal.SIGHUP)
+    assert "shutting down" in answer.read().decode()
+    assert (code, said) == (129, "not finished: 1 request\n")
+
+
+def test_nohup_keeps_it_alive() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what it starts with
+    try:
+        server = start("-c", "512")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    server.process.send_signal(signal.SIGHUP)
+    assert server.ask(CHAT, HELLO)[0] == 200
+    assert server.stop()[0] == 0

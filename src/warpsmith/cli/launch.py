@@ -26,7 +26,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", metavar="KEY", help="the server's key, if it asks for one")
     parser.add_argument("--print", action="store_true", help="print the environment and the command, start nothing")
     parser.add_argument("client", help=f"one of {NAMES}")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="all that follows is for the client")
+    rest = parser.add_argument("rest", nargs=argparse.REMAINDER, help="all that follows is for the client")
+    rest.required = False  # or a missing client's error would name it too
 
 
 def main(args: argparse.Namespace) -> int:

@@ -97,7 +97,10 @@ async def _serve(
             worker.abandon()
             server.force_exit = True
 
-    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 0)):
+    ends = [(signal.SIGINT, 130), (signal.SIGTERM, 0)]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
+        ends.append((signal.SIGHUP, 129))
+    for number, code in ends:
         signal.signal(number, lambda *_, code=code: loop.call_soon_threadsafe(stop, code))
     worker.start()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
