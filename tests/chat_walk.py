@@ -1,7 +1,8 @@
 """A long random talk with `warpsmith chat` at a terminal: what a person may do, in any order, from a seed.
 
 After every action the prompt must come back, nothing may be said of a defect, and what /save writes must be what was
-typed and what was shown. `python tests/chat_walk.py SECONDS [SEED]` goes on for so long.
+typed and what was shown. `python tests/chat_walk.py SECONDS [SEED [FLAG ...]]` goes on for so
+long.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # shown as U+FFFD
 
 
 class Walk:
-    def __init__(self, seed: int, folder: Path, context: int = 512) -> None:
+    def __init__(self, seed: int, folder: Path, *flags: str) -> None:
         self.random, self.folder = random.Random(seed), folder
-        self.chat = Terminal("chat", "-c", str(context), "-n", "60", XDG_STATE_HOME=str(folder), NO_COLOR="1")
+        settings = {"XDG_STATE_HOME": str(folder), "NO_COLOR": "1"}
+        self.chat = Terminal("chat", "-c", "512", "-n", "60", *flags, **settings)
         self.at = self.chat.until(PROMPT)
         self.system: str | None = None
         self.users: list[str] = []  # what was asked, as the chat should know it
@@ -56,6 +58,9 @@ class Walk:
             self.nothing: 1,
             self.resize: 1,
             self.history: 2,
+            self.paste_from_elsewhere: 2,
+            self.type_ahead: 2,
+            self.edit: 2,
         }
         action = self.random.choices(list(actions), list(actions.values()))[0]
         self.done[action.__name__] += 1
@@ -81,6 +86,29 @@ class Walk:
         if text.endswith("\\"):
             text += "."
         self.answered(PASTE.format(text) + "\r", text)
+
+    def paste_from_elsewhere(self) -> None:
+        """Other ends of lines, and characters that are none."""
+        self.answered(PASTE.format("one\r\n  two\rthree\x01\x07 four") + "\r", "one\n  two\nthree\x01\x07 four")
+
+    def edit(self) -> None:
+        """Ctrl-D deletes within a line, and leaves only an empty one; Ctrl-A, Ctrl-E, backspace, arrows."""
+        self.answered("bXd\x1b[D\x1b[D\x04\x01a\x05e!\x7f\r", "abde")
+
+    def type_ahead(self) -> None:
+        """A message that is typed while the one before is answered comes next."""
+        self.trail.append("type ahead")
+        start = self.at
+        self.chat.type("first\r")
+        taken = self.chat.until("\x1b[?2004l", start)
+        self.chat.type("second\r")
+        between = self.chat.until(PROMPT, taken)
+        self.at = self.chat.until(PROMPT, self.chat.until("\x1b[?2004l", between))
+        self.quiet()
+        for text, shown in (("first", self.chat.seen[taken:between]), ("second", self.chat.seen[between : self.at])):
+            assert ("leaves no room" in shown) or (SUMMARY in shown), shown
+            self.users += [text] if SUMMARY in shown else []
+        self.compare(None)
 
     def interrupt(self) -> None:
         """Ctrl-C somewhere in an answer, or just after it."""
@@ -239,8 +267,8 @@ class Walk:
         assert self.chat.exit_code() == 0
 
 
-def talk(seed: int, folder: Path, steps: int, until: float = float("inf")) -> Walk:
-    walk = Walk(seed, folder)
+def talk(seed: int, folder: Path, steps: int, *flags: str, until: float = float("inf")) -> Walk:
+    walk = Walk(seed, folder, *flags)
     try:
         for _ in range(steps):
             if time.monotonic() > until:
@@ -261,7 +289,7 @@ if __name__ == "__main__":
     while time.monotonic() < begun + seconds:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                done += talk(seed, Path(folder), 200, begun + seconds).done
+                done += talk(seed, Path(folder), 200, *sys.argv[3:], until=begun + seconds).done
             except AssertionError as error:
                 failures += 1
                 print(f"seed {seed}: {str(error)[-2000:]}", flush=True)
