@@ -124,6 +124,19 @@ def test_history_is_there_the_next_time(gguf: Path, tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "warpsmith" / "chat_history").stat().st_mode) == 0o600
 
 
+def test_a_history_that_cannot_be_written_does_no_harm(gguf: Path, tmp_path: Path) -> None:
+    chat = ChatTerminal(gguf, tmp_path, "-n", "1")
+    path = tmp_path / "warpsmith" / "chat_history"
+    path.unlink()
+    path.mkdir()  # no file can be appended to here, as on a full disk
+    chat.say("hello")
+    assert chat.messages() == ["hello", "A"]
+    chat.say("\x1b[A\x1b[A")  # this run still has it
+    assert chat.messages()[2] == "hello"
+    chat.leave()
+    assert "Exception" not in chat.seen
+
+
 def test_an_interrupt_between_prompts_does_no_harm(gguf: Path, tmp_path: Path) -> None:
     chat = ChatTerminal(gguf, tmp_path, "-n", "1")
     for _ in range(

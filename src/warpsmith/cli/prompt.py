@@ -131,9 +131,20 @@ def history_path() -> Path:
 def _history() -> History:
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
+    class Kept(FileHistory):
+        def load_history_strings(self) -> Iterable[str]:
+            try:
+                return list(super().load_history_strings())
+            except OSError:
+                return []
+
+        def store_string(self, string: str) -> None:
+            with suppress(OSError):  # a disk that is full by now is no reason to lose the message
+                super().store_string(string)
+
     with suppress(OSError):  # where nothing can be kept, this run still has a history
         path = history_path()
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600))  # nobody else's business
-        return FileHistory(path)
+        return Kept(path)
     return InMemoryHistory()
