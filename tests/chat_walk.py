@@ -19,6 +19,7 @@ import termios
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from terminal import PROMPT, Terminal
@@ -26,7 +27,7 @@ from terminal import PROMPT, Terminal
 PASTE = "\x1b[200~{}\x1b[201~"
 LINES = ["def f(x):", "    return x", "class Ä:", "日本語 text", "🙂", "\tindented", "# note", "", "a = b \\", "naïve"]
 SUMMARY = "tokens of context"
-SENTENCES = ("Traceback", "Something failed", "Exception", "Unhandled", "Press ENTER to continue")
+SENTENCES = ("Traceback (most", "Something failed inside", "Exception ignored", "Unhandled exc", "Press ENTER to")
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # shown as U+FFFD
 
 
@@ -277,7 +278,8 @@ def talk(seed: int, folder: Path, steps: int, *flags: str, until: float = float(
         walk.leave()
     except BaseException:
         print(f"seed {seed}, after {walk.trail[-8:]}", file=sys.stderr)
-        walk.chat.end()
+        with suppress(OSError):  # it may have ended by itself
+            walk.chat.end()
         raise
     return walk
 

@@ -29,7 +29,10 @@ class Terminal:
         for _ in range(60):
             self.type(press)
             while (at := self.seen.find(text, after)) < 0 and select.select([self.fd], [], [], 1)[0]:
-                self.seen += os.read(self.fd, 4096).decode(errors="replace")
+                try:
+                    self.seen += os.read(self.fd, 4096).decode(errors="replace")
+                except OSError:  # nobody is at the other end any more
+                    raise AssertionError(f"it ended with {self.exit_code()}: {self.seen[-2000:]!r}") from None
             if at >= 0:
                 return at + len(text)
         raise AssertionError(f"no {text!r} in {self.seen!r}")

@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,29 @@ def test_an_interrupt_between_prompts_does_no_harm(gguf: Path, tmp_path: Path) -
     chat.say("hello")
     chat.leave()
     assert "Exception" not in chat.seen
+
+
+def test_interrupts_at_any_moment_do_no_harm(gguf: Path, tmp_path: Path) -> None:
+    """As of a Ctrl-C that is held down; above all while an error is explained."""
+    chat = ChatTerminal(gguf, tmp_path, "-n", "3")
+    calm = threading.Event()
+
+    def storm() -> None:
+        while not calm.wait(0.0005):
+            os.kill(chat.pid, signal.SIGINT)
+
+    storming = threading.Thread(target=storm)
+    storming.start()
+    try:
+        for keys in ["/fly"] * 25 + ["hello"] * 5:
+            chat.type(keys + "\r")
+            chat.at = chat.until(PROMPT, chat.until("\x1b[?2004l", chat.at))
+    finally:
+        calm.set()
+        storming.join()
+    assert chat.seen.count("There is no command /fly") == 25
+    assert chat.messages()[::2] == ["hello"] * 5
+    chat.leave()
 
 
 def test_a_terminal_that_knows_no_commands_gets_none(gguf: Path, tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ import argparse
 import copy
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from warpsmith.cli.options import (
@@ -68,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
             except KeyboardInterrupt:
                 if not interactive:
                     raise
-                hint_due = True  # printed above, where another Ctrl-C does no harm
+                hint_due = True
             except WarpsmithError as error:
                 if not interactive:
                     raise
@@ -84,6 +86,9 @@ class Chat:
         self.system: str | None = args.system
         self.turns: list[Message] = []
         self.going = True
+        self._stoppable = False  # whether Ctrl-C means anything: while an answer comes
+        if interactive:
+            signal.signal(signal.SIGINT, self._heed_ctrl_c)
         self._commands: dict[str, Callable[[str], None]] = {
             "regen": self._regenerate,
             "undo": self._undo,
@@ -94,6 +99,13 @@ class Chat:
             "help": self._help,
         }
         self._commands |= dict.fromkeys(("exit", "quit", "bye"), self._exit)
+
+    def _heed_ctrl_c(self, number: int, frame: FrameType | None) -> None:
+        """Interrupts an answer once. At any other moment, an error being explained, say, it would end the chat; at the
+        prompt Ctrl-C is a key, and no signal."""
+        if self._stoppable:
+            self._stoppable = False
+            raise KeyboardInterrupt
 
     def hear(self, message: str) -> None:
         """Answer a message, or do what a command says."""
@@ -114,10 +126,14 @@ class Chat:
         """Stream an answer to these turns and keep both; what there is of it when Ctrl-C is pressed is the answer."""
         text, stats, finish_reason = "", None, None
         try:
-            for chunk in self.llm.stream([*self.opening, *turns], **sampling_keywords(self.args)):
-                emit(chunk.text)
-                text += chunk.text
-                stats, finish_reason = chunk.stats, chunk.finish_reason
+            try:
+                self._stoppable = True
+                for chunk in self.llm.stream([*self.opening, *turns], **sampling_keywords(self.args)):
+                    emit(chunk.text)
+                    text += chunk.text
+                    stats, finish_reason = chunk.stats, chunk.finish_reason
+            finally:
+                self._stoppable = False
         except KeyboardInterrupt:
             if not self.interactive:
                 raise

@@ -7,7 +7,6 @@ open. At a terminal Alt-Enter also begins a new line, and what is pasted is inse
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -88,15 +87,10 @@ class Typed(Iterator[str]):
         )
 
     def __next__(self) -> str:
-        # Ctrl-C is a key here, and not a signal. The signal could still come in the moment before or after, when there
-        # is no event loop yet, or no longer, to take it.
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            return unquoted(self._session.prompt(handle_sigint=False))
+            return unquoted(self._session.prompt(handle_sigint=False))  # Ctrl-C is a key here, and not a signal
         except EOFError:
             raise StopIteration from None
-        finally:
-            signal.signal(signal.SIGINT, before)
 
 
 def _keys() -> KeyBindings:
