@@ -101,6 +101,13 @@ def test_every_verb_has_help(verb: str) -> None:
         ["run", "--no-such-flag"],
         ["run", "-p", "x", "-n", "many"],
         ["run", "-p", "x", "-n", "0"],
+        ["run", "-p", "x", "-n", "-5"],
+        ["run", "-p", "x", "--spec-budget", "few"],
+        ["run", "-p", "x", "--logit-bias", "seven+1"],
+        ["serve", "--port", "http"],
+        ["serve", "--drain", "nan"],
+        ["serve", "--drain", "-1"],
+        ["bench", "-p", "1,x"],
         ["run", "-p", "x", "-c", "0"],
         ["run", "-p", "x", "-c", "99999999"],
         ["run", "-p", "x", "-f", "y"],
@@ -130,6 +137,7 @@ def test_what_cannot_be_done_as_asked_exits_2(args: list[str], tmp_path: Path) -
     assert result.stdout == b""
     assert b"error:" in result.stderr
     assert b"Traceback" not in result.stderr
+    assert not re.search(rb"invalid (_|natural|budget)", result.stderr)  # names of our functions
     assert list(tmp_path.iterdir()) == []
 
 

@@ -16,6 +16,7 @@ from warpsmith.cli.options import (
     open_model,
     sampler_arguments,
     sampler_keywords,
+    whole,
 )
 from warpsmith.cli.terminal import aside
 from warpsmith.errors import BadRequest
@@ -160,7 +161,7 @@ def _model_type(llm: LLM) -> str:
 
 def _numbers(text: str) -> list[int]:
     """An argparse type: numbers from 0, separated by commas."""
-    numbers = [int(part) for part in text.split(",")]
+    numbers = [whole(part) for part in text.split(",")]
     if min(numbers) < 0:
         raise argparse.ArgumentTypeError(f"{text} holds a negative number")
     return numbers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -60,7 +61,7 @@ def sampling_arguments(parser: argparse.ArgumentParser, predict: int) -> None:
     group.add_argument(
         "-n",
         "--predict",
-        type=int,
+        type=_limit,
         default=predict,
         metavar="N",
         help=f"tokens at most; -1: no limit (default: {predict})",
@@ -127,22 +128,39 @@ def introduce(args: argparse.Namespace, llm: LLM) -> None:
 
 def natural(text: str) -> int:
     """An argparse type: a whole number from 1."""
-    number = int(text)
+    number = whole(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return number
 
 
+def whole(text: str) -> int:
+    """An argparse type: a whole number. What argparse says of `int` itself names our functions."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def _limit(text: str) -> int:
+    """An argparse type: tokens at most."""
+    number = whole(text)
+    if number < 1 and number != -1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of tokens; -1 is no limit")
+    return number
+
+
 def budget(text: str) -> int | Literal["auto"]:
     """An argparse type: how many tokens may be drafted."""
-    return "auto" if text == "auto" else int(text)
+    return "auto" if text == "auto" else whole(text)
 
 
 def _bias(text: str) -> tuple[int, float]:
     for sign in "+-":
         token, found, amount = text.partition(sign)
-        if found:
-            return int(token), float(sign + amount)
+        if found and token.isdecimal():
+            with suppress(ValueError):
+                return int(token), float(sign + amount)
     raise argparse.ArgumentTypeError(f"{text} is not of the form 15043+1 or 15043-1")
 
 

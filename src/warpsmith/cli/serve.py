@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from warpsmith.cli.options import introduce, model_arguments, natural, open_model
+from warpsmith.cli.options import introduce, model_arguments, natural, open_model, whole
 from warpsmith.cli.terminal import aside
 from warpsmith.errors import BadRequest
 
@@ -30,7 +31,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--alias", action="append", metavar="NAME", help="a name for the model; may be repeated")
     group.add_argument("--queue", type=natural, default=64, metavar="N", help="requests that may wait (default: 64)")
     group.add_argument(
-        "--drain", type=float, default=10.0, metavar="S", help="seconds for requests to end after SIGTERM (default: 10)"
+        "--drain",
+        type=_seconds,
+        default=10.0,
+        metavar="S",
+        help="seconds that requests have to end (default: 10)",
     )
     group.add_argument("--chat-template-file", type=Path, metavar="PATH", help="use this instead of the model's own")
     group.add_argument(
@@ -76,10 +81,18 @@ def _say(text: str) -> None:
 
 def _port(text: str) -> int:
     """An argparse type: a port."""
-    number = int(text)
+    number = whole(text)
     if not 0 <= number <= 65535:
         raise argparse.ArgumentTypeError(f"{text} is no port: they end at 65535")
     return number
+
+
+def _seconds(text: str) -> float:
+    """An argparse type: a time to wait."""
+    with suppress(ValueError):
+        if 0 <= (number := float(text)) < inf:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
 
 
 def _keys(args: argparse.Namespace) -> list[str]:

@@ -7,7 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from warpsmith.cli.options import check_absent, natural
+from warpsmith.cli.options import check_absent, natural, whole
 from warpsmith.cli.terminal import aside, progress
 from warpsmith.errors import BadRequest, WarpsmithError
 from warpsmith.measure.units import size
@@ -70,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _seed(text: str) -> int:
     """An argparse type: a whole number from 0."""
-    number = int(text)
+    number = whole(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"{text} is negative")
     return number
