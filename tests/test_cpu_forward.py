@@ -296,7 +296,7 @@ def test_memory_counts_what_is_allocated() -> None:
     assert parts["keys and values"] == 100 * 2 * 2 * 32 * 2  # one attention layer, keys and values, two heads, f16
     mixed = CpuBackend(config, random_tensors(config), threads=1, cache_type_k="q8_0", cache_type_v="f32")
     assert mixed.memory(100)[1].nbytes == 100 * 2 * (34 + 32 * 4)
-    assert parts["DeltaNet states"] == 3 * 4 * (2 * 4 * 16 * 16 + 3 * config.conv_channels)
+    assert parts["DeltaNet states"] == 3 * 4 * (4 * (16 * 16 + 2 * (16 + 16 + 16)) + 3 * config.conv_channels)
     assert parts["weights"] > sum(t.nbytes for t in random_tensors(config).values())  # padded to whole panels
 
 

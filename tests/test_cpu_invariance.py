@@ -100,6 +100,33 @@ def test_a_star_and_a_chain_of_64_nodes() -> None:
     check_tree(cpu, 3, Tree(np.arange(64), np.array([-1] + [0] * 63)))
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.sampled_from(["prefill", "step", "path", "look", "snapshot"]), min_size=1, max_size=12))
+def test_what_a_state_has_been_through_does_not_show(actions: list[str]) -> None:
+    """Updates that a state is owed are added once, whatever reads it next."""
+    cpu = backend("small")
+    state, ids = started(cpu, 5), [*np.random.default_rng(5).integers(0, cpu.config.vocab, 5).tolist()]
+    tree = Tree(np.array([7, 8, 9, 10]), np.array([-1, 0, 0, 2]))
+    for action in actions:
+        if action == "prefill":
+            cpu.prefill(state, [3, 4], Want("none"))
+            ids += [3, 4]
+        elif action == "step":
+            step(cpu, state, 6)
+            ids += [6]
+        elif action == "snapshot":
+            saved, state = cpu.snapshot(state), cpu.new_state(state.context)
+            cpu.restore(state, saved)
+        else:
+            cpu.forward([(state, tree)], Want("none"))
+            if action == "path":
+                cpu.commit(state, [0, 2, 3])
+                ids += [7, 9, 10]
+    plain = cpu.new_state(state.context)
+    cpu.prefill(plain, ids, Want("none"))
+    assert (cpu.snapshot(state).data == cpu.snapshot(plain).data).all()
+
+
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("recipe", ["small", "q4_k_m", "bf16"])
 def test_prefill_is_decoding_and_can_be_cut_anywhere(recipe: str, portable: bool) -> None:

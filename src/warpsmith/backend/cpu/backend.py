@@ -285,7 +285,9 @@ class CpuBackend(Backend):
     def _state_memory(self, context: int) -> list[MemoryPart]:
         c = self.config
         recurrent = len(c.recurrent_layers)
-        states = 2 * c.value_heads * c.key_head_dim * c.value_head_dim + (c.conv_kernel - 1) * c.conv_channels
+        update = 16 + c.key_head_dim + c.value_head_dim  # what a token adds to a head's state
+        head = c.key_head_dim * c.value_head_dim + 2 * update
+        states = c.value_heads * head + (c.conv_kernel - 1) * c.conv_channels
         rows = recurrent * MAX_NODES * (c.conv_channels + 2 * c.value_heads) * 4 + MAX_NODES * self._kv_bytes
         return [
             MemoryPart("keys and values", context * self._kv_bytes),

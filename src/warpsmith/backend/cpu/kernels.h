@@ -26,15 +26,24 @@ namespace warpsmith {
 inline int delta_width(int dv) { return dv % 32 ? 16 : 32; }
 constexpr int kChunkKeys = 16;    // keys of one online-softmax step, aligned to absolute positions
 
-// One token's inputs for a block [dk][width] of a head's state; see kernels_vector.h.
+// What a token adds to a block [dk][width] of a head's state: S <- decay S + k write^T.
+struct DeltaUpdate {
+    const float* k;
+    const float* write;
+    float decay;
+};
+
+// One token's inputs for a block of a head's state; see kernels_vector.h.
 struct DeltaStep {
     int dk, width;
+    const DeltaUpdate* owed;  // goes into the state first, and is kept; null: nothing
     const float* k;
     const float* q;       // null: the output is not wanted
     const float* v;
     float decay;          // the factor itself, e^g
     float beta;
     float* out;
+    float* write;         // what the token's update writes, for who wants to add it later; null: nobody
 };
 
 struct Kernels {
@@ -49,7 +58,8 @@ struct Kernels {
     // silu(sum over taps of weight[tap][channel] * rows[tap][channel])
     void (*conv)(const float* const* rows, const float* weight, int taps, int channels, int count, float* out);
     void (*l2_norm)(float* x, int n, float scale);
-    void (*delta_step)(const float* state, float* after, const DeltaStep& step);  // after null: not kept
+    void (*delta_step)(float* state, float* after, const DeltaStep& step);  // after null: not kept
+    void (*delta_add)(float* state, int dk, int width, const DeltaUpdate& update);
     void (*gated_norm)(const float* x, const float* weight, const float* gate, int n, float eps, float* out);
     void (*to_f16)(const float* x, int n, uint8_t* out);
     void (*from_f16)(const uint8_t* x, int n, float* out);

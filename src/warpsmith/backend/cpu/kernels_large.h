@@ -1,4 +1,5 @@
-// A panel of 16 rows times n columns, for the types with 256 weights a block and integer sub-scales: Q2_K to Q6_K, Levels.
+// A panel of 16 rows times n columns, for the types with 256 weights a block and integer sub-scales: Q2_K to Q6_K and
+// Levels.
 #pragma once
 #include <cstring>
 
@@ -25,6 +26,7 @@ struct LargePanel {
     static WARPSMITH_INLINE I offset(int32_t minus32) {
         if constexpr (T == Type::Q3_K) return S::set1(minus32 / 8);  // exactly
         else if constexpr (T == Type::Q6_K && S::kSixOffset != 0) return S::set1(S::kSixOffset * minus32);
+        else if constexpr (T == Type::Levels && S::kSignedOffset != 0) return S::set1(S::kSignedOffset / 32 * minus32);
         else return S::zero();
     }
 
@@ -46,27 +48,31 @@ struct LargePanel {
         return has_mins(T) ? S::load_u8(scales) : S::load_i8(scales);
     }
 
-    // One column's sum over sub-blocks of scale * (weights . x) gains that of 32 weights.
-    template <Type T, int kSub>
-    static WARPSMITH_INLINE I sub_block(I sum, const uint8_t* block, const uint8_t* scales, int group, const int8_t* q,
-                                        const int32_t* minus32) {
+    // Sums of C columns over sub-blocks of scale * (weights . x) gain those of 32 weights.
+    template <Type T, int C, bool kAlone, int kSub>
+    static WARPSMITH_INLINE void sub_block(I (&sum)[C], const uint8_t* block, const uint8_t* scales, int group,
+                                           const int8_t* q, const int32_t* minus32, bool fetch) {
         constexpr int share = (layout_of(T).packed_bytes / 8 + 63) / 64 * 64;  // of the bytes to fetch, an eighth
         const int s = 4 * group + kSub;
-        P::fetch(block + s * share, share);
-        const X16 low = S::load_x(q + 32 * s), high = S::load_x(q + 32 * s + 16);
+        if (fetch) P::fetch(block + s * share, share);
+        q += (kAlone ? 32 : 128) * s;
+        I low[C], high[C];
+        WARPSMITH_UNROLL
+        for (int c = 0; c < C; c++) {
+            low[c] = by_sixteens(T) ? offset<T>(minus32[16 * c + 2 * s]) : S::zero();
+            if constexpr (by_sixteens(T)) high[c] = offset<T>(minus32[16 * c + 2 * s + 1]);
+        }
+        P::template unpack<T, kSub>(block, group, [&](auto j, const W& w) {
+            if constexpr (j < 4 || !by_sixteens(T)) P::template direct_dots<T, C, kAlone, j>(low, w, q, 256);
+            else P::template direct_dots<T, C, kAlone, j>(high, w, q, 256);
+        });
+        const I scale = load_scale<T>(scales + (by_sixteens(T) ? 32 : 16) * s);
+        WARPSMITH_UNROLL
+        for (int c = 0; c < C; c++) sum[c] = S::mla(sum[c], low[c], scale);
         if constexpr (by_sixteens(T)) {
-            I a = offset<T>(minus32[2 * s]), b = offset<T>(minus32[2 * s + 1]);
-            P::template unpack<T, kSub>(block, group, [&](auto j, const W& w) {
-                if constexpr (j < 4) a = P::template dot<T, j>(a, w, low);
-                else b = P::template dot<T, j % 4>(b, w, high);
-            });
-            return S::mla(S::mla(sum, a, load_scale<T>(scales + 32 * s)), b, load_scale<T>(scales + 32 * s + 16));
-        } else {
-            I a = S::zero();
-            P::template unpack<T, kSub>(block, group, [&](auto j, const W& w) {
-                a = P::template dot<T, j % 4>(a, w, j < 4 ? low : high);
-            });
-            return S::mla(sum, a, load_scale<T>(scales + 16 * s));
+            const I second = load_scale<T>(scales + 32 * s + 16);
+            WARPSMITH_UNROLL
+            for (int c = 0; c < C; c++) sum[c] = S::mla(sum[c], high[c], second);
         }
     }
 
@@ -98,45 +104,52 @@ struct LargePanel {
         }
     }
 
-    // One column's products of mins with the sums of activations.
-    template <Type T>
-    static WARPSMITH_INLINE I minimums(const uint8_t* block, const Acts& x, int b) {
-        I mins = S::zero();
-        if constexpr (T == Type::Q2_K) {
-            const X16 high = S::load_x(x.sums16 + 32 * b), low = S::load_x(x.sums16 + 32 * b + 16);
-            unpack_mins<T>(block, [&](auto j, const W& w) { mins = P::template dot<T, j>(mins, w, high); });
-            mins = S::template shl<6>(mins);
-            unpack_mins<T>(block, [&](auto j, const W& w) { mins = P::template dot<T, j>(mins, w, low); });
-        } else if constexpr (has_mins(T)) {
-            const X16 sums = S::load_x(x.sums + 16 * b);
-            unpack_mins<T>(block, [&](auto j, const W& w) { mins = P::template dot<T, j>(mins, w, sums); });
-            mins = S::template shl<6>(mins);
-            unpack_mins<T>(block, [&](auto j, const W& w) { mins = P::template dot<T, j + 2>(mins, w, sums); });
-        }
-        return mins;
+    // Products of C columns' sums of activations with mins.
+    template <Type T, int C, bool kAlone>
+    static WARPSMITH_INLINE void minimums(I (&mins)[C], const uint8_t* block, const int8_t* sums) {
+        constexpr int quads = T == Type::Q2_K ? 4 : 2;
+        unpack_mins<T>(block, [&](auto j, const W& w) {
+            P::template direct_dots<T, C, kAlone, j>(mins, w, sums, 8 * quads);
+        });
+        WARPSMITH_UNROLL
+        for (int c = 0; c < C; c++) mins[c] = S::template shl<6>(mins[c]);
+        unpack_mins<T>(block, [&](auto j, const W& w) {
+            P::template direct_dots<T, C, kAlone, j + quads>(mins, w, sums, 8 * quads);
+        });
     }
 
-    template <Type T>
-    static void large_one(const uint8_t* panel, const Acts& x, float* out) {
+    // C columns from `first` on, or the only one there is. Weights come straight from the panel.
+    template <Type T, int C, bool kAlone = false>
+    static void large_direct(const uint8_t* panel, const Acts& x, int first, float* out, int stride) {
         constexpr int bytes = layout_of(T).packed_bytes;
         alignas(64) uint8_t room[256];
-        F total = S::set1(0.0f);
+        F total[C];
+        WARPSMITH_UNROLL
+        for (int c = 0; c < C; c++) total[c] = S::set1(0.0f);
         for (int b = 0; b < x.k / 256; b++) {
             const uint8_t* block = panel + static_cast<size_t>(b) * bytes;
             const uint8_t* scales = scales_of<T>(block, room);
-            const int8_t* q = x.q256 + 256 * b;
-            const int32_t* minus32 = x.minus32 + 16 * b;
-            I sum = S::zero();
+            const size_t columns = static_cast<size_t>(b) * x.padded() + first;
+            const size_t at = static_cast<size_t>(b) * x.n + first;
+            const int8_t* q = x.q256 + columns * 256;
+            const int32_t* minus32 = x.minus32 + at * 16;
+            I sum[C], mins[C];
+            WARPSMITH_UNROLL
+            for (int c = 0; c < C; c++) sum[c] = mins[c] = S::zero();
             for (int group = 0; group < 2; group++) {
-                sum = sub_block<T, 0>(sum, block, scales, group, q, minus32);
-                sum = sub_block<T, 1>(sum, block, scales, group, q, minus32);
-                sum = sub_block<T, 2>(sum, block, scales, group, q, minus32);
-                sum = sub_block<T, 3>(sum, block, scales, group, q, minus32);
+                sub_block<T, C, kAlone, 0>(sum, block, scales, group, q, minus32, first == 0);
+                sub_block<T, C, kAlone, 1>(sum, block, scales, group, q, minus32, first == 0);
+                sub_block<T, C, kAlone, 2>(sum, block, scales, group, q, minus32, first == 0);
+                sub_block<T, C, kAlone, 3>(sum, block, scales, group, q, minus32, first == 0);
             }
-            const I mins = minimums<T>(block, x, b);
-            total = add_block<T>(total, load_d<T>(block), S::load_f16(block + 32), x.d256[b], sum, mins);
+            if constexpr (T == Type::Q2_K) minimums<T, C, kAlone>(mins, block, x.sums16 + columns * 32);
+            else if constexpr (has_mins(T)) minimums<T, C, kAlone>(mins, block, x.sums + columns * 16);
+            const F d = load_d<T>(block), dmin = S::load_f16(block + 32);
+            WARPSMITH_UNROLL
+            for (int c = 0; c < C; c++) total[c] = add_block<T>(total[c], d, dmin, x.d256[at + c], sum[c], mins[c]);
         }
-        S::store(out, total);
+        WARPSMITH_UNROLL
+        for (int c = 0; c < C; c++) S::store(out + static_cast<size_t>(first + c) * stride, total[c]);
     }
 
     // What several columns need of a block: its weights as quads in the order of k, mins, and scales widened.
@@ -188,7 +201,7 @@ struct LargePanel {
             } else {
                 WARPSMITH_UNROLL
                 for (int j = each * s; j < each * s + each; j++) {
-                    P::template dots<T, C>(acc, unpacked.quads + 64 * j, q + 16 * j);
+                    P::template dots<T, C>(acc, S::load_w(unpacked.quads + 64 * j), q, 256, j);
                 }
             }
             const I scale = S::load(unpacked.scales[s]);
@@ -198,12 +211,15 @@ struct LargePanel {
         if constexpr (has_mins(T)) {
             constexpr int quads = T == Type::Q2_K ? 4 : 2;
             const int8_t* sums = T == Type::Q2_K ? x.sums16 + group * 32 : x.sums + group * 16;
-            for (int j = 0; j < quads; j++) P::template dots<T, C>(mins, unpacked.mins + 64 * j, sums + 16 * j);
+            const auto add = [&](int from) {
+                for (int j = 0; j < quads; j++) {
+                    P::template dots<T, C>(mins, S::load_w(unpacked.mins + 64 * j), sums, 8 * quads, from + j);
+                }
+            };
+            add(0);
             WARPSMITH_UNROLL
             for (int c = 0; c < C; c++) mins[c] = S::template shl<6>(mins[c]);
-            for (int j = 0; j < quads; j++) {
-                P::template dots<T, C>(mins, unpacked.mins + 64 * j, sums + 16 * (quads + j));
-            }
+            add(quads);
         }
         const F d = S::load(unpacked.d), dmin = has_mins(T) ? S::load(unpacked.dmin) : d;
         WARPSMITH_UNROLL
@@ -219,16 +235,26 @@ struct LargePanel {
         if constexpr (S::kTileColumns > 0 && !kTiled) {
             if (x.n >= S::kTileColumns) return large_blocks<T, true>(panel, x, out, stride);
         }
-        if (x.n == 1) return large_one<T>(panel, x, out);
+        if (x.n == 1) return large_direct<T, 1, true>(panel, x, 0, out, stride);
+        if constexpr (S::kDirectColumns > 1) {
+            P::template in_groups<S::kDirectColumns>(x.n, [&](auto count, int first) {
+                large_direct<T, count>(panel, x, first, out, stride);
+            });
+        } else {
+            large_unpacked<T, kTiled>(panel, x, out, stride);
+        }
+    }
+
+    // Columns four at a time, for which a block is unpacked into memory once.
+    template <Type T, bool kTiled>
+    static void large_unpacked(const uint8_t* panel, const Acts& x, float* out, int stride) {
         Unpacked unpacked;
         for (int b = 0; b < x.k / 256; b++) {
             unpack_block<T>(panel + static_cast<size_t>(b) * layout_of(T).packed_bytes, unpacked);
             if constexpr (kTiled) S::pair_quads(unpacked.quads, 64, unpacked.quads);
-            int c = 0;
-            for (; c + 4 <= x.n; c += 4) large_columns<T, kTiled, 4>(unpacked, x, b, c, out, stride);
-            if (x.n - c == 3) large_columns<T, kTiled, 3>(unpacked, x, b, c, out, stride);
-            if (x.n - c == 2) large_columns<T, kTiled, 2>(unpacked, x, b, c, out, stride);
-            if (x.n - c == 1) large_columns<T, kTiled, 1>(unpacked, x, b, c, out, stride);
+            P::template in_groups<4>(x.n, [&](auto count, int first) {
+                large_columns<T, kTiled, count>(unpacked, x, b, first, out, stride);
+            });
         }
     }
 };

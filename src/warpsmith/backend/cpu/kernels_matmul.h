@@ -3,10 +3,11 @@
 //
 // Float weights: each output is one chain of fused multiply-adds over k = 0, 1, 2 ... Quantised weights: integer dot
 // products within a block (exact, so their order is free), one or two fused multiply-adds a block, blocks in order.
-// So a single column, whose weights go from memory through registers, gets the bits that it gets among others, for
-// which a block is unpacked once.
+// So a column gets the same bits alone and among others, and whether its weights go from the panel through registers or
+// are unpacked into memory first.
 #pragma once
 #include <type_traits>
+#include <utility>
 
 #include "kernels.h"
 #include "packing.h"
@@ -22,9 +23,11 @@ struct Panel {
     using X16 = typename S::X16;
     template <int J>
     using Quad = std::integral_constant<int, J>;
+    template <int C>
+    using Count = std::integral_constant<int, C>;
 
-    // A single column is a stream from memory. It is fetched in two steps: into the second cache well ahead, where
-    // enough lines can be under way to fill memory's latency, and from there into the first.
+    // For the first columns weights are a stream from memory. It is fetched in two steps: into the second cache well
+    // ahead, where enough lines can be under way to fill memory's latency, and from there into the first.
     static constexpr int kNear = 2048, kFar = 4096;
     static WARPSMITH_INLINE void fetch(const uint8_t* from, int bytes) {
         WARPSMITH_UNROLL
@@ -32,6 +35,18 @@ struct Panel {
             S::prefetch(from + kNear + i);
             S::prefetch_far(from + kFar + i);
         }
+    }
+
+    // Hand n columns to `take(count, first)`: `most` at a time, then those that are left, all at once.
+    template <int most, class Take>
+    static WARPSMITH_INLINE void in_groups(int n, const Take& take) {
+        int first = 0;
+        for (; first + most <= n; first += most) take(Count<most>(), first);
+        if constexpr (most > 1) rest(n - first, first, take, std::make_integer_sequence<int, most - 1>());
+    }
+    template <class Take, int... less>
+    static WARPSMITH_INLINE void rest(int n, int first, const Take& take, std::integer_sequence<int, less...>) {
+        ((n == less + 1 ? take(Count<less + 1>(), first) : void()), ...);
     }
 
     // -- float weights -----------------------------------------------------------------------------------------------
@@ -74,7 +89,7 @@ struct Panel {
         const float* columns = x.f + static_cast<size_t>(first) * x.stride;
         for (int k = 0; k < x.k; k += 4) {
             const uint8_t* w = panel + static_cast<size_t>(k) * kPanel * L::bytes;
-            if (C == 1) fetch(w, 4 * kPanel * L::bytes);
+            if (first == 0) fetch(w, 4 * kPanel * L::bytes);
             typename S::X4 v[C];
             WARPSMITH_UNROLL
             for (int c = 0; c < C; c++) v[c] = S::load_x4(columns + static_cast<size_t>(c) * x.stride + k);
@@ -89,15 +104,9 @@ struct Panel {
     // leave them idle, and a weight is converted once for all of them.
     template <class L>
     static void floats(const uint8_t* panel, const Acts& x, float* out, int stride) {
-        constexpr int most = S::kFloatColumns;
-        int c = 0;
-        for (; c + most <= x.n; c += most) float_columns<L, most>(panel, x, c, out, stride);
-        if constexpr (most > 4) {
-            for (; c + 4 <= x.n; c += 4) float_columns<L, 4>(panel, x, c, out, stride);
-        }
-        if (x.n - c == 3) float_columns<L, 3>(panel, x, c, out, stride);
-        if (x.n - c == 2) float_columns<L, 2>(panel, x, c, out, stride);
-        if (x.n - c == 1) float_columns<L, 1>(panel, x, c, out, stride);
+        in_groups<S::kFloatColumns>(x.n, [&](auto count, int first) {
+            float_columns<L, count>(panel, x, first, out, stride);
+        });
     }
 
     // -- quads of quantised weights ----------------------------------------------------------------------------------
@@ -108,10 +117,9 @@ struct Panel {
     static WARPSMITH_INLINE void unpack(const uint8_t* block, int group, const Take& take) {
         const int s = 4 * group + kSub;
         if constexpr (T == Type::Q8_0) {
-            take(Quad<0>(), S::load_w(block + 32)), take(Quad<1>(), S::load_w(block + 96));
-            take(Quad<2>(), S::load_w(block + 160)), take(Quad<3>(), S::load_w(block + 224));
-            take(Quad<4>(), S::load_w(block + 288)), take(Quad<5>(), S::load_w(block + 352));
-            take(Quad<6>(), S::load_w(block + 416)), take(Quad<7>(), S::load_w(block + 480));
+            const auto quad = [&](auto j) { take(j, S::signed_quad(S::load_w(block + 32 + 64 * j))); };
+            quad(Quad<0>()), quad(Quad<1>()), quad(Quad<2>()), quad(Quad<3>());
+            quad(Quad<4>()), quad(Quad<5>()), quad(Quad<6>()), quad(Quad<7>());
         } else if constexpr (T == Type::Q2_K || T == Type::Q3_K) {
             const auto half = [&](auto a, auto b, auto c, auto d) {
                 const W raw = S::load_w(block + kWeights + 128 * s + 16 * a);
@@ -147,8 +155,8 @@ struct Panel {
                     take(low, S::template insert<16>(below, S::template shift<2 * kSub - 4>(bits)));
                     take(high, S::template insert<16>(above, S::template shift<2 * kSub - 3>(bits)));
                 } else if constexpr (T == Type::Levels) {
-                    take(low, S::lookup(block + kLevels, below));
-                    take(high, S::lookup(block + kLevels, above));
+                    take(low, S::signed_quad(S::lookup(block + kLevels, below)));
+                    take(high, S::signed_quad(S::lookup(block + kLevels, above)));
                 } else {
                     take(low, below);
                     take(high, above);
@@ -165,32 +173,53 @@ struct Panel {
         else return S::template dot<J>(acc, w, x);
     }
 
-    // A quad times up to four columns, whose bytes lie side by side.
-    template <Type T, int C>
-    static WARPSMITH_INLINE void dots(I (&acc)[C], const uint8_t* quad, const int8_t* x) {
-        const W w = S::load_w(quad);
-        const X16 columns = S::load_x(x);
-        acc[0] = dot<T, 0>(acc[0], w, columns);
-        if constexpr (C > 1) acc[1] = dot<T, 1>(acc[1], w, columns);
-        if constexpr (C > 2) acc[2] = dot<T, 2>(acc[2], w, columns);
-        if constexpr (C > 3) acc[3] = dot<T, 3>(acc[3], w, columns);
+    // A quad, the j-th of a block of `elems` weights, times C columns that lie in fours side by side.
+    template <Type T, int C, int kFrom = 0>
+    static WARPSMITH_INLINE void dots(I (&acc)[C], const W& w, const int8_t* x, int elems, int j) {
+        acc[kFrom] = dot<T, kFrom % 4>(acc[kFrom], w, S::load_x(x + kFrom / 4 * 4 * elems + 16 * j));
+        if constexpr (kFrom + 1 < C) dots<T, C, kFrom + 1>(acc, w, x, elems, j);
+    }
+
+    // The same with a column that may lie by itself.
+    template <Type T, int C, bool kAlone, int J>
+    static WARPSMITH_INLINE void direct_dots(I (&acc)[C], const W& w, const int8_t* x, int elems) {
+        if constexpr (kAlone) acc[0] = dot<T, J % 4>(acc[0], w, S::load_x(x + J / 4 * 16));
+        else dots<T, C>(acc, w, x, elems, J);
     }
 
     // -- 32 weights a block, a float scale each: Q8_0 and Q4_0 -------------------------------------------------------
 
+    // Thirty-two weights times x, to begin with: what the offset of unsigned weights takes away.
     template <Type T>
-    static void small_one(const uint8_t* panel, const Acts& x, float* out) {
+    static WARPSMITH_INLINE I small_offset(int32_t minus8) {
+        if constexpr (T == Type::Q4_0) return S::set1(minus8);
+        else return S::kSignedOffset ? S::set1(S::kSignedOffset / 8 * minus8) : S::zero();
+    }
+
+    // C columns from `first` on, or the only one there is. Weights come straight from the panel.
+    template <Type T, int C, bool kAlone = false>
+    static void small_direct(const uint8_t* panel, const Acts& x, int first, float* out, int stride) {
         constexpr int bytes = layout_of(T).packed_bytes;
-        F total = S::set1(0.0f);
+        F total[C];
+        WARPSMITH_UNROLL
+        for (int c = 0; c < C; c++) total[c] = S::set1(0.0f);
         for (int b = 0; b < x.k / 32; b++) {
             const uint8_t* block = panel + static_cast<size_t>(b) * bytes;
-            fetch(block, bytes);
-            const X16 low = S::load_x(x.q32 + 32 * b), high = S::load_x(x.q32 + 32 * b + 16);
-            I acc = T == Type::Q4_0 ? S::set1(x.minus8[b]) : S::zero();
-            unpack<T>(block, 0, [&](auto j, const W& w) { acc = dot<T, j % 4>(acc, w, j < 4 ? low : high); });
-            total = S::fma(total, S::mul(S::load_f16(block), S::set1(x.d32[b])), S::to_float(acc));
+            if (first == 0) fetch(block, bytes);
+            const int8_t* q = x.q32 + (static_cast<size_t>(b) * x.padded() + first) * 32;
+            const size_t at = static_cast<size_t>(b) * x.n + first;
+            I acc[C];
+            WARPSMITH_UNROLL
+            for (int c = 0; c < C; c++) acc[c] = small_offset<T>(x.minus8[at + c]);
+            unpack<T>(block, 0, [&](auto j, const W& w) { direct_dots<T, C, kAlone, j>(acc, w, q, 32); });
+            const F d = S::load_f16(block);
+            WARPSMITH_UNROLL
+            for (int c = 0; c < C; c++) {
+                total[c] = S::fma(total[c], S::mul(d, S::set1(x.d32[at + c])), S::to_float(acc[c]));
+            }
         }
-        S::store(out, total);
+        WARPSMITH_UNROLL
+        for (int c = 0; c < C; c++) S::store(out + static_cast<size_t>(first + c) * stride, total[c]);
     }
 
     template <Type T, bool kTiled, int C>
@@ -199,12 +228,12 @@ struct Panel {
         const size_t at = static_cast<size_t>(b) * x.n + first;
         I acc[C];
         WARPSMITH_UNROLL
-        for (int c = 0; c < C; c++) acc[c] = T == Type::Q4_0 ? S::set1(x.minus8[at + c]) : S::zero();
+        for (int c = 0; c < C; c++) acc[c] = small_offset<T>(x.minus8[at + c]);
         if constexpr (kTiled) {
             S::template tile<8>(acc, quads, q);
         } else {
             WARPSMITH_UNROLL
-            for (int j = 0; j < 8; j++) dots<T, C>(acc, quads + 64 * j, q + 16 * j);
+            for (int j = 0; j < 8; j++) dots<T, C>(acc, S::load_w(quads + 64 * j), q, 32, j);
         }
         WARPSMITH_UNROLL
         for (int c = 0; c < C; c++) {
@@ -219,7 +248,19 @@ struct Panel {
         if constexpr (S::kTileColumns > 0 && !kTiled) {
             if (x.n >= S::kTileColumns) return small_blocks<T, true>(panel, x, out, stride);
         }
-        if (x.n == 1) return small_one<T>(panel, x, out);
+        if (x.n == 1) return small_direct<T, 1, true>(panel, x, 0, out, stride);
+        if constexpr (S::kDirectColumns > 1) {
+            in_groups<S::kDirectColumns>(x.n, [&](auto count, int first) {
+                small_direct<T, count>(panel, x, first, out, stride);
+            });
+        } else {
+            small_unpacked<T, kTiled>(panel, x, out, stride);
+        }
+    }
+
+    // Columns four at a time, for which a block is unpacked into memory once.
+    template <Type T, bool kTiled>
+    static void small_unpacked(const uint8_t* panel, const Acts& x, float* out, int stride) {
         alignas(64) uint8_t room[8 * 64];
         for (int b = 0; b < x.k / 32; b++) {
             const uint8_t* block = panel + static_cast<size_t>(b) * layout_of(T).packed_bytes;
@@ -233,11 +274,9 @@ struct Panel {
                 quads = room;
             }
             const F d = S::load_f16(block);
-            int c = 0;
-            for (; c + 4 <= x.n; c += 4) small_columns<T, kTiled, 4>(quads, d, x, b, c, out, stride);
-            if (x.n - c == 3) small_columns<T, kTiled, 3>(quads, d, x, b, c, out, stride);
-            if (x.n - c == 2) small_columns<T, kTiled, 2>(quads, d, x, b, c, out, stride);
-            if (x.n - c == 1) small_columns<T, kTiled, 1>(quads, d, x, b, c, out, stride);
+            in_groups<4>(x.n, [&](auto count, int first) {
+                small_columns<T, kTiled, count>(quads, d, x, b, first, out, stride);
+            });
         }
     }
 };

@@ -155,23 +155,52 @@ struct Vector {
         }
     }
 
+    // An update in registers. It is added by the operations of the step that it comes from.
+    template <int W>
+    struct Update {
+        F decay, write[W / L];
+        explicit Update(const DeltaUpdate& from) : decay(S::set1(from.decay)) {
+            WARPSMITH_UNROLL
+            for (int i = 0; i < W / L; i++) write[i] = S::load(from.write + i * L);
+        }
+        WARPSMITH_INLINE F add(int i, F state, F k) const { return S::fma(S::mul(decay, state), k, write[i]); }
+    };
+
     // A column block of one head's state S [dk][W]: u = k^T S; d = beta (v - decay u); S <- decay S + k d^T; o = q^T S.
+    // S is what it is once the update that is owed has been added to it.
     template <int W, bool kKeep, bool kOutput>
-    static void step(const float* state, float* after, const DeltaStep& s) {
+    static void step(float* state, float* after, const DeltaStep& s) {
         constexpr int N = W / L;
         const float *keys = s.k, *queries = s.q;
         const int dk = s.dk;
         F read[N], out[N], write[N];
         WARPSMITH_UNROLL
         for (int i = 0; i < N; i++) read[i] = out[i] = S::set1(0.0f);
-        for (int r = 0; r < dk; r++) {
-            const F k = S::set1(keys[r]);
-            WARPSMITH_UNROLL
-            for (int i = 0; i < N; i++) read[i] = S::fma(read[i], k, S::load(state + r * W + i * L));
+        if (s.owed) {
+            const Update<W> owed(*s.owed);
+            for (int r = 0; r < dk; r++) {
+                const F k = S::set1(keys[r]), old_k = S::set1(s.owed->k[r]);
+                WARPSMITH_UNROLL
+                for (int i = 0; i < N; i++) {
+                    const F now = owed.add(i, S::load(state + r * W + i * L), old_k);
+                    S::store(state + r * W + i * L, now);
+                    read[i] = S::fma(read[i], k, now);
+                }
+            }
+        } else {
+            for (int r = 0; r < dk; r++) {
+                const F k = S::set1(keys[r]);
+                WARPSMITH_UNROLL
+                for (int i = 0; i < N; i++) read[i] = S::fma(read[i], k, S::load(state + r * W + i * L));
+            }
         }
         const F decay = S::set1(s.decay), beta = S::set1(s.beta);
         WARPSMITH_UNROLL
         for (int i = 0; i < N; i++) write[i] = S::mul(beta, S::fnma(S::load(s.v + i * L), decay, read[i]));
+        if (s.write) {
+            WARPSMITH_UNROLL
+            for (int i = 0; i < N; i++) S::store(s.write + i * L, write[i]);
+        }
         for (int r = 0; r < dk; r++) {
             const F k = S::set1(keys[r]);
             const F q = kOutput ? S::set1(queries[r]) : k;
@@ -189,13 +218,28 @@ struct Vector {
     }
 
     template <int W>
-    static void step_of(const float* state, float* after, const DeltaStep& s) {
+    static void step_of(float* state, float* after, const DeltaStep& s) {
         if (after && s.q) step<W, true, true>(state, after, s);
         else if (after) step<W, true, false>(state, after, s);
         else step<W, false, true>(state, after, s);
     }
-    static void delta_step(const float* state, float* after, const DeltaStep& s) {
+    static void delta_step(float* state, float* after, const DeltaStep& s) {
         s.width == 32 ? step_of<32>(state, after, s) : step_of<16>(state, after, s);
+    }
+
+    template <int W>
+    static void add_update(float* state, int dk, const DeltaUpdate& update) {
+        const Update<W> owed(update);
+        for (int r = 0; r < dk; r++) {
+            const F k = S::set1(update.k[r]);
+            WARPSMITH_UNROLL
+            for (int i = 0; i < W / L; i++) {
+                S::store(state + r * W + i * L, owed.add(i, S::load(state + r * W + i * L), k));
+            }
+        }
+    }
+    static void delta_add(float* state, int dk, int width, const DeltaUpdate& update) {
+        width == 32 ? add_update<32>(state, dk, update) : add_update<16>(state, dk, update);
     }
 
     static void to_f16(const float* x, int n, uint8_t* out) {
@@ -291,7 +335,7 @@ constexpr Kernels kernels_of(const char* name) {
          L::template large_blocks<Type::Q5_K>, L::template large_blocks<Type::Q6_K>,
          L::template large_blocks<Type::Levels>},
         V::rms_norm, V::quantize, V::silu_mul, V::sigmoid_mul, V::add, V::conv, V::l2_norm, V::delta_step,
-        V::gated_norm, V::to_f16, V::from_f16, V::attend, V::merge, V::exp_sum,
+        V::delta_add, V::gated_norm, V::to_f16, V::from_f16, V::attend, V::merge, V::exp_sum,
     };
 }
 

@@ -242,7 +242,7 @@ NB_MODULE(_cpu, m) {
         .def_ro("length", &State::length)
         .def_ro("context", &State::context)
         .def("snapshot_bytes", &State::snapshot_bytes)
-        .def("save", [](const State& self, Array<uint8_t> to) {
+        .def("save", [](State& self, Array<uint8_t> to) {
             nb::gil_scoped_release release;
             self.save(to.data());
         })

@@ -87,6 +87,7 @@ void Pass::forward(const int32_t* tokens, const Want& want) {
         }
         finish(thread, m.output_norm, want);
     });
+    for (const Part& part : parts) part.state.owes = false;  // delta_head has added it
 }
 
 void Pass::mtp(const int32_t* tokens, const float* hidden, const Want& want) {

@@ -52,6 +52,12 @@ struct HeadInputs {
     }
 };
 
+// What is owed to a column block of a head's state, if anything is.
+DeltaUpdate owed_to(const State& state, int index, int head, int column) {
+    const float* update = state.owed_update(index, head);
+    return {update + 16, update + 16 + state.config.key_head_dim + column, update[0]};
+}
+
 }  // namespace
 
 void Pass::delta_mix(int thread, int index) {
@@ -102,18 +108,20 @@ void Pass::delta_head(int thread, int index, const Part& sequence, int head) {
     }
     const int width = delta_width(dv);
     const size_t block = static_cast<size_t>(dk) * width;
-    for (int part = 0; part < dv / width; part++) {
-        const size_t at = (static_cast<size_t>(head) * (dv / width) + part) * block;
-        float* committed = state.delta(index) + at;
-        float* after_root = state.delta_after_root(index) + at;
+    float* root = state.root_update(index, head);
+    root[0] = decay[0];
+    std::memcpy(root + 16, k, dk * sizeof(float));
+    for (int column = 0; column < dv; column += width) {
+        float* committed = state.delta(index) + (static_cast<size_t>(head) * dv + column) * dk;
         const auto place = [&](int slot) -> float* {
             if (slot == Tree::kNowhere) return nullptr;
-            return slot == Tree::kCommitted ? committed : slot == Tree::kRoot ? after_root : slots + slot * block;
+            return slot == Tree::kCommitted ? committed : slots + slot * block;
         };
-        const int column = part * width;
+        const DeltaUpdate owed = owed_to(state, index, head, column);
         const auto step = [&](int i) {
             const int at = i * dv + column;
-            return DeltaStep{dk, width, k + i * dk, q + i * dk, v + at, decay[i], beta[i], out + at};
+            return DeltaStep{dk, width, i == 0 && state.owes ? &owed : nullptr, k + i * dk, q + i * dk, v + at, decay[i],
+                             beta[i], out + at, i == 0 ? root + 16 + dk + column : nullptr};
         };
         if (in_place) {
             for (int i = 0; i < tree.n; i++) kernels.delta_step(committed, committed, step(i));
@@ -135,7 +143,7 @@ void Pass::commit(Model& model, Workspace& work, State& state, const int32_t* no
     const Tree& tree = state.tree;
     const int keep = c.conv_kernel - 1, dk = c.key_head_dim, dv = c.value_head_dim, width = delta_width(dv);
     const int stride = state.gate_stride();
-    state.swap_delta();  // the state after the root is there already
+    state.owe_root();
     if (count > 1) {
         std::vector<int> layers;
         for (int i = 0; i < c.layers; i++) {
@@ -153,14 +161,17 @@ void Pass::commit(Model& model, Workspace& work, State& state, const int32_t* no
                     inputs.value(rows, v);
                     const float* gates = state.gates(index) + static_cast<size_t>(nodes[i]) * stride;
                     const float decay = inputs.decay(gates, stride), beta = inputs.beta(gates);
-                    for (int part = 0; part < dv / width; part++) {
-                        float* s = state.delta(index) + (static_cast<size_t>(head) * dv + part * width) * dk;
-                        const DeltaStep step{dk, width, k, nullptr, v + part * width, decay, beta, nullptr};
+                    for (int column = 0; column < dv; column += width) {
+                        float* s = state.delta(index) + (static_cast<size_t>(head) * dv + column) * dk;
+                        const DeltaUpdate owed = owed_to(state, index, head, column);
+                        const DeltaUpdate* first = i == 1 ? &owed : nullptr;
+                        const DeltaStep step{dk, width, first, k, nullptr, v + column, decay, beta, nullptr, nullptr};
                         kernels.delta_step(s, s, step);
                     }
                 }
             });
         });
+        state.owes = false;
     }
     for (int index = 0; index < c.layers; index++) {
         if (c.recurrent[index]) {

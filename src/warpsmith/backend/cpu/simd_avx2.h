@@ -13,6 +13,7 @@ namespace {
 struct Avx2 {
     static constexpr int lanes = 16;
     static constexpr int kTileColumns = 0;
+    static constexpr int kDirectColumns = 1;
     static constexpr int kFloatColumns = 4;
     struct F { __m256 v[2]; };
     struct I { __m256i v[2]; };
@@ -121,6 +122,8 @@ struct Avx2 {
     static W insert(W x, W bits) {
         return each<W>([&](int i) { return _mm256_or_si256(x.v[i], masked(bits.v[i], M)); });
     }
+    static constexpr int kSignedOffset = 0;
+    static W signed_quad(W w) { return w; }
     static W lookup(const uint8_t* table, W x) {
         const __m256i levels = _mm256_broadcastsi128_si256(load16(table));
         return each<W>([&](int i) { return _mm256_shuffle_epi8(levels, x.v[i]); });

@@ -13,6 +13,7 @@ namespace {
 struct Avx512 {
     static constexpr int lanes = 16;
     static constexpr int kTileColumns = 0;
+    static constexpr int kDirectColumns = 8;
     static constexpr int kFloatColumns = 8;
     using F = __m512;
     using I = __m512i;
@@ -80,6 +81,9 @@ struct Avx512 {
     static W insert(W w, W bits) {
         return _mm512_ternarylogic_epi32(w, bits, _mm512_set1_epi8(M), 0xf8);  // w | bits & M
     }
+    // The dot product instruction wants unsigned weights: 128 more than they are.
+    static constexpr int kSignedOffset = 128;
+    static W signed_quad(W w) { return _mm512_xor_si512(w, _mm512_set1_epi8(static_cast<char>(0x80))); }
     static W lookup(const uint8_t* table, W w) {
         return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load16(table)), w);
     }
@@ -104,11 +108,7 @@ struct Avx512 {
     template <int J>
     static I dot(I acc, W w, X16 x) { return _mm512_dpbusd_epi32(acc, w, quad(x, J)); }
     template <int J>
-    static I dot_signed(I acc, W w, X16 x) {
-        const __m512i v = quad(x, J);
-        const __m512i signs = _mm512_mask_sub_epi8(v, _mm512_movepi8_mask(w), zero(), v);
-        return _mm512_dpbusd_epi32(acc, _mm512_abs_epi8(w), signs);
-    }
+    static I dot_signed(I acc, W w, X16 x) { return dot<J>(acc, w, x); }
     // Forced inline: GCC deems a function that does nothing but prefetch to do nothing, and leaves out calls of it.
     static WARPSMITH_INLINE void prefetch(const uint8_t* p) {
         _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);

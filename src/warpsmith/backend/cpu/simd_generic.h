@@ -7,8 +7,10 @@
 // times the weight less 32, once kSixOffset times -32 sum(x) is added. shift<N> moves the bits of a byte N to the right,
 // or left where N is negative; what comes in from a neighbour is for a mask to take away. insert<M>(x, bits) takes the
 // bits M, zero in x, from `bits`. lookup: a byte below 16 numbers one of a table's. fma_x<J>(acc, w, x): lane r gains
-// w[r] * x[J]. kFloatColumns: columns that float weights multiply at a time. kTileColumns: from how many
-// columns on quads are paired (pair_quads) and multiplied several columns at a time (tile); 0 for never.
+// w[r] * x[J]. signed_quad: signed bytes as dot_signed wants them, kSignedOffset more than they are.
+// kFloatColumns: columns that float weights multiply at a time. kDirectColumns: columns that a quantised weight in a
+// register multiplies at a time; where it is 1, more than one share a block that was unpacked into memory. kTileColumns:
+// from how many columns on quads are paired (pair_quads) and multiplied several columns at a time (tile); 0 for never.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -21,6 +23,7 @@ namespace {
 struct Generic {
     static constexpr int lanes = 16;
     static constexpr int kTileColumns = 0;
+    static constexpr int kDirectColumns = 1;
     static constexpr int kFloatColumns = 4;
     typedef float F __attribute__((vector_size(64)));
     typedef int32_t I __attribute__((vector_size(64)));
@@ -137,6 +140,8 @@ struct Generic {
     static W shift(W w) { return N < 0 ? w << (N < 0 ? -N : 0) : w >> (N < 0 ? 0 : N); }
     template <int M>
     static W insert(W w, W bits) { return w | (bits & static_cast<uint8_t>(M)); }
+    static constexpr int kSignedOffset = 0;
+    static W signed_quad(W w) { return w; }
     static W lookup(const uint8_t* table, W w) {
         for (int i = 0; i < 64; i++) w[i] = table[w[i]];
         return w;

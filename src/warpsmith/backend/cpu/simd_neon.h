@@ -12,6 +12,7 @@ namespace {
 struct Neon {
     static constexpr int lanes = 16;
     static constexpr int kTileColumns = 0;
+    static constexpr int kDirectColumns = 1;
     static constexpr int kFloatColumns = 4;
     struct F { float32x4_t v[4]; };
     struct I { int32x4_t v[4]; };
@@ -123,6 +124,8 @@ struct Neon {
     }
     template <int M>
     static W insert(W x, W bits) { return each<W>([&](int i) { return vbslq_u8(vdupq_n_u8(M), bits.v[i], x.v[i]); }); }
+    static constexpr int kSignedOffset = 0;
+    static W signed_quad(W w) { return w; }
     static W lookup(const uint8_t* table, W x) {
         const uint8x16_t levels = vld1q_u8(table);
         return each<W>([&](int i) { return vqtbl1q_u8(levels, x.v[i]); });

@@ -28,8 +28,7 @@ Tree Tree::of(const int32_t* parents, int n) {
         }
         tree.path[i][tree.depth[i]] = static_cast<uint8_t>(i);
     }
-    // Depth first. A node's state takes over its parent's slot when it is the last child to need it, unless that is
-    // the root's, which commit wants to find.
+    // Depth first. A node's state takes over its parent's slot when it is the last child to need it.
     struct Todo { int node, from; bool last; };
     std::vector<Todo> todo{{0, kCommitted, false}};
     std::vector<int> free_slots;
@@ -38,9 +37,7 @@ Tree Tree::of(const int32_t* parents, int n) {
         todo.pop_back();
         const bool leaf = children[at.node].empty();
         int to = kNowhere;
-        if (at.node == 0) {
-            to = kRoot;
-        } else if (!leaf) {
+        if (!leaf) {
             if (at.last && at.from >= 0) to = at.from;
             else if (!free_slots.empty()) { to = free_slots.back(); free_slots.pop_back(); }
             else to = tree.slots++;
@@ -54,7 +51,7 @@ Tree Tree::of(const int32_t* parents, int n) {
 }
 
 State::State(const Model& model, int room, Kv keys, Kv values)
-    : config(model.config), context(room), kinds{keys, values} {
+    : config(model.config), context(room), kinds{keys, values}, kernels_(model.kernels) {
     for (int i = 0; i < config.layers + (config.mtp_layers ? 1 : 0); i++) {
         const bool recurrent = i < config.layers && config.recurrent[i];
         slot_.push_back(recurrent ? recurrent_++ : attention_++);
@@ -67,7 +64,10 @@ State::State(const Model& model, int room, Kv keys, Kv values)
         pending_kv_[which] = Memory(rows * kMaxNodes * row_bytes_[which]);
     }
     conv_ = Memory(recurrent_ * conv_floats() * sizeof(float));
-    for (auto& delta : delta_) delta = Memory(recurrent_ * delta_floats() * sizeof(float));
+    delta_ = Memory(recurrent_ * delta_floats() * sizeof(float));
+    for (auto& updates : updates_) {
+        updates = Memory(static_cast<size_t>(recurrent_) * config.value_heads * update_floats() * sizeof(float));
+    }
     pending_qkv_ = Memory(static_cast<size_t>(recurrent_) * kMaxNodes * config.channels() * sizeof(float));
     pending_gates_ = Memory(static_cast<size_t>(recurrent_) * kMaxNodes * gate_stride() * sizeof(float));
 }
@@ -77,7 +77,21 @@ size_t State::snapshot_bytes() const {
     return rows * (row_bytes_[0] + row_bytes_[1]) + recurrent_ * (conv_floats() + delta_floats()) * sizeof(float);
 }
 
-void State::save(uint8_t* to) const {
+void State::settle() {
+    const int dk = config.key_head_dim, dv = config.value_head_dim, width = delta_width(dv);
+    for (int layer = 0; owes && layer < config.layers; layer++) {
+        if (!config.recurrent[layer]) continue;
+        for (int column = 0; column < config.value_heads * dv; column += width) {
+            const float* owed = owed_update(layer, column / dv);
+            const DeltaUpdate update{owed + 16, owed + 16 + dk + column % dv, owed[0]};
+            kernels_.delta_add(delta(layer) + static_cast<size_t>(column) * dk, dk, width, update);
+        }
+    }
+    owes = false;
+}
+
+void State::save(uint8_t* to) {
+    settle();
     for (int which = 0; which < 2; which++) {
         const size_t run = static_cast<size_t>(length) * row_bytes_[which];
         for (int plane = 0; plane < attention_ * config.kv_heads; plane++, to += run) {
@@ -85,7 +99,7 @@ void State::save(uint8_t* to) const {
         }
     }
     copy(to, conv_.data(), conv_.size());
-    copy(to + conv_.size(), delta_[current_].data(), delta_[current_].size());
+    copy(to + conv_.size(), delta_.data(), delta_.size());
 }
 
 void State::load(const uint8_t* from, int saved) {
@@ -96,7 +110,8 @@ void State::load(const uint8_t* from, int saved) {
         }
     }
     copy(conv_.data(), from, conv_.size());
-    copy(delta_[current_].data(), from + conv_.size(), delta_[current_].size());
+    copy(delta_.data(), from + conv_.size(), delta_.size());
+    owes = false;
     length = saved;
     tree.n = 0;
 }

@@ -2,9 +2,9 @@
 //
 // Keys, and values likewise, per attention layer: [kv head][position] rows of head_dim numbers as f16, f32 or Q8_0
 // blocks; keys and values may be of different types.
-// DeltaNet states, per DeltaNet layer: [value head][dv / width][dk][width] floats (delta_width), twice: the committed state, and the one
-// after the root of the last tree, which a commit makes the committed one by swapping. Convolution inputs: the last
-// taps-1 rows of channels, oldest first.
+// DeltaNet states, per DeltaNet layer: [value head][dv / width][dk][width] floats (delta_width). They are large beside
+// what a token adds to them: a commit of the root alone owes them its update, and the next pass, which reads them anyway,
+// adds it. Convolution inputs: the last taps-1 rows of channels, oldest first.
 #pragma once
 #include <array>
 #include <vector>
@@ -23,8 +23,8 @@ struct Tree {
     std::array<std::array<uint8_t, kMaxNodes>, kMaxNodes> path{};  // path[i][d]: the ancestor of i at depth d
 
     // The order in which DeltaNet states are computed: depth first. Slots are places for states: kCommitted is the
-    // state before the tree, kRoot the one after its root, 0 and up are scratch; kNowhere: no child needs it.
-    static constexpr int kCommitted = -1, kRoot = -2, kNowhere = -3;
+    // state before the tree, 0 and up are scratch; kNowhere: no child needs it.
+    static constexpr int kCommitted = -1, kNowhere = -2;
     struct Visit { int node, from, to; };
     std::vector<Visit> visits;
     int slots = 0;
@@ -45,11 +45,14 @@ struct State {
     uint8_t* key_row(int layer, int head, int position) const { return kv_row(layer, 0, head, position); }
     uint8_t* value_row(int layer, int head, int position) const { return kv_row(layer, 1, head, position); }
     float* conv(int layer) const { return conv_.floats() + static_cast<size_t>(slot_[layer]) * conv_floats(); }
-    float* delta(int layer) const { return delta_[current_].floats() + static_cast<size_t>(slot_[layer]) * delta_floats(); }
-    float* delta_after_root(int layer) const {
-        return delta_[1 - current_].floats() + static_cast<size_t>(slot_[layer]) * delta_floats();
-    }
-    void swap_delta() { current_ = 1 - current_; }
+    float* delta(int layer) const { return delta_.floats() + static_cast<size_t>(slot_[layer]) * delta_floats(); }
+
+    // Updates of a layer's head: decay, 15 floats of nothing, k, write.
+    float* root_update(int layer, int head) const { return update(1 - current_, layer, head); }  // of the last tree
+    float* owed_update(int layer, int head) const { return update(current_, layer, head); }      // where `owes`
+    bool owes = false;  // updates of all layers and heads to `delta`
+    void owe_root() { current_ = 1 - current_, owes = true; }
+    void settle();  // add what is owed
 
     // rows of the last tree
     Tree tree;
@@ -63,13 +66,17 @@ struct State {
 
     // A snapshot is every committed byte in one buffer: all keys, all values, then convolution inputs, then states.
     size_t snapshot_bytes() const;
-    void save(uint8_t* to) const;
+    void save(uint8_t* to);
     void load(const uint8_t* from, int length);
 
     size_t conv_floats() const { return static_cast<size_t>(config.conv_kernel - 1) * config.channels(); }
     size_t delta_floats() const { return static_cast<size_t>(config.value_heads) * config.key_head_dim * config.value_head_dim; }
 
 private:
+    size_t update_floats() const { return 16 + config.key_head_dim + config.value_head_dim; }
+    float* update(int which, int layer, int head) const {
+        return updates_[which].floats() + (static_cast<size_t>(slot_[layer]) * config.value_heads + head) * update_floats();
+    }
     uint8_t* kv_row(int layer, int which, int head, int position) const {
         const size_t plane = static_cast<size_t>(slot_[layer]) * config.kv_heads + head;
         return kv_[which].data() + (plane * context + position) * row_bytes_[which];
@@ -79,10 +86,11 @@ private:
         return pending_kv_[which].data() + (plane * config.kv_heads + head) * row_bytes_[which];
     }
 
+    const Kernels& kernels_;
     std::vector<int> slot_;  // of a layer, among the layers of its kind
     int recurrent_ = 0, attention_ = 0, current_ = 0;
     size_t row_bytes_[2];
-    Memory kv_[2], conv_, delta_[2], pending_qkv_, pending_gates_, pending_kv_[2];
+    Memory kv_[2], conv_, delta_, updates_[2], pending_qkv_, pending_gates_, pending_kv_[2];
 };
 
 }  // namespace warpsmith
