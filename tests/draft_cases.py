@@ -15,8 +15,8 @@ from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.rows import Rows
 from warpsmith.backend.sampling import Sampling
 from warpsmith.draft.base import Context, Proposer, ScoredTree
-from warpsmith.engine.conversation import Conversation
 from warpsmith.engine.loop import Generation
+from warpsmith.engine.scheduler import Scheduler
 
 # Sixteen tokens: even a draft that knows nothing is right now and then.
 CONFIG = small_config(vocab=16, mtp_layers=1)
@@ -91,5 +91,5 @@ def guess(draft: Alone, ids: Sequence[int], depth: int = 10) -> ScoredTree | Non
     return draft.propose(Context(list(ids), None, depth))  # type: ignore[arg-type]
 
 
-def run(conversation: Conversation, prompt: Sequence[int], sampling: Sampling, **options: Any) -> list[int]:
-    return [token for tokens in Generation(conversation, prompt, sampling, **options) for token in tokens]
+def run(scheduler: Scheduler, prompt: Sequence[int], sampling: Sampling, **options: Any) -> list[int]:
+    return [token for tokens in Generation(scheduler, prompt, sampling, **options) for token in tokens]

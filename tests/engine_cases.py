@@ -17,9 +17,9 @@ from warpsmith.backend.reference import ReferenceBackend, ReferenceState
 from warpsmith.backend.rows import Rows
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
-from warpsmith.draft.base import Context, Proposer
-from warpsmith.engine.conversation import Conversation
+from warpsmith.draft.base import ALONE, Context, Others, Proposer
 from warpsmith.engine.loop import Generation
+from warpsmith.engine.scheduler import Scheduler
 
 VOCAB = SMALL.vocab
 BACKEND = ReferenceBackend(SMALL, random_tensors(SMALL))
@@ -40,15 +40,13 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
 
 
-def run(
-    conversation: Conversation, prompt: Sequence[int], sampling: Sampling | None = None, **options: Any
-) -> list[int]:
+def run(scheduler: Scheduler, prompt: Sequence[int], sampling: Sampling | None = None, **options: Any) -> list[int]:
     """All tokens of a request."""
-    return [token for tokens in Generation(conversation, prompt, sampling, **options) for token in tokens]
+    return tokens_of(Generation(scheduler, prompt, sampling, **options))
 
 
 def plain(prompt: Sequence[int], sampling: Sampling | None = None, on: str = "reference", **options: Any) -> list[int]:
-    return run(Conversation(backend_of(on), options.pop("context", 256)), prompt, sampling, **options)
+    return run(Scheduler(backend_of(on), options.pop("context", 256)), prompt, sampling, **options)
 
 
 def states_equal(a: State, b: State) -> bool:
@@ -125,7 +123,9 @@ class Resting(Scripted):
     def rest(self, memory: Heard) -> int:
         return int(self.rng.integers(1, 9)) if self.rng.random() < 0.3 else 0
 
-    def spent(self, memory: Heard, tokens: int, seconds: float, forward_seconds: float | None) -> None:
+    def spent(
+        self, memory: Heard, tokens: int, seconds: float, forward_seconds: float | None, others: Others = ALONE
+    ) -> None:
         self.told.append((tokens, seconds, forward_seconds))
 
     def observe(
@@ -190,24 +190,13 @@ def twins(truth: Sequence[int]) -> Callable[[Context], Tree]:
     return rule
 
 
-def conversation_after(prompt: list[int], taken: list[int]) -> Conversation:
-    """A plain one that has generated as much."""
-    conversation = Conversation(BACKEND, 256)
-    assert run(conversation, prompt, max_tokens=len(taken)) == taken
-    return conversation
-
-
 def both_modes(
-    prompt: list[int], sampling: Sampling | None = None, **options: Any
-) -> Iterator[tuple[Conversation, Generation]]:
+    prompt: list[int], sampling: Sampling | None = None, on: str = "reference", context: int = 256, **options: Any
+) -> Iterator[Generation]:
     """The same request plainly and with a draft that is right ten tokens ahead."""
-    truth = prompt + plain(prompt, sampling, max_tokens=40)
+    truth = prompt + plain(prompt, sampling, on, max_tokens=40)
     for proposer in (None, Scripted(chain(truth, 10))):
-        conversation = Conversation(BACKEND, options.get("context", 256), proposer)
-        yield (
-            conversation,
-            Generation(conversation, prompt, sampling, **{k: v for k, v in options.items() if k != "context"}),
-        )
+        yield Generation(Scheduler(backend_of(on), context, proposer), prompt, sampling, **options)
 
 
 def tokens_of(generation: Generation) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 
 from warpsmith.backend.devices import backend_for
 from warpsmith.checkpoint.canonical import Checkpoint
-from warpsmith.engine.conversation import common_prefix
+from warpsmith.engine.prefix import common_prefix
 from warpsmith.engine.stats import Stats
 from warpsmith.llm import LLM
 from warpsmith.model.synthetic import tiny_model

@@ -12,7 +12,7 @@ from random_models import random_tree
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
 from warpsmith.draft.base import Context
-from warpsmith.engine.conversation import Conversation
+from warpsmith.engine.scheduler import Scheduler
 
 
 class Parity:
@@ -49,23 +49,23 @@ def guessing(tokens: list[int], seed: int) -> Scripted:
 @given(st.integers(0, 99), st.sampled_from([Sampling(), SAMPLED]), st.sampled_from(["reference", "cpu"]))
 def test_constrained_text_is_the_same_with_a_draft(seed: int, sampling: Sampling, on: str) -> None:
     prompt, constraint = prompt_of(20, seed), Parity()
-    tokens = run(Conversation(backend_of(on), 128), prompt, sampling, max_tokens=16, constraint=constraint)
+    tokens = run(Scheduler(backend_of(on), 128), prompt, sampling, max_tokens=16, constraint=constraint)
     assert [token % 2 for token in tokens] == [0, 1] * 8
     drafted = Parity()
-    conversation = Conversation(backend_of(on), 128, guessing(prompt + tokens, seed))
-    assert run(conversation, prompt, sampling, max_tokens=16, constraint=drafted) == tokens
+    scheduler = Scheduler(backend_of(on), 128, guessing(prompt + tokens, seed))
+    assert run(scheduler, prompt, sampling, max_tokens=16, constraint=drafted) == tokens
     assert drafted.taken[:16] == constraint.taken[:16] == tokens
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED])
 def test_every_token_is_shown_with_its_own_row_and_nothing_changes(sampling: Sampling) -> None:
     prompt = prompt_of(20)
-    unwatched = run(Conversation(backend_of("cpu"), 128), prompt, sampling, max_tokens=12)
+    unwatched = run(Scheduler(backend_of("cpu"), 128), prompt, sampling, max_tokens=12)
     seen: list[list[tuple[bytes, int]]] = []
     for proposer in (None, guessing(prompt + unwatched, 3)):
         rows: list[tuple[bytes, int]] = []
         tokens = run(
-            Conversation(backend_of("cpu"), 128, proposer),
+            Scheduler(backend_of("cpu"), 128, proposer),
             prompt,
             sampling,
             max_tokens=12,
@@ -77,8 +77,8 @@ def test_every_token_is_shown_with_its_own_row_and_nothing_changes(sampling: Sam
 
 
 def test_a_prefill_can_be_broken_off_and_the_next_request_is_right() -> None:
-    prompt, conversation = prompt_of(5000), Conversation(backend_of("cpu"), 5200)
-    whole = run(Conversation(backend_of("cpu"), 5200), prompt, max_tokens=4)
+    prompt, scheduler = prompt_of(5000), Scheduler(backend_of("cpu"), 5200)
+    whole = run(Scheduler(backend_of("cpu"), 5200), prompt, max_tokens=4)
     progress: list[int] = []
 
     def stop_after_one_piece(done: int) -> None:
@@ -87,7 +87,7 @@ def test_a_prefill_can_be_broken_off_and_the_next_request_is_right() -> None:
             raise TimeoutError
 
     with pytest.raises(TimeoutError):
-        run(conversation, prompt, max_tokens=4, on_prefill=stop_after_one_piece)
+        run(scheduler, prompt, max_tokens=4, on_prefill=stop_after_one_piece)
     assert progress[0] == 0
     assert 0 < progress[1] < 5000
-    assert run(conversation, prompt, max_tokens=4) == whole
+    assert run(scheduler, prompt, max_tokens=4) == whole

@@ -17,8 +17,8 @@ from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.canonical import open_checkpoint
 from warpsmith.draft.ngram import NGram
-from warpsmith.engine.conversation import Conversation
 from warpsmith.engine.loop import Generation
+from warpsmith.engine.scheduler import Scheduler
 from warpsmith.errors import NoDevice
 from warpsmith.model.weights import read_config
 from warpsmith.wisp import WISP
@@ -158,7 +158,7 @@ def test_the_text_is_the_same_with_a_draft(wisp: CudaBackend, sampling: Sampling
         prompt, chosen = written(wisp, seed) * 2, replace(sampling, seed=seed)  # something to look up
         texts = []
         for draft in (None, NGram(7)):
-            generation = Generation(Conversation(wisp, 512, draft), prompt, chosen, max_tokens=80)
+            generation = Generation(Scheduler(wisp, 512, draft), prompt, chosen, max_tokens=80)
             texts.append([token for run in generation for token in run])
             accepted += generation.stats.accepted_tokens
         assert texts[0] == texts[1]

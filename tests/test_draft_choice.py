@@ -21,8 +21,8 @@ from warpsmith.draft.dflash import DFlash
 from warpsmith.draft.mtp import MTP
 from warpsmith.draft.ngram import NGram
 from warpsmith.draft.select import find_draft, make_proposer
-from warpsmith.engine.conversation import Conversation
 from warpsmith.engine.loop import Generation
+from warpsmith.engine.scheduler import Scheduler
 from warpsmith.errors import BadFile, BadRequest, ModelNotFound
 
 
@@ -69,7 +69,7 @@ def test_auto_leaves_out_drafts_whose_guesses_take_too_long(
     slow = [name for name in ("dflash", "mtp") if tokens[name] > 0.5]
     expected = [f"{name} (a guess takes as long as {tokens[name]} tokens)" for name in slow]
     assert list(proposer.left_out) == expected
-    generation = Generation(Conversation(backend("cpu"), 64, proposer), [1, 2, 3], max_tokens=2)
+    generation = Generation(Scheduler(backend("cpu"), 64, proposer), [1, 2, 3], max_tokens=2)
     list(generation)
     assert generation.stats.left_out == generation.stats.to_dict()["left_out"] == expected
     assert ("left out: " + ", ".join(expected) in generation.stats.summary()) == bool(expected)

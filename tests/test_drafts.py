@@ -19,7 +19,7 @@ from warpsmith.backend.base import LOGITS, Backend, State
 from warpsmith.backend.cpu import CpuBackend
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
-from warpsmith.draft.base import Context, Draft, Proposer
+from warpsmith.draft.base import ALONE, Context, Draft, Others, Proposer
 from warpsmith.draft.budget import LISTENS, Budgeted
 from warpsmith.draft.cascade import Cascade, CascadeMemory
 from warpsmith.draft.costs import Costs
@@ -27,8 +27,8 @@ from warpsmith.draft.dflash import DFlash
 from warpsmith.draft.economy import REFILL
 from warpsmith.draft.mtp import MTP
 from warpsmith.draft.ngram import NGram
-from warpsmith.engine.conversation import Conversation
 from warpsmith.engine.loop import Generation
+from warpsmith.engine.scheduler import Scheduler
 
 SAMPLED = Sampling(temperature=0.9, top_k=9, top_p=0.95, repeat_penalty=1.1, repeat_last_n=8, seed=3)
 
@@ -50,7 +50,9 @@ class Steady(Cascade):
     def __init__(self, *drafts: Draft) -> None:
         super().__init__([Budgeted(draft, CHEAP) for draft in drafts], clock=lambda: 0.0)
 
-    def spent(self, memory: CascadeMemory, tokens: int, seconds: float, forward_seconds: float | None) -> None:
+    def spent(
+        self, memory: CascadeMemory, tokens: int, seconds: float, forward_seconds: float | None, others: Others = ALONE
+    ) -> None:
         resting = forward_seconds is None
         super().spent(memory, tokens, 0.001 * (tokens if resting else 1.1), None if resting else 0.001)
 
@@ -80,7 +82,7 @@ def check_texts(name: str, seed: int, length: int, nodes: int, greedy: bool) -> 
     rng = np.random.default_rng(seed)
     prompt = prompt_of(length, seed)
     turns: list[tuple[list[int], int, list[int]]] = []
-    plainly = Conversation(on, 400)
+    plainly = Scheduler(on, 400)
     for turn in range(3):
         limit = int(rng.integers(1, 20))
         answer = run(plainly, prompt, sampling, max_tokens=limit)
@@ -89,9 +91,9 @@ def check_texts(name: str, seed: int, length: int, nodes: int, greedy: bool) -> 
         prompt = [prompt + answer + following, prompt + following, following][rng.integers(3)]
     made = drafts(on, nodes, seed)
     for proposer in (*made.values(), *map(Steady, made.values()), Steady(*made.values())):
-        conversation = Conversation(on, 400, proposer)
+        scheduler = Scheduler(on, 400, proposer)
         for prompt, limit, answer in turns:
-            assert run(conversation, prompt, sampling, max_tokens=limit) == answer, proposer
+            assert run(scheduler, prompt, sampling, max_tokens=limit) == answer, proposer
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
@@ -104,28 +106,29 @@ def test_every_stop_condition_ends_the_text_where_plain_decoding_does(
     made = drafts(on, 30)
     proposer: Proposer = Steady(*made.values()) if draft == "cascade" else made[draft]
     prompt = prompt_of(20, 9)
-    truth = run(Conversation(on, 100), prompt, sampling, max_tokens=40)
+    truth = run(Scheduler(on, 100), prompt, sampling, max_tokens=40)
     accepted = 0
     for place in (1, 9, 33) if name == "reference" else range(1, 40, 3):
         seen: list[int] = []
-        conversation = Conversation(on, 100, proposer)
+        scheduler = Scheduler(on, 100, proposer)
         generation = Generation(
-            conversation,
+            scheduler,
             prompt,
             sampling,
             until=lambda token: seen.append(token) or len(seen) == place + 1,  # noqa: B023
         )
         tokens = [token for tokens in generation for token in tokens]
         assert tokens == truth[: place + 1]
-        assert conversation.sequence.committed == prompt + truth[:place]
+        assert generation.sequence.committed == prompt + truth[:place]
         accepted += generation.stats.accepted_tokens
         stop = truth[place]
-        stopped = run(conversation, prompt, sampling, stop_ids=frozenset([stop]), max_tokens=40)
-        assert stopped == truth[: truth.index(stop) + 1]
-        assert conversation.sequence.committed == prompt + stopped[:-1]
-        assert run(conversation, prompt, sampling, max_tokens=place) == truth[:place]
-        assert conversation.sequence.committed == (prompt + truth[:place])[:-1]
-    full = Conversation(on, len(prompt) + 15, proposer)
+        stopped = Generation(scheduler, prompt, sampling, stop_ids=frozenset([stop]), max_tokens=40)
+        assert [token for tokens in stopped for token in tokens] == truth[: truth.index(stop) + 1]
+        assert stopped.sequence.committed == prompt + truth[: truth.index(stop)]
+        limited = Generation(scheduler, prompt, sampling, max_tokens=place)
+        assert [token for tokens in limited for token in tokens] == truth[:place]
+        assert limited.sequence.committed == (prompt + truth[:place])[:-1]
+    full = Scheduler(on, len(prompt) + 15, proposer)
     assert run(full, prompt, sampling) == truth[:15], "where the context is full"
     assert accepted > 0, "nothing was accepted, so nothing was tested"
 
@@ -139,14 +142,14 @@ def test_sequences_that_share_a_draft_get_their_own_text(name: str, draft: str, 
     made = drafts(on, 22)
     proposer: Proposer = Steady(*made.values()) if draft == "cascade" else made[draft]
     count = 20 if name == "reference" else 40
-    conversations = [Conversation(on, 200, proposer) for _ in range(3)]
+    schedulers = [Scheduler(on, 200, proposer) for _ in range(3)]
     prompts = [prompt_of(length, length) for length in (5, 31, 70)]
     accepted = 0
     for _ in range(2):
-        expected = [run(Conversation(on, 200), prompt, sampling, max_tokens=count) for prompt in prompts]
+        expected = [run(Scheduler(on, 200), prompt, sampling, max_tokens=count) for prompt in prompts]
         going = [
-            Generation(conversation, prompt, sampling, max_tokens=count)
-            for conversation, prompt in zip(conversations, prompts, strict=True)
+            Generation(scheduler, prompt, sampling, max_tokens=count)
+            for scheduler, prompt in zip(schedulers, prompts, strict=True)
         ]
         texts: list[list[int]] = [[], [], []]
         runs = [iter(generation) for generation in going]
@@ -186,7 +189,7 @@ def test_each_sequence_is_guessed_from_its_own_past(name: str) -> None:
 def test_the_tests_above_accept_guesses_of_every_kind() -> None:
     on = backend("reference")
     for name, draft in drafts(on, 63).items():
-        generation = Generation(Conversation(on, 300, draft), prompt_of(30), Sampling(), max_tokens=60)
+        generation = Generation(Scheduler(on, 300, draft), prompt_of(30), Sampling(), max_tokens=60)
         list(generation)
         assert generation.stats.accepted_tokens > 5, name
         assert generation.stats.mode == name
@@ -263,9 +266,9 @@ def pairs_drawn(on: Backend, sampling: Sampling, runs: int) -> np.ndarray:
     """How often each pair of second and third tokens came up; the third mostly inside an accepted run."""
     prompt = prompt_of(5, 2)
     counts = np.zeros(CONFIG.vocab**2)
-    conversation = Conversation(on, 64, MTP(on, 20))
+    scheduler = Scheduler(on, 64, MTP(on, 20))
     for seed in range(runs):
-        generation = Generation(conversation, prompt, dataclasses.replace(sampling, seed=seed), max_tokens=4)
+        generation = Generation(scheduler, prompt, dataclasses.replace(sampling, seed=seed), max_tokens=4)
         tokens = [token for tokens in generation for token in tokens]
         counts[tokens[1] * CONFIG.vocab + tokens[2]] += 1
     return counts
@@ -298,13 +301,13 @@ def test_long_texts_in_which_drafts_rest_and_are_asked_again(name: str) -> None:
     for seed in range(4):
         made = drafts(on, 30, seed)
         proposer = Steady(*made.values()) if name == "cascade" else Steady(made[name])
-        conversation, plainly = Conversation(on, 500, proposer), Conversation(on, 500)
+        scheduler, plainly = Scheduler(on, 500, proposer), Scheduler(on, 500)
         prompt = prompt_of(30, seed)
         for sampling in (Sampling(), SAMPLED):
             answer = run(plainly, prompt, sampling, max_tokens=100)
             for _ in range(2):  # once they are open, once they have to wait first
                 on_step = lambda step: nodes.append(len(step.tree))  # noqa: E731
-                assert run(conversation, prompt, sampling, max_tokens=100, on_step=on_step) == answer
+                assert run(scheduler, prompt, sampling, max_tokens=100, on_step=on_step) == answer
                 for budgeted in proposer.drafts:
                     budgeted.account.credit, budgeted.account.open, budgeted.account._needed = -0.1, False, 9.9
                     budgeted.account._failures = 5

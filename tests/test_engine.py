@@ -19,7 +19,6 @@ from engine_cases import (
     backend_of,
     both_modes,
     chain,
-    conversation_after,
     guessing,
     plain,
     prompt_of,
@@ -34,8 +33,8 @@ from warpsmith.backend.base import LOGITS
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.draft.base import Context
-from warpsmith.engine.conversation import Conversation
 from warpsmith.engine.loop import Generation
+from warpsmith.engine.scheduler import Scheduler
 from warpsmith.errors import BadRequest
 
 PROPOSERS: dict[str, Callable[[list[int]], Callable[[Context], Tree | None]]] = {
@@ -62,15 +61,16 @@ PROPOSERS: dict[str, Callable[[list[int]], Callable[[Context], Tree | None]]] = 
 def test_speculative_text_and_state_equal_plain(name: str, kind: str, sampling: Sampling) -> None:
     prompt, count = prompt_of(70), 24
     expected = plain(prompt, sampling, name, max_tokens=count)
-    reference = Conversation(backend_of(name), 256, Scripted(lambda context: None))
-    assert run(reference, prompt, sampling, max_tokens=count) == expected, "step by step equals decode"
+    stepwise = Generation(
+        Scheduler(backend_of(name), 256, Scripted(lambda context: None)), prompt, sampling, max_tokens=count
+    )
+    assert tokens_of(stepwise) == expected, "step by step equals decode"
     draft = Scripted(PROPOSERS[kind](prompt + expected))
-    conversation = Conversation(backend_of(name), 256, draft)
-    assert run(conversation, prompt, sampling, max_tokens=count) == expected
-    assert conversation.sequence.committed == (prompt + expected)[:-1]
-    assert states_equal(conversation.sequence.state, reference.sequence.state)
-    assert isinstance(reference.proposer, Scripted)
-    assert np.array_equal(conversation.sequence.draft.rows, reference.sequence.draft.rows), (
+    generation = Generation(Scheduler(backend_of(name), 256, draft), prompt, sampling, max_tokens=count)
+    assert tokens_of(generation) == expected
+    assert generation.sequence.committed == (prompt + expected)[:-1]
+    assert states_equal(generation.sequence.state, stepwise.sequence.state)
+    assert np.array_equal(generation.sequence.draft.rows, stepwise.sequence.draft.rows), (
         "the draft sees the accepted nodes' rows, no others"
     )
 
@@ -100,9 +100,9 @@ def check_turns(name: str, seed: int, length: int, nodes: int, right: float, gre
     """Turns that continue the answer, drop it, or start anew: snapshots and live states in both modes agree."""
     rng = np.random.default_rng(seed)
     sampling = Sampling() if greedy else Sampling(temperature=1.0, seed=seed)
-    plainly = Conversation(backend_of(name), 400)
+    plainly = Scheduler(backend_of(name), 400)
     truth: list[int] = []
-    drafted = Conversation(
+    drafted = Scheduler(
         backend_of(name), 400, Resting(lambda context: guessing(truth, right, nodes, len(context.ids))(context), seed)
     )
     prompt = prompt_of(length, seed)
@@ -114,7 +114,7 @@ def check_turns(name: str, seed: int, length: int, nodes: int, right: float, gre
         second = Generation(drafted, prompt, sampling, max_tokens=count)
         assert [token for tokens in second for token in tokens] == answer
         assert first.stats.cached_tokens == second.stats.cached_tokens
-        assert states_equal(plainly.sequence.state, drafted.sequence.state)
+        assert states_equal(first.sequence.state, second.sequence.state)
         following = prompt_of(int(rng.integers(1, 40)), seed + turn + 1)
         prompt = [prompt + answer + following, prompt + following, following][rng.integers(3)]
 
@@ -126,10 +126,10 @@ def test_a_proposer_that_rests_is_told_of_everything(sampling: Sampling) -> None
     expected = plain(prompt, sampling, max_tokens=60)
     for backend in (BACKEND, RunsAhead(SMALL, BACKEND.tensors)):
         draft = Resting(chain(prompt + expected, 4), seed=3)
-        conversation = Conversation(backend, 256, draft)
-        generation = Generation(conversation, prompt, sampling, max_tokens=60)
+        scheduler = Scheduler(backend, 256, draft)
+        generation = Generation(scheduler, prompt, sampling, max_tokens=60)
         assert tokens_of(generation) == expected
-        assert conversation.sequence.draft.tokens == conversation.sequence.committed
+        assert generation.sequence.draft.tokens == generation.sequence.committed
         assert sum(tokens for tokens, _, _ in draft.told) == 59
         resting = [tokens for tokens, _, forward in draft.told if forward is None]
         assert len(resting) > 2
@@ -145,17 +145,16 @@ def test_leaving_while_a_draft_rests(leave: int) -> None:
     expected = plain(prompt, max_tokens=40)
     for backend in (BACKEND, RunsAhead(SMALL, BACKEND.tensors)):
         draft = Resting(chain(prompt + expected, 2), seed=leave)
-        conversation = Conversation(backend, 256, draft)
-        runs, taken = iter(Generation(conversation, prompt, max_tokens=40)), []
+        scheduler = Scheduler(backend, 256, draft)
+        generation = Generation(scheduler, prompt, max_tokens=40)
+        runs, taken = iter(generation), list[int]()
         while len(taken) < leave:
             taken += next(runs)
         runs.close()
         assert taken == expected[: len(taken)]
-        assert conversation.sequence.draft.tokens == conversation.sequence.committed == (prompt + taken)[:-1]
+        assert generation.sequence.draft.tokens == generation.sequence.committed == (prompt + taken)[:-1]
         follow_up = [*prompt, *taken, 1, 2]
-        assert run(conversation, follow_up, max_tokens=5) == run(
-            conversation_after(prompt, taken), follow_up, max_tokens=5
-        )
+        assert run(scheduler, follow_up, max_tokens=5) == plain(follow_up, max_tokens=5)
 
 
 @pytest.mark.parametrize("place", [0, 1, 5, 11, 17])
@@ -163,11 +162,11 @@ def test_a_stop_id_ends_the_text_before_the_state_advances(place: int) -> None:
     prompt = prompt_of(20, 3)
     truth = plain(prompt, SAMPLED, max_tokens=30)
     place = truth.index(truth[place])  # where it first occurs
-    for conversation, generation in both_modes(prompt, SAMPLED, max_tokens=30, stop_ids=frozenset([truth[place]])):
+    for generation in both_modes(prompt, SAMPLED, max_tokens=30, stop_ids=frozenset([truth[place]])):
         assert tokens_of(generation) == truth[: place + 1]
         assert generation.finish_reason == "stop"
         assert generation.stats.generated_tokens == place + 1
-        assert conversation.sequence.committed == prompt + truth[:place]
+        assert generation.sequence.committed == prompt + truth[:place]
 
 
 def test_a_stop_id_ends_greedy_text_too() -> None:
@@ -175,10 +174,10 @@ def test_a_stop_id_ends_greedy_text_too() -> None:
     truth = plain(prompt, max_tokens=30)
     stop = truth[9]
     place = truth.index(stop)
-    for conversation, generation in both_modes(prompt, max_tokens=30, stop_ids=frozenset([stop])):
+    for generation in both_modes(prompt, max_tokens=30, stop_ids=frozenset([stop])):
         assert tokens_of(generation) == truth[: place + 1]
         assert generation.finish_reason == "stop"
-        assert conversation.sequence.committed == prompt + truth[:place]
+        assert generation.sequence.committed == prompt + truth[:place]
 
 
 @pytest.mark.parametrize("place", [0, 4, 13])
@@ -192,39 +191,39 @@ def test_until_sees_every_token_once_and_ends_the_text(place: int, sampling: Sam
         seen.append(token)
         return len(seen) == place + 1
 
-    for conversation, generation in both_modes(prompt, sampling, max_tokens=30, until=until):
+    for generation in both_modes(prompt, sampling, max_tokens=30, until=until):
         seen.clear()
         assert tokens_of(generation) == seen == truth[: place + 1]
         assert generation.finish_reason == "stop"
-        assert conversation.sequence.committed == prompt + truth[:place]
+        assert generation.sequence.committed == prompt + truth[:place]
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 11, 12, 13])
 def test_max_tokens_inside_an_accepted_run(count: int) -> None:
     prompt = prompt_of(10, 5)
     truth = plain(prompt, max_tokens=20)
-    for conversation, generation in both_modes(prompt, max_tokens=count):
+    for generation in both_modes(prompt, max_tokens=count):
         assert tokens_of(generation) == truth[:count]
         assert generation.finish_reason == "length"
-        assert conversation.sequence.committed == (prompt + truth[:count])[:-1]
+        assert generation.sequence.committed == (prompt + truth[:count])[:-1]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_a_full_context_ends_with_length(sampling: Sampling) -> None:
     prompt = prompt_of(10, 6)
     truth = plain(prompt, sampling, max_tokens=30)
-    for conversation, generation in both_modes(prompt, sampling, context=32):
+    for generation in both_modes(prompt, sampling, context=32):
         assert tokens_of(generation) == truth[:22]
         assert generation.finish_reason == "length"
-        assert conversation.sequence.state.length == 31
+        assert generation.sequence.state.length == 31
 
 
 def test_a_draft_deeper_than_the_room_that_is_left_is_cut() -> None:
     prompt = prompt_of(10, 6)
     truth = plain(prompt, max_tokens=22)
     for right in (0.0, 1.0):
-        conversation = Conversation(BACKEND, 32, Scripted(guessing(prompt + truth, right, MAX_NODES)))
-        assert run(conversation, prompt) == truth
+        scheduler = Scheduler(BACKEND, 32, Scripted(guessing(prompt + truth, right, MAX_NODES)))
+        assert run(scheduler, prompt) == truth
 
 
 @pytest.mark.parametrize(
@@ -240,16 +239,16 @@ def test_a_draft_deeper_than_the_room_that_is_left_is_cut() -> None:
     ],
 )
 def test_impossible_requests_are_refused_before_anything_runs(prompt: list[int], options: dict, words: str) -> None:
-    conversation = Conversation(BACKEND, 32)
+    scheduler = Scheduler(BACKEND, 32)
     with pytest.raises(BadRequest, match=words):
-        Generation(conversation, prompt, **options)
-    assert conversation.turn == 0
+        Generation(scheduler, prompt, **options)
+    assert not scheduler.waiting
 
 
 def test_a_draft_that_loses_the_root_is_a_mistake_not_a_text() -> None:
-    conversation = Conversation(BACKEND, 64, Scripted(lambda c: Tree.chain([(c.root + 1) % VOCAB, 3])))
+    scheduler = Scheduler(BACKEND, 64, Scripted(lambda c: Tree.chain([(c.root + 1) % VOCAB, 3])))
     with pytest.raises(ValueError, match="root"):
-        run(conversation, [1, 2, 3], max_tokens=4)
+        run(scheduler, [1, 2, 3], max_tokens=4)
 
 
 @pytest.mark.parametrize("last", [12, -1])
@@ -265,11 +264,9 @@ def test_every_token_is_chosen_from_its_own_history_and_position(last: int) -> N
         ids.append(choose(logits[-1], sampling, ids, len(ids)))
         logits = BACKEND.forward([(state, Tree.chain(ids[-1:]))], LOGITS).logits.numpy()
         BACKEND.commit(state, [0])
-    for _, generation in both_modes(prompt, sampling, max_tokens=15):
+    for generation in both_modes(prompt, sampling, max_tokens=15):
         assert tokens_of(generation) == ids[30:]
-    first = {
-        run(Conversation(BACKEND, 64), prompt, Sampling(temperature=1.5, seed=s), max_tokens=1)[0] for s in range(12)
-    }
+    first = {run(Scheduler(BACKEND, 64), prompt, Sampling(temperature=1.5, seed=s), max_tokens=1)[0] for s in range(12)}
     assert len(first) > 3
 
 
@@ -307,7 +304,7 @@ def test_penalties_reach_greedy_decoding() -> None:
 def test_stats_tell_what_happened() -> None:
     prompt = prompt_of(20)
     truth = prompt + plain(prompt, max_tokens=14)
-    generation = Generation(Conversation(BACKEND, 64, Scripted(chain(truth, 3))), prompt, max_tokens=14)
+    generation = Generation(Scheduler(BACKEND, 64, Scripted(chain(truth, 3))), prompt, max_tokens=14)
     tokens_of(generation)
     stats = generation.stats
     assert (stats.mode, stats.speculation_off) == ("scripted", None)
@@ -318,7 +315,7 @@ def test_stats_tell_what_happened() -> None:
     assert min(stats.prefill_seconds, stats.draft_seconds, stats.verify_seconds, stats.commit_seconds) > 0
     assert stats.decode_seconds >= stats.draft_seconds + stats.verify_seconds + stats.commit_seconds - 1e-6
 
-    generation = Generation(Conversation(BACKEND, 64), prompt, SAMPLED, max_tokens=5)
+    generation = Generation(Scheduler(BACKEND, 64), prompt, SAMPLED, max_tokens=5)
     tokens_of(generation)
     assert (generation.stats.mode, generation.stats.speculation_off) == ("plain", "no draft")
     assert (generation.stats.steps, generation.stats.histogram, generation.stats.seed) == (4, [4], SAMPLED.seed)

@@ -14,7 +14,7 @@ from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
 from warpsmith.draft.base import Context, ScoredTree
 from warpsmith.draft.mtp import MTP
-from warpsmith.engine.conversation import Conversation
+from warpsmith.engine.scheduler import Scheduler
 
 
 def mtp_after(on: Backend, pieces: list[list[int]], root: int, nodes: int = 30) -> ScoredTree:
@@ -148,6 +148,6 @@ def test_after_a_gap_mtp_goes_on_with_what_it_heard(gap: int) -> None:
 def test_mtp_at_the_end_of_the_context_stays_inside() -> None:
     for name in ("reference", "cpu"):
         on = backend(name)
-        plain = run(Conversation(on, 24), prompt_of(10), Sampling())
-        assert run(Conversation(on, 24, MTP(on)), prompt_of(10), Sampling()) == plain
+        plain = run(Scheduler(on, 24), prompt_of(10), Sampling())
+        assert run(Scheduler(on, 24, MTP(on)), prompt_of(10), Sampling()) == plain
         assert len(plain) == 14

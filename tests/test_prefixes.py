@@ -25,37 +25,37 @@ from engine_cases import (
     tokens_of,
 )
 from random_models import SMALL
-from warpsmith.backend.base import PREFILL_CHUNK, State
+from warpsmith.backend.base import State
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.sampling import Sampling
-from warpsmith.engine.conversation import MAX_SNAPSHOTS, Conversation
 from warpsmith.engine.loop import Generation
-from warpsmith.errors import BadRequest
+from warpsmith.engine.scheduler import Scheduler
 
 
-def test_the_answer_is_continued_from_the_live_state() -> None:
-    conversation = Conversation(BACKEND, 256)
-    prompt = prompt_of(20)
-    answer = run(conversation, prompt, max_tokens=6)
-    generation = Generation(conversation, prompt + answer + [1, 2, 3], max_tokens=4)
-    tokens_of(generation)
-    assert generation.stats.cached_tokens == 25, "all but the last token, which was never run"
-    assert generation.stats.prompt_tokens == 29
+def cached(scheduler: Scheduler, prompt: list[int], **options: Any) -> int:
+    """How much of a request came from earlier ones; its text and its state are those of a request of its own."""
+    generation = Generation(scheduler, prompt, **{"max_tokens": 5} | options)
+    fresh = Generation(Scheduler(scheduler.backend, scheduler.context), prompt, **{"max_tokens": 5} | options)
+    assert tokens_of(generation) == tokens_of(fresh)
+    assert states_equal(generation.sequence.state, fresh.sequence.state)
+    return generation.stats.cached_tokens
+
+
+@pytest.mark.parametrize("on", ["cpu", "reference"])
+def test_answers_are_gone_on_from_where_that_changes_no_bit(on: str) -> None:
+    scheduler, prompt = Scheduler(backend_of(on), 256), prompt_of(100)
+    answer = run(scheduler, prompt, max_tokens=6)
+    expected = 105 if on == "cpu" else 64
+    assert cached(scheduler, prompt + answer + [1, 2, 3]) == expected, "all but the last token, which was never run"
 
 
 def test_a_shared_beginning_is_not_computed_again_and_bits_agree() -> None:
     prompt = prompt_of(200)
-    conversation = Conversation(BACKEND, 400)
-    run(conversation, prompt, max_tokens=6)
+    scheduler = Scheduler(BACKEND, 400)
+    run(scheduler, prompt, max_tokens=6)
     for other in (prompt, [*prompt[:190], 1, 2, 3, 4], prompt[:128] + prompt_of(90, 9)):
-        generation = Generation(conversation, other, max_tokens=5)
-        fresh = Conversation(BACKEND, 400)
-        assert tokens_of(generation) == run(fresh, other, max_tokens=5)
-        assert generation.stats.cached_tokens == 128
-        assert states_equal(conversation.sequence.state, fresh.sequence.state)
-    generation = Generation(conversation, [*prompt[:127], 5], max_tokens=2)
-    tokens_of(generation)
-    assert generation.stats.cached_tokens == 0, "a recurrent state cannot be cut short"
+        assert cached(scheduler, other) == 128
+    assert cached(scheduler, [*prompt[:127], 5]) == 0, "a recurrent state cannot be cut short"
 
 
 @settings(max_examples=15, deadline=None)
@@ -63,78 +63,93 @@ def test_a_shared_beginning_is_not_computed_again_and_bits_agree() -> None:
 def test_on_the_cpu_all_that_is_known_to_stay_is_reused_and_bits_agree(
     length: int, kept: int, seed: int, drafted: bool
 ) -> None:
-    """Wherever the next prompt leaves this one: its past is there, to the bit that a new conversation would have."""
+    """Wherever the next prompt leaves this one: its past is there, to the bit that a new sequence would have."""
     cpu, prompt, kept = backend_of("cpu"), prompt_of(length, seed), min(kept, length)
-    conversation = Conversation(cpu, 400, Scripted(lambda context: None) if drafted else None)
-    answer = tokens_of(Generation(conversation, prompt, max_tokens=5, kept=kept))
+    scheduler = Scheduler(cpu, 400, Scripted(lambda context: None) if drafted else None)
+    answer = run(scheduler, prompt, max_tokens=5, kept=kept)
     other = prompt[:kept] + [(t + 1) % VOCAB for t in prompt[kept : kept + 1]] + prompt_of(20, seed + 1)
     if kept == length:
         other = prompt + answer + prompt_of(20, seed + 1)
-    again = Generation(conversation, other, max_tokens=5)
-    fresh = Conversation(cpu, 400)
-    assert tokens_of(again) == run(fresh, other, max_tokens=5)
-    assert again.stats.cached_tokens == (length + 4 if kept == length else kept)
-    assert states_equal(conversation.sequence.state, fresh.sequence.state)
+    assert cached(scheduler, other) == (length + 4 if kept == length else kept)
 
 
-def test_another_request_between_does_not_lose_an_answer_that_stays() -> None:
-    for stays in (True, False):
-        conversation, prompt = Conversation(BACKEND, 256), prompt_of(30)
-        answer = tokens_of(Generation(conversation, prompt, max_tokens=6, kept=30 if stays else None))
-        run(conversation, prompt_of(20, 5), max_tokens=2)
-        generation = Generation(conversation, prompt + answer + [1, 2], max_tokens=2)
-        tokens_of(generation)
-        assert generation.stats.cached_tokens == (35 if stays else 0)
+def test_an_answer_that_the_next_prompt_leaves_out_is_not_saved() -> None:
+    for kept, saved in ((30, 34), (20, 20), (None, 34)):
+        scheduler, prompt = Scheduler(backend_of("cpu"), 256), prompt_of(30)
+        answer = run(scheduler, prompt, max_tokens=5, kept=kept)
+        assert cached(scheduler, prompt + answer + [1, 2]) == saved
 
 
 def test_where_prompts_part_a_snapshot_is_left() -> None:
     """Two requests with the same instructions: the third does not compute them again."""
-    instructions = prompt_of(150)
-    conversation = Conversation(BACKEND, 400)
-    cached = []
-    for seed in range(3):
-        generation = Generation(conversation, instructions + prompt_of(100, 20 + seed), max_tokens=2)
-        tokens_of(generation)
-        cached.append(generation.stats.cached_tokens)
-    assert cached == [0, 0, 128]
+    instructions, scheduler = prompt_of(150), Scheduler(BACKEND, 400)
+    prompts = [instructions + prompt_of(100, 20 + seed) for seed in range(3)]
+    assert [cached(scheduler, prompt) for prompt in prompts] == [0, 0, 128]
 
 
-def test_snapshots_are_bounded_and_the_least_used_go_first() -> None:
-    conversation = Conversation(BACKEND, 256)
-    prompts = [prompt_of(100, seed) for seed in range(MAX_SNAPSHOTS + 2)]
+def test_long_prompts_can_be_gone_back_into() -> None:
+    """At 2048 tokens, at twice as many, and so on."""
+    prompt, scheduler = prompt_of(5000), Scheduler(backend_of("cpu"), 5100)
+    run(scheduler, prompt, max_tokens=1, kept=0)
+    for place, expected in ((4900, 4096), (4095, 2048), (2047, 0)):
+        assert cached(scheduler, [*prompt[:place], 1, 2], max_tokens=1) == expected
 
-    def cached(prompt: list[int]) -> int:
-        generation = Generation(conversation, prompt, max_tokens=1)
-        tokens_of(generation)
-        return generation.stats.cached_tokens
+
+def test_snapshots_keep_to_their_budget_and_the_least_used_go_first() -> None:
+    states, cpu = 4, backend_of("cpu")
+    budget = cpu.snapshot_bytes(0) + states * (cpu.snapshot_bytes(100) + 400)
+    scheduler = Scheduler(cpu, 256, cache_bytes=budget)
+    prompts = [prompt_of(100, seed) for seed in range(states + 2)]
+
+    def reused(prompt: list[int]) -> bool:
+        tokens = cached(scheduler, prompt, max_tokens=1, kept=99)
+        assert tokens in (0, 99)
+        assert scheduler.prefixes.saved.nbytes <= scheduler.prefixes.saved.budget < budget
+        return tokens > 0
 
     for prompt in prompts:
-        assert cached(prompt) == 0
-        assert cached(prompts[0]) == PREFILL_CHUNK, "used all the time, never dropped"
-        assert len(conversation._saved) <= MAX_SNAPSHOTS
-    assert cached(prompts[-1]) == PREFILL_CHUNK
-    assert cached(prompts[1]) == 0, "long ago"
+        assert not reused(prompt)
+        assert reused(prompts[0]), "used all the time, never dropped"
+    assert reused(prompts[-1])
+    assert not reused(prompts[1]), "long ago"
+    none = Scheduler(cpu, 256, cache_bytes=0)
+    assert [cached(none, prompts[0]) for _ in range(2)] == [0, 0]
+
+
+def test_what_a_draft_remembers_is_in_the_budget() -> None:
+    prompt = prompt_of(100)
+    with_draft, without = (Scheduler(backend_of("cpu"), 256, draft) for draft in (Scripted(lambda context: None), None))
+    for scheduler in (with_draft, without):
+        run(scheduler, prompt, max_tokens=1, kept=50)
+    rows = 50 * 3 * SMALL.hidden * 4
+    assert with_draft.prefixes.saved.nbytes == without.prefixes.saved.nbytes + rows
 
 
 def test_long_prompts_are_prefilled_in_pieces_without_changing_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = prompt_of(230)
-    whole = Conversation(BACKEND, 256)
-    expected = run(whole, prompt, max_tokens=3)
-    monkeypatch.setattr("warpsmith.engine.conversation.PIECE", 64)
-    pieces = Conversation(BACKEND, 256, Scripted(lambda context: None))
-    assert run(pieces, prompt, max_tokens=3) == expected
+    prompt, seen = prompt_of(230), list[int]()
+    monkeypatch.setattr("warpsmith.engine.scheduler.LONGEST_PIECE", 230)
+    scheduler = Scheduler(BACKEND, 256)
+    scheduler._piece = 230
+    whole = Generation(scheduler, prompt, max_tokens=3, kept=0)
+    expected = tokens_of(whole)
+    monkeypatch.setattr("warpsmith.engine.scheduler.LONGEST_PIECE", 64)
+    pieces = Generation(
+        Scheduler(BACKEND, 256, Scripted(lambda context: None)), prompt, max_tokens=3, on_prefill=seen.append
+    )
+    assert tokens_of(pieces) == expected
+    assert seen == [0, 64, 128, 192]
     assert states_equal(whole.sequence.state, pieces.sequence.state)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_a_consumer_may_leave_at_any_time(sampling: Sampling) -> None:
     prompt = prompt_of(20, 3)
-    for conversation, generation in both_modes(prompt, sampling, max_tokens=30):
+    for generation in both_modes(prompt, sampling, on="cpu", max_tokens=30):
         runs = iter(generation)
         taken = [token for _ in range(3) for token in next(runs)]
-        runs.close()  # type: ignore[attr-defined]
-        assert conversation.sequence.committed == (prompt + taken)[:-1]
-        follow_up = Generation(conversation, [*prompt, *taken, 1, 2], sampling, max_tokens=3)
+        runs.close()
+        assert generation.sequence.committed == (prompt + taken)[:-1]
+        follow_up = Generation(generation.scheduler, [*prompt, *taken, 1, 2], sampling, max_tokens=3)
         tokens_of(follow_up)
         assert follow_up.stats.cached_tokens == len(prompt) + len(taken) - 1
 
@@ -171,55 +186,48 @@ class Interrupted(ReferenceBackend):
 @pytest.mark.parametrize("where", ["prefill", "forward", "commit"])
 @pytest.mark.parametrize("when", [1, 2])
 @pytest.mark.parametrize("drafted", [False, True])
-def test_an_interrupted_request_leaves_a_conversation_that_goes_on(where: str, when: int, drafted: bool) -> None:
+def test_after_an_interrupt_the_next_request_is_right(where: str, when: int, drafted: bool) -> None:
     prompt = prompt_of(100)
     expected = plain(prompt, max_tokens=20)
     backend = Interrupted(SMALL, BACKEND.tensors)
     draft = Scripted(chain(prompt + expected, 4)) if drafted else None
-    conversation = Conversation(backend, 256, draft)
+    scheduler = Scheduler(backend, 256, draft)
     backend.where, backend.countdown = where, when
     with pytest.raises(KeyboardInterrupt):
-        run(conversation, prompt, max_tokens=20)
+        run(scheduler, prompt, max_tokens=20)
     backend.where = ""
-    assert run(conversation, prompt, max_tokens=20) == expected
-    fresh = Conversation(BACKEND, 256)
-    run(fresh, prompt, max_tokens=20)
-    assert states_equal(conversation.sequence.state, fresh.sequence.state)
+    again, fresh = (Generation(each, prompt, max_tokens=20) for each in (scheduler, Scheduler(BACKEND, 256)))
+    assert tokens_of(again) == tokens_of(fresh) == expected
+    assert states_equal(again.sequence.state, fresh.sequence.state)
 
 
 def test_a_backend_that_runs_ahead_comes_back_when_the_text_ends() -> None:
     prompt = prompt_of(30)
     truth = plain(prompt, max_tokens=20)
-    conversation = Conversation(RunsAhead(SMALL, BACKEND.tensors), 256)
+    scheduler = Scheduler(RunsAhead(SMALL, BACKEND.tensors), 256, parallel=2)
     seen: list[int] = []
 
     def until(token: int) -> bool:
         seen.append(token)
         return len(seen) == 8
 
-    assert run(conversation, prompt, max_tokens=20, until=until) == truth[:8]
-    assert conversation.sequence.committed == prompt + truth[:7]
-    # another request while this one stands open goes on from what was given out, not from what was run ahead
-    expected = Conversation(BACKEND, 256)
-    answers = []
-    for each in (conversation, expected):
-        runs = iter(Generation(each, prompt, max_tokens=20))
-        taken = [token for _ in range(5) for token in next(runs)]
-        follow_up = Generation(each, [*prompt, *taken, 1, 2], max_tokens=6)
-        answers.append(tokens_of(follow_up))
-        assert follow_up.stats.cached_tokens == len(prompt) + 4
-        with pytest.raises(BadRequest, match="Another request"):
-            next(runs)
-    assert answers[0] == answers[1]
-    assert states_equal(conversation.sequence.state, expected.sequence.state)
+    generation = Generation(scheduler, prompt, max_tokens=20, until=until)
+    assert tokens_of(generation) == truth[:8]
+    assert generation.sequence.committed == prompt + truth[:7]
+    # another request goes on from what was given out, not from what was run ahead
+    first = Generation(scheduler, prompt, max_tokens=20)
+    runs = iter(first)
+    taken = [token for _ in range(5) for token in next(runs)]
+    other = prompt_of(20, 4)
+    assert run(scheduler, other, max_tokens=6) == plain(other, max_tokens=6)
+    assert taken + [token for tokens in runs for token in tokens] == truth
 
 
-def test_an_old_request_cannot_go_on_once_another_has_begun() -> None:
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_requests_that_stand_open_do_not_hurt_each_other(parallel: int) -> None:
     for sampling in (Sampling(), SAMPLED):
-        conversation = Conversation(BACKEND, 64)
-        old = iter(Generation(conversation, [1, 2, 3], sampling, max_tokens=9))
-        next(old)
-        expected = run(conversation, [4, 5], max_tokens=5)
-        with pytest.raises(BadRequest, match="Another request"):
-            next(old)
-        assert run(conversation, [4, 5], max_tokens=5) == expected
+        scheduler = Scheduler(BACKEND, 64, parallel=parallel)
+        old = iter(Generation(scheduler, [1, 2, 3], sampling, max_tokens=9))
+        taken = next(old)
+        assert run(scheduler, [4, 5], max_tokens=5) == plain([4, 5], max_tokens=5)
+        assert taken + [token for tokens in old for token in tokens] == plain([1, 2, 3], sampling, max_tokens=9)

@@ -27,9 +27,10 @@ from warpsmith.backend.host_memory import check_fits
 from warpsmith.checkpoint.canonical import Checkpoint, open_checkpoint
 from warpsmith.draft.base import Proposer
 from warpsmith.engine.arguments import stop_strings, stop_tokens, whole_number
-from warpsmith.engine.conversation import Conversation, common_prefix
 from warpsmith.engine.loop import FinishReason, Generation
+from warpsmith.engine.prefix import common_prefix
 from warpsmith.engine.request import Options, check_options, sampling_for
+from warpsmith.engine.scheduler import Scheduler
 from warpsmith.engine.stats import Stats
 from warpsmith.engine.text import Text
 from warpsmith.engine.turns import Turns
@@ -151,7 +152,7 @@ class LLM:
     def __init__(self, backend: Backend, checkpoint: Checkpoint, context: int, draft: Proposer | None = None) -> None:
         self.checkpoint, self.config, self.context = checkpoint, backend.config, context
         self.device = backend.name
-        self._conversation: Conversation | None = Conversation(backend, context, draft)
+        self._scheduler: Scheduler | None = Scheduler(backend, context, draft)
         self._turns = Turns()
 
     @property
@@ -159,8 +160,8 @@ class LLM:
         return self._open().backend
 
     @property
-    def conversation(self) -> Conversation:
-        """What requests run on, one after another."""
+    def scheduler(self) -> Scheduler:
+        """What requests run on."""
         return self._open()
 
     @cached_property
@@ -279,7 +280,7 @@ class LLM:
         >>> llm.close()
         """
         self._turns.close()
-        self._conversation = None
+        self._scheduler = None
 
     def __enter__(self) -> LLM:
         return self
@@ -289,10 +290,10 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _open(self) -> Conversation:
+    def _open(self) -> Scheduler:
         self._turns.check()
-        assert self._conversation is not None
-        return self._conversation
+        assert self._scheduler is not None
+        return self._scheduler
 
     def _ids(
         self, prompt: Prompt, enable_thinking: bool | None, tools: list[dict[str, Any]] | None

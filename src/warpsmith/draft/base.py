@@ -43,6 +43,17 @@ class Prices:
 
 
 @dataclass(frozen=True)
+class Others:
+    """What else is in the same forward pass."""
+
+    sequences: int = 0
+    nodes: int = 0  # of all of them
+
+
+ALONE = Others()
+
+
+@dataclass(frozen=True)
 class Context:
     """Where the loop stands when it asks for a draft."""
 
@@ -50,6 +61,8 @@ class Context:
     state: State  # of length len(ids) - 1
     depth: int  # at least 1: deeper nodes cannot be used any more and are cut off
     prices: Prices | None = None  # what guesses must pay for; None: all there is room for are wanted
+    nodes: int = MAX_NODES  # a tree may have, the root among them; more are cut off
+    others: Others = ALONE
 
     @property
     def root(self) -> int:
@@ -88,8 +101,11 @@ class Proposer(ABC, Generic[Memory]):
     def propose(self, memory: Memory, context: Context) -> Tree | None:
         """A tree whose node 0 is the root, or None to guess nothing this time."""
 
-    def spent(self, memory: Memory, tokens: int, seconds: float, forward_seconds: float | None) -> None:
-        """What was decided since it was last told, and how long that took, everything included.
+    def spent(
+        self, memory: Memory, tokens: int, seconds: float, forward_seconds: float | None, others: Others = ALONE
+    ) -> None:
+        """What was decided since it was last told, and how long that took, everything included but what other sequences
+        in the same pass took for themselves.
 
         Of a step also the forward and the commit alone; None for tokens decoded while the proposer rested.
         """

@@ -5,6 +5,10 @@ decides four tokens in the time of two earns two. When the account is empty the 
 itself; each of these tokens pays a little into the account, until there is enough for another try. Another text is
 another chance, a smaller one each time that nothing comes of it. So what speculation can cost is bounded: half a
 hundredth, and the small sums that an account is given.
+
+Where several sequences share a forward pass, a node is worth what it brings to all of them: it must make the pass
+longer by less than its share of the tokens that the pass decides anyway. A pass that is full of sequences has little
+room for guesses, and a dear draft finds out that it does not pay there.
 """
 
 from __future__ import annotations
@@ -16,8 +20,7 @@ from typing import Any, Generic
 
 from warpsmith.backend.base import State
 from warpsmith.backend.rows import Rows
-from warpsmith.backend.tree import MAX_NODES
-from warpsmith.draft.base import Context, Draft, Memory, Prices, Proposer, ScoredTree
+from warpsmith.draft.base import ALONE, Context, Draft, Memory, Others, Prices, Proposer, ScoredTree
 from warpsmith.draft.costs import Costs
 from warpsmith.draft.economy import Account, Calibration, Pace, best_size, least_probabilities, path_probabilities
 
@@ -86,8 +89,10 @@ class Budgeted(Proposer[BudgetMemory]):
         cheap = replace(context, depth=min(depth, context.depth), prices=prices)
         tree = self.draft.propose(memory.draft, cheap)
         if tree is not None:
-            chances = path_probabilities(tree, self.calibration)[1 : self._most_nodes()]
-            size, memory.promise = best_size(chances, self._pace.seconds(), self._pace.other())
+            most = min(self._most_nodes(context.others), context.nodes)
+            chances = path_probabilities(tree, self.calibration)[1:most]
+            seconds = self._pace.seconds()[context.others.nodes :]
+            size, memory.promise = best_size(chances, seconds, self._pace.other(), 1 + context.others.sequences)
             tree = tree.first(size) if size else None
         if tree is not None:
             memory.silent = 0
@@ -97,10 +102,12 @@ class Budgeted(Proposer[BudgetMemory]):
         memory.guess = _Guess(len(context.ids) - 1, tree)
         return tree
 
-    def _most_nodes(self) -> int:
+    def _most_nodes(self, others: Others) -> int:
         """Of a tree that could be all wrong without losing more than there is to lose."""
-        stake = (1 + max(self.account.credit, STAKE)) * self._pace.plain()
-        return next((nodes for nodes, seconds in enumerate(self._pace.seconds()) if seconds > stake), MAX_NODES)
+        seconds = self._pace.seconds()[others.nodes :]
+        token = self._pace.plain(others)
+        stake = (seconds[0] if others.sequences else token) + max(self.account.credit, STAKE) * token
+        return next((nodes for nodes, each in enumerate(seconds) if each > stake), len(seconds))
 
     def observe(
         self,
@@ -127,11 +134,14 @@ class Budgeted(Proposer[BudgetMemory]):
                 self.calibration.learn(belief, node in path)
         return len(path) - 1
 
-    def spent(self, memory: BudgetMemory, tokens: int, seconds: float, forward_seconds: float | None) -> None:
+    def spent(
+        self, memory: BudgetMemory, tokens: int, seconds: float, forward_seconds: float | None, others: Others = ALONE
+    ) -> None:
         pace, account, guess = self._pace, self.account, memory.guess
         memory.guess = None
         if forward_seconds is None:
-            pace.decoded(tokens, seconds)
+            if not others.sequences:
+                pace.decoded(tokens, seconds)
             if self.doubts:
                 self._check_after = min(2 * self._check_after, CHECK_LAST)
             self._unchecked = 0
@@ -140,24 +150,28 @@ class Budgeted(Proposer[BudgetMemory]):
             account.plain(tokens)
         elif forward_seconds is not None:
             nodes = 1 if guess is None or guess.tree is None else len(guess.tree)
-            worth = pace.stepped(nodes, seconds, forward_seconds)
+            if others.sequences:
+                worth = pace.stepped_beside(others, nodes, seconds, forward_seconds)
+            else:
+                worth = pace.stepped(nodes, seconds, forward_seconds)
             small = pace.other() + pace.seconds()[BEYOND]
             account.drafted(tokens, worth, small / pace.plain())
-            self.rate += 0.1 * (tokens / seconds - self.rate)
-            self._unchecked += tokens
+            self.rate += 0.1 * ((others.sequences + tokens) / seconds - self.rate)
+            if not others.sequences:
+                self._unchecked += tokens
 
     def withdraw(self, memory: BudgetMemory) -> None:
         """Its guess is not taken."""
         memory.guess = None
 
-    def missed(self, memory: BudgetMemory, tokens: int, seconds: float) -> None:
+    def missed(self, memory: BudgetMemory, tokens: int, seconds: float, others: Others = ALONE) -> None:
         """Another draft's guess decided `tokens`; this one had taken so many `seconds` to be asked."""
         self._unchecked += tokens
         memory.pause = max(0, memory.pause - tokens)
         if not self.account.open:
             self.account.plain(tokens)
         else:
-            self.account.drafted(0, self._pace.calm(seconds) / self._pace.plain(), 1.0)
+            self.account.drafted(0, self._pace.calm(seconds) / self._pace.plain(others), 1.0)
 
     # -- the draft's own business -------------------------------------------------------------------------------------
 

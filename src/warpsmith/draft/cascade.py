@@ -10,7 +10,7 @@ from typing import Any
 from warpsmith.backend.base import State, Want
 from warpsmith.backend.rows import Rows
 from warpsmith.backend.tree import Tree
-from warpsmith.draft.base import Context, Proposer
+from warpsmith.draft.base import ALONE, Context, Others, Proposer
 from warpsmith.draft.budget import CHECK, Budgeted, BudgetMemory
 
 
@@ -83,15 +83,17 @@ class Cascade(Proposer[CascadeMemory]):
         mine = [self.wants.features.index(layer) for layer in draft.wants.features]
         return features.groups(mine, of=len(self.wants.features)) if mine else None
 
-    def spent(self, memory: CascadeMemory, tokens: int, seconds: float, forward_seconds: float | None) -> None:
+    def spent(
+        self, memory: CascadeMemory, tokens: int, seconds: float, forward_seconds: float | None, others: Others = ALONE
+    ) -> None:
         for i, (draft, each) in enumerate(self._pairs(memory)):
             if forward_seconds is None:
-                draft.spent(each, tokens, seconds, None)
+                draft.spent(each, tokens, seconds, None, others)
             elif i == memory.heard:
-                others = sum(took for j, took in memory.asked.items() if j != i)
-                draft.spent(each, tokens, seconds - others, forward_seconds)
+                elsewhere = sum(took for j, took in memory.asked.items() if j != i)
+                draft.spent(each, tokens, seconds - elsewhere, forward_seconds, others)
             else:
-                draft.missed(each, tokens, memory.asked.get(i, 0.0))
+                draft.missed(each, tokens, memory.asked.get(i, 0.0), others)
         memory.asked, memory.heard = {}, None
 
     def new_memory(self) -> CascadeMemory:

@@ -15,7 +15,7 @@ from statistics import median
 
 import numpy as np
 
-from warpsmith.draft.base import ScoredTree
+from warpsmith.draft.base import ALONE, Others, ScoredTree
 from warpsmith.draft.costs import Costs
 
 BINS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99)  # confidences that part kinds of guesses
@@ -27,13 +27,16 @@ REFILL = 0.005  # a plain token
 RECENT = 9  # timings of which the median is taken: a step that was held up does not count
 
 
-def best_size(probabilities: Sequence[float], seconds: Sequence[float], other_seconds: float) -> tuple[int, float]:
+def best_size(
+    probabilities: Sequence[float], seconds: Sequence[float], other_seconds: float, certain: int = 1
+) -> tuple[int, float]:
     """How many of a draft's nodes to verify for the most expected tokens a second, and how many those are.
 
     `probabilities` are those of the nodes below the root, in the order in which they would be taken; `seconds` are
-    those of a forward over 1, 2, ... nodes, `other_seconds` what a step takes besides. Of equal rates the smaller tree.
+    those of a forward over 1, 2, ... nodes, `other_seconds` what a step takes besides. `certain` tokens are decided in
+    any case, one for each sequence in the pass. Of equal rates the smaller tree.
     """
-    best, best_rate, tokens = 0, 1 / (other_seconds + seconds[0]), 1.0
+    best, best_rate, tokens = 0, certain / (other_seconds + seconds[0]), float(certain)
     for nodes, probability in enumerate(probabilities, start=1):
         tokens += probability
         rate = tokens / (other_seconds + seconds[nodes])
@@ -154,12 +157,22 @@ class Pace:
         self._other.append(other)
         return (forward_seconds + other) / (self.costs.plain * slower * self._plainness(bits))
 
+    def stepped_beside(self, others: Others, nodes: int, seconds: float, forward_seconds: float) -> float:
+        """A step was made in a pass with other sequences: how many tokens of a pass without guesses the time was worth
+        that this one took for its own guesses, and the one that it would have had anyway."""
+        costs, sequences = self.costs.seconds, 1 + others.sequences
+        whole = costs[nodes + others.nodes - 1]
+        guesses = (whole - costs[others.nodes]) / whole * forward_seconds + seconds - forward_seconds
+        return 1 + guesses * sequences / (costs[sequences - 1] / whole * forward_seconds)
+
     def calm(self, other: float) -> float:
         """Seconds of a step besides its forward without the machine's hiccups, or what it takes to begin at all."""
         return min(other, 3 * self.other() if self._other else self.plain())
 
-    def plain(self) -> float:
-        """Seconds of a token without a draft."""
+    def plain(self, others: Others = ALONE) -> float:
+        """Seconds of a token without a draft; beside others, its share of the pass."""
+        if others.sequences:
+            return self.seconds()[others.sequences] / (1 + others.sequences)
         return self.costs.plain * self._speed() * self._plainness(None)
 
     def other(self) -> float:

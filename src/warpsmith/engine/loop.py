@@ -1,23 +1,31 @@
-"""The decode loop: draft, forward, walk, commit. Plain decoding is the same loop with a tree of one node."""
+"""One request's way through the decode loop: prefill, then propose, forward, verify, commit, again and again.
+
+The scheduler runs the forward pass, for one request or for many at once; everything else is here. Plain decoding is
+the same loop with a tree of one node.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
-from warpsmith.backend.base import LOGITS, Output, next_token, walk, wanted_for
+from warpsmith.backend.base import LOGITS, Output, State, Want, check_tokens, drafted, next_token, walk, wanted_for
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import Tree
-from warpsmith.draft.base import Context
+from warpsmith.draft.base import Context, Others
 from warpsmith.engine.arguments import whole_number
-from warpsmith.engine.conversation import Conversation
 from warpsmith.engine.request import check_sampling
 from warpsmith.engine.stats import PLAIN, Stats
-from warpsmith.errors import BadRequest
+from warpsmith.errors import BadRequest, ContextFull
+
+if TYPE_CHECKING:
+    from warpsmith.engine.scheduler import Scheduler
+    from warpsmith.engine.sequence import Sequence as Text
 
 FinishReason = Literal["stop", "length"]
 
@@ -42,18 +50,29 @@ class Constraint(Protocol):
         """This is what came."""
 
 
-class Generation:
-    """One request on its way. Iterate over it for runs of new tokens; then `finish_reason` says why it ended.
+@dataclass
+class _Burst:
+    """Tokens that the backend decodes by itself, one after another."""
 
-    The tokens are the same with and without a draft: every one is chosen by the sampler from the model's own logits
-    at its place, and a draft only decides how many places one forward pass covers. The last token of each run is
-    decided but not committed, so a token that ends the text never reaches the state. The consumer may stop at any
-    time, or be interrupted; the conversation can go on with another request.
+    tokens: Generator[int]
+    left: int
+    start: int  # the state's length
+    taken: int = 0
+    seconds: float = 0.0
+
+
+class Generation:
+    """One request. Iterate over it for runs of new tokens; then `finish_reason` says why it ended.
+
+    The tokens are the same with and without a draft, alone or beside others: every one is chosen by the sampler from
+    the model's own logits at its place, and a draft only decides how many places one forward pass covers. The last
+    token of each run is decided but not committed, so a token that ends the text never reaches the state. The consumer
+    may stop at any time, or be interrupted.
     """
 
     def __init__(
         self,
-        conversation: Conversation,
+        scheduler: Scheduler,
         prompt: Sequence[int],
         sampling: Sampling | None = None,
         *,
@@ -68,112 +87,242 @@ class Generation:
     ) -> None:
         """`until` sees every token once, in order, but for stop ids; when it returns True that token is the last.
         `on_step` sees every step once it is committed; without a draft, or while it rests, each is one token. `kept` is
-        what `begin` takes. `on_logits` sees every token with the row of logits it was chosen from. `on_prefill` sees
-        how many tokens of the prompt are done before each piece of it; raising there breaks the request off."""
-        self.conversation, self.prompt, self.kept = conversation, prompt, kept
+        what `PrefixCache.begin` takes. `on_logits` sees every token with the row of logits it was chosen from.
+        `on_prefill` sees how many tokens of the prompt are done before each piece of it; raising there breaks the
+        request off."""
+        self.scheduler, self.prompt, self.kept = scheduler, [int(token) for token in prompt], kept
+        self.backend, self.proposer = scheduler.backend, scheduler.proposer
         self.sampling = sampling or Sampling()
-        conversation.check(prompt)
-        check_sampling(self.sampling, conversation.backend.config.vocab)
-        room = conversation.context - len(prompt)
+        room = self._check_room()
+        check_sampling(self.sampling, self.backend.config.vocab)
         if max_tokens is not None and whole_number("max_tokens", max_tokens) < 1:
             raise BadRequest(f"max_tokens is {max_tokens}.", "Ask for at least one token, or leave it out.")
         self.limit = room if max_tokens is None else min(max_tokens, room)
         self.stop_ids, self.until, self.on_step = stop_ids, until, on_step
         self.constraint, self.on_logits, self.on_prefill = constraint, on_logits, on_prefill
-        self.host = constraint is not None or on_logits is not None  # somebody here looks at every row
+        self.runs: deque[list[int]] = deque()  # decided and not yet taken
         self.finish_reason: FinishReason | None = None
-        proposer = conversation.proposer
-        tokens = LOGITS if self.host else wanted_for(self.sampling)
-        self.want = replace(proposer.wants, tokens=tokens.tokens) if proposer else tokens
+        self.error: BaseException | None = None  # why it was broken off
+        self.state: State | None = None  # while it has one
+        self._sequence: Text | None = None  # from the first piece of its prompt on
+        self._save_at: list[int] = []
+        self._burst: _Burst | None = None
+        self._resting = 0  # tokens until the proposer is asked again
+        # of the step under way
+        self.tree: Tree
+        self.asks = False  # whether the proposer was asked
+        self._step: Step
+        self._draft_seconds = self._verify_seconds = self._commit_seconds = 0.0
+        host = constraint is not None or on_logits is not None  # somebody here looks at every row
+        self.tokens = LOGITS.tokens if host else wanted_for(self.sampling).tokens
+        wants = Want() if self.proposer is None else self.proposer.wants
         # nobody wants more of a forward than the next token: the backend may decode in its own fastest way
-        self.bare = self.want == tokens and not self.host
+        self.bare = not host and not wants.features and not wants.hidden
+        self.rests = not host  # while nothing is to be guessed the backend may decode in its own fastest way
         self.stats = Stats(
-            device=conversation.backend.name,
-            mode=proposer.name if proposer else PLAIN,
-            speculation_off=None if proposer else "no draft",
-            left_out=list(proposer.left_out) if proposer else [],
+            device=self.backend.name,
+            mode=self.proposer.name if self.proposer else PLAIN,
+            speculation_off=None if self.proposer else "no draft",
+            left_out=list(self.proposer.left_out) if self.proposer else [],
             seed=self.sampling.seed if self.sampling.temperature > 0 else None,
-            prompt_tokens=len(prompt),
+            prompt_tokens=len(self.prompt),
         )
 
     def __iter__(self) -> Generator[list[int]]:
-        yield self._first()
-        while self.finish_reason is None:
-            if rest := self._rest():
-                yield from self._decode(rest)
-            else:
-                yield self.step()
+        return self.scheduler.run(self)
 
-    def step(self) -> list[int]:
-        """Decide what follows the root: one token, and one more for each that the draft guessed right."""
-        conversation, stats, start = self._current(), self.stats, perf_counter()
-        tree, root = self._propose(), conversation.sequence.ids[-1]
-        drafted = perf_counter()
-        if tree is None and self.bare:
-            path, run = [0], list(conversation.decode(1, frozenset(), self.sampling))
-            verified = walked = perf_counter()
-            conversation.settle()
-            run = self._cut(run)
-        else:
-            tree, backend, state = tree or Tree.chain([root]), conversation.backend, conversation.sequence.state
-            output = backend.forward([(state, tree)], self.want)
-            verified = perf_counter()
-            past = conversation.recent(self.sampling)
-            if self.constraint is None:
-                path, run = backend.verify(state, tree, self.sampling, past)
-            else:
-                path, run = walk(tree, self._constrained(output), past, state.length)
-            run = self._cut(run)  # before the state advances: what comes after the end never happened
-            self._show(output, path, run)
-            walked = perf_counter()
-            conversation.advance(path[: len(run)], run, output)
-        committed = perf_counter()
-        stats.count_step(drafted=0 if tree is None else len(tree) - 1, decided=len(run))
-        stats.draft_seconds += drafted - start
-        stats.verify_seconds += walked - drafted
-        stats.commit_seconds += committed - walked
-        stats.decode_seconds += committed - start
-        if conversation.proposer is not None:
-            forward = verified - drafted + committed - walked
-            conversation.proposer.spent(conversation.sequence.draft, len(run), committed - start, forward)
-        if self.on_step is not None:
-            self.on_step(Step(tree or Tree.chain([root]), path[: len(run)], run))
-        return run
+    @property
+    def sequence(self) -> Text:
+        assert self._sequence is not None
+        return self._sequence
 
-    def _first(self) -> list[int]:
-        """Prefill, and choose the first token from its last row."""
-        start = perf_counter()
-        output, self.stats.cached_tokens = self.conversation.begin(self.prompt, self.want, self.kept, self.on_prefill)
-        self.turn = self.conversation.turn
-        history, position = self.conversation.recent(self.sampling), len(self.prompt)
-        if self.constraint is None:
-            first = next_token(output, -1, self.sampling, history, position)
-        else:
-            first = self._constrained(output)(-1, history, position)
-        run = self._cut([first])
+    def _check_room(self) -> int:
+        """Refuse a prompt that cannot be run; returns how many tokens may follow it."""
+        prompt, context = self.prompt, self.scheduler.context
+        if not prompt:
+            raise BadRequest("The prompt is empty.", "Pass at least one token.")
+        check_tokens(self.backend.config, np.asarray(prompt, dtype=np.int64))
+        if len(prompt) >= context:
+            raise ContextFull(
+                f"A prompt of {len(prompt)} tokens leaves no room for an answer in a context of {context}.",
+                "Raise the context length (-c) or shorten the prompt."
+                if context < self.backend.config.context
+                else "Shorten the prompt: the model has no longer context.",
+            )
+        return context - len(prompt)
+
+    # -- the prompt ---------------------------------------------------------------------------------------------------
+
+    def prefill(self, piece: int) -> int:
+        """Run the next piece of the prompt, of so many tokens at most, and say how many it had; with the last one the
+        first token is decided. The first piece begins with what is known of the prompt already."""
+        began, state = perf_counter(), self.state
+        assert state is not None
+        if self._sequence is None:
+            self._sequence, self._save_at = self.scheduler.prefixes.begin(self.prompt, state, self.kept)
+            self.stats.cached_tokens = state.length
+        start, end, multiple = state.length, len(self.prompt), self.backend.prefill_multiple
+        if self.on_prefill is not None:
+            self.on_prefill(start)
+        cut = min(start + max(multiple, piece - piece % multiple), *self._save_at[:1], end)
+        output = self.backend.prefill(state, self.prompt[start:cut], self.want(self.tokens if cut == end else "none"))
+        run = self._cut([self._choose(output, -1)]) if cut == end else []
         self._show(output, [-1], run)
-        self.conversation.sequence.ids.extend(run)
-        self.stats.prefill_seconds = perf_counter() - start
-        return run
+        self._observe(start, output, slice(None))
+        if self.proposer is not None:
+            self.proposer.catch_up(self.sequence.draft, state)
+        if self._save_at[:1] == [cut]:
+            self.scheduler.prefixes.save(self.sequence)
+            del self._save_at[0]
+        self._decide(run)
+        self.stats.prefill_seconds += perf_counter() - began
+        return cut - start
 
-    def _rest(self) -> int:
-        """How many tokens to decode before the draft is asked again: without one, all of them."""
-        if self.host:
-            return 0
-        left, proposer = self.limit - self.stats.generated_tokens, self.conversation.proposer
-        return left if proposer is None else min(proposer.rest(self.conversation.sequence.draft), left)
+    @property
+    def prefilled(self) -> bool:
+        return self.stats.generated_tokens > 0
 
-    def _propose(self) -> Tree | None:
-        proposer, sequence = self.conversation.proposer, self.conversation.sequence
-        depth = self.limit - self.stats.generated_tokens - 1
-        if proposer is None or depth < 1:
-            return None
-        tree = proposer.propose(sequence.draft, Context(sequence.ids, sequence.state, depth))
-        if tree is None:
-            return None
-        if tree.tokens[0] != sequence.ids[-1]:
-            raise ValueError(f"{proposer} proposed a tree that does not start at the root")
-        return _trim(tree, depth)
+    @property
+    def answer_stays(self) -> bool:
+        """Whether the prompt of the next turn may go on from the answer."""
+        return self.kept is None or self.kept >= len(self.prompt)
+
+    # -- a step: propose, then the scheduler's forward pass, then verify and commit -----------------------------------
+
+    def want(self, tokens: Literal["none", "argmax", "top", "logits"]) -> Want:
+        """These tokens, and what the proposer observes."""
+        return replace(Want() if self.proposer is None else self.proposer.wants, tokens=tokens)
+
+    def propose(self, nodes: int, others: Others) -> Tree:
+        """The root and what may follow it, of so many nodes at most."""
+        began, proposer, sequence = perf_counter(), self.proposer, self.sequence
+        depth, tree = self.limit - self.stats.generated_tokens - 1, None
+        self.asks = proposer is not None and not (others.sequences and self._rest())
+        if proposer is not None and self.asks and depth > 0:
+            tree = proposer.propose(
+                sequence.draft, Context(sequence.ids, sequence.state, depth, nodes=nodes, others=others)
+            )
+            if tree is not None and tree.tokens[0] != sequence.ids[-1]:
+                raise ValueError(f"{proposer} proposed a tree that does not start at the root")
+        self.tree = Tree.chain(sequence.ids[-1:]) if tree is None else _trim(tree, depth, nodes)
+        self._draft_seconds = perf_counter() - began
+        return self.tree
+
+    def _rest(self) -> bool:
+        """Whether the proposer rests in a pass with others; what it asks for is counted down token by token."""
+        assert self.proposer is not None
+        if self._resting == 0:
+            self._resting = self.proposer.rest(self.sequence.draft)
+        if self._resting == 0:
+            return False
+        self._resting -= 1
+        return True
+
+    def accept(self) -> None:
+        """Follow the sampler through the tree, and commit the nodes it went along: all tokens decided but the last."""
+        began, tree, state, past = perf_counter(), self.tree, self.sequence.state, self._recent()
+        start, output = state.length, drafted(state, tree).output
+        if self.constraint is None:
+            path, run = self.backend.verify(state, tree, self.sampling, past)
+        else:
+            path, run = walk(tree, self._constrained(output), past, state.length)
+        run = self._cut(run)  # before the state advances: what comes after the end never happened
+        path = path[: len(run)]
+        self._show(output, path, run)
+        walked = perf_counter()
+        self._decide(run)
+        self.backend.commit(state, path)
+        self._observe(start, output if self.asks else Output(), path)
+        self._step = Step(tree, path, run)
+        self._verify_seconds, self._commit_seconds = walked - began, perf_counter() - walked
+
+    @property
+    def own_seconds(self) -> float:
+        """Of the step under way: what it took besides the forward pass."""
+        return self._draft_seconds + self._verify_seconds + self._commit_seconds
+
+    def stepped(self, seconds: float, forward: float, elsewhere: float, others: Others) -> None:
+        """Count a step of so many seconds, of them those of the forward pass, and those that other sequences took."""
+        step, stats = self._step, self.stats
+        stats.count_step(drafted=len(step.tree) - 1, decided=len(step.decided))
+        stats.draft_seconds += self._draft_seconds
+        stats.verify_seconds += forward + self._verify_seconds
+        stats.commit_seconds += self._commit_seconds
+        stats.decode_seconds += seconds
+        if self.proposer is not None:
+            told = forward + self._commit_seconds if self.asks else None
+            self.proposer.spent(self.sequence.draft, len(step.decided), seconds - elsewhere, told, others)
+        if self.on_step is not None:
+            self.on_step(step)
+
+    # -- alone: the backend may decode by itself ----------------------------------------------------------------------
+
+    def may_decode(self) -> bool:
+        """Whether the backend can decode the next token in its own fastest way: nothing is to be guessed before it."""
+        if self._burst is None and self.rests:
+            left = self.limit - self.stats.generated_tokens
+            rest = left if self.proposer is None else min(self.proposer.rest(self.sequence.draft), left)
+            if rest:
+                self._burst = self._decoding(rest, self.stop_ids)
+        return self._burst is not None
+
+    def decode(self) -> None:
+        """Take a token that the backend decodes by itself."""
+        began, burst, root = perf_counter(), self._burst, self.sequence.ids[-1]
+        assert burst is not None
+        run = self._cut([next(burst.tokens)])
+        self._decide(run)
+        self.stats.count_step(drafted=0, decided=1)
+        burst.left, burst.taken = burst.left - 1, burst.taken + 1
+        took = perf_counter() - began
+        burst.seconds += took
+        self.stats.decode_seconds += took
+        if self.on_step is not None:
+            self.on_step(Step(Tree.chain([root]), [0], run))
+        if self.finish_reason is not None or not burst.left:
+            self.settle()
+
+    def decode_one(self) -> None:
+        """`accept` for a root alone, and the forward pass for it."""
+        self._burst = self._decoding(1, frozenset())
+        run = self._cut([next(self._burst.tokens)])
+        self._decide(run)
+        self.settle()
+        self._step = Step(self.tree, [0], run)
+        self._verify_seconds = self._commit_seconds = 0.0
+
+    def settle(self) -> None:
+        """Break off decoding: a backend that has run ahead goes back to the last token it gave out."""
+        burst, self._burst = self._burst, None
+        if burst is None:
+            return
+        burst.tokens.close()
+        if self.sequence.state.length > burst.start:
+            self._observe(burst.start, Output(), slice(None))
+        if self.proposer is not None and burst.taken:
+            self.proposer.spent(self.sequence.draft, burst.taken, burst.seconds, None)
+
+    def _decoding(self, count: int, stop_ids: frozenset[int]) -> _Burst:
+        state, root = self.sequence.state, self.sequence.ids[-1]
+        tokens = self.backend.decode(state, root, count, stop_ids, self.sampling, self._recent())
+        return _Burst(tokens, count, state.length)
+
+    # -- tokens -------------------------------------------------------------------------------------------------------
+
+    def _decide(self, run: list[int]) -> None:
+        self.sequence.ids.extend(run)
+        if run:
+            self.runs.append(run)
+
+    def _recent(self) -> list[int]:
+        """The end of the text that the penalties look at."""
+        last, ids = self.sampling.repeat_last_n, self.sequence.ids
+        return [] if not self.sampling.penalised else ids if last < 0 else ids[-last:]
+
+    def _choose(self, output: Output, row: int) -> int:
+        if self.constraint is None:
+            return next_token(output, row, self.sampling, self._recent(), len(self.prompt))
+        return self._constrained(output)(row, self._recent(), len(self.prompt))
 
     def _constrained(self, output: Output) -> Callable[[int, list[int], int], int]:
         """The sampler's choice at a row, among what the constraint allows there."""
@@ -190,9 +339,15 @@ class Generation:
 
     def _show(self, output: Output, rows: list[int], run: list[int]) -> None:
         if self.on_logits is not None:
-            assert output.logits is not None
+            assert output.logits is not None or not run
             for row, token in zip(rows, run, strict=False):
-                self.on_logits(output.logits.row(row), token)
+                self.on_logits(output.logits.row(row), token)  # type: ignore[union-attr]
+
+    def _observe(self, start: int, output: Output, rows: slice | list[int]) -> None:
+        if self.proposer is not None:
+            features = None if output.features is None else output.features[rows]
+            hidden = None if output.hidden is None else output.hidden[rows]
+            self.proposer.observe(self.sequence.draft, self.sequence.committed[start:], start, features, hidden)
 
     def _cut(self, run: list[int]) -> list[int]:
         """Count the run's tokens and end it where the text ends."""
@@ -203,44 +358,15 @@ class Generation:
             elif self.stats.generated_tokens == self.limit:
                 self.finish_reason = "length"
             if self.finish_reason is not None:
-                if self.conversation.proposer is not None:
-                    self.stats.speculation_off = self.conversation.proposer.off
+                if self.proposer is not None:
+                    self.stats.speculation_off = self.proposer.off
                 return run[:count]
         return run
 
-    def _decode(self, count: int) -> Iterator[list[int]]:
-        """Without a draft, the backend can run on by itself from token to token."""
-        conversation, start, seconds, tokens = self._current(), perf_counter(), 0.0, 0
-        try:
-            for token in conversation.decode(count, self.stop_ids, self.sampling):
-                root, run = conversation.sequence.ids[-2], self._cut([token])
-                self.stats.count_step(drafted=0, decided=1)
-                took = perf_counter() - start
-                self.stats.decode_seconds += took
-                seconds, tokens = seconds + took, tokens + 1
-                if self.on_step is not None:
-                    self.on_step(Step(Tree.chain([root]), [0], run))
-                yield run
-                if self.finish_reason is not None:
-                    return
-                conversation, start = self._current(), perf_counter()
-        finally:
-            if self.turn == conversation.turn:
-                conversation.settle()
-                if conversation.proposer is not None and tokens:
-                    conversation.proposer.spent(conversation.sequence.draft, tokens, seconds, None)
 
-    def _current(self) -> Conversation:
-        if self.turn != self.conversation.turn:
-            raise BadRequest(
-                "Another request has begun on this model, so this one cannot go on.", "Finish one before the next."
-            )
-        return self.conversation
-
-
-def _trim(tree: Tree, depth: int) -> Tree:
-    """The tree without the nodes below `depth`."""
-    keep = np.flatnonzero(tree.depths() <= depth)
+def _trim(tree: Tree, depth: int, nodes: int) -> Tree:
+    """The tree's first nodes, without those below `depth`."""
+    keep = np.flatnonzero(tree.depths() <= depth)[:nodes]
     if len(keep) == len(tree):
         return tree
     new_index = np.full(len(tree) + 1, -1)  # one more for the root's parent, -1

@@ -8,10 +8,7 @@ Everything else in `serve/` is asyncio and never touches the backend: it hands i
 - `Job.take` gives the events there are, `Prefilled` and `Run` and finally `End`; a failure is raised from it. Events
   that nobody has taken yet are kept, so a slow reader never holds up the model.
 - `Job.cancel` takes effect before the next step of decoding or the next piece of a prefill, from any thread.
-- The text of a request is a function of the request alone.
-
-Today requests run one after another on the one conversation that an `LLM` has. A scheduler that runs many at a time
-replaces `_serve`, and nothing else here.
+- The text of a request is a function of the request alone, whatever runs beside it (`engine/scheduler.py`).
 """
 
 from __future__ import annotations
@@ -19,11 +16,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Protocol
 
@@ -100,10 +97,6 @@ class Loading(WarpsmithError):
     """The model is not there yet."""
 
 
-class _Cancelled(Exception):
-    """Nobody waits for this request any more."""
-
-
 class Listener(Protocol):
     """Hears of every request that ends, from the worker's thread."""
 
@@ -122,10 +115,10 @@ class Job:
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
         self._events: deque[Event | BaseException] = deque()
-        self._cancelled = False
+        self.cancelled = False  # nobody waits for it any more
 
     def cancel(self) -> None:
-        self._cancelled = True
+        self.cancelled = True
 
     async def take(self) -> list[Event]:
         """The events since the last call, at least one; the last of all is `End`. May be given up and called again."""
@@ -144,20 +137,13 @@ class Job:
 
     # The worker's side
 
-    def check(self, done: int = 0) -> None:
-        """Break off if nobody waits any more; else tell how much of the prompt is done."""
-        if self._cancelled:
-            raise _Cancelled
-        if done:
-            self.put(Prefilled(done))
-
     def put(self, event: Event | BaseException) -> None:
         self._events.append(event)
         if not self._news.is_set():
             try:
                 self._loop.call_soon_threadsafe(self._news.set)
             except RuntimeError:  # the loop is closed
-                self._cancelled = True
+                self.cancelled = True
 
 
 @dataclass
@@ -173,7 +159,6 @@ class Worker:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._open: dict[int, Job] = {}  # submitted and not ended
         self._lock = threading.Lock()
-        self._running: Job | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._main, name="warpsmith-worker", daemon=True)
 
@@ -189,15 +174,20 @@ class Worker:
 
     @property
     def processing(self) -> int:
-        return int(self._running is not None)
+        return min(self.open, self.parallel) if self.open else 0  # none are open while it loads
 
     @property
     def open(self) -> int:
         return len(self._open)
 
     @property
+    def parallel(self) -> int:
+        """How many run at a time."""
+        return self.llm.scheduler.parallel
+
+    @property
     def waiting(self) -> int:
-        return max(0, self.open - self.processing)
+        return self.open - self.processing
 
     def submit(self, requests: Sequence[Request]) -> list[Job]:
         """Queue all of them, or none. Call it where the event loop runs."""
@@ -205,7 +195,7 @@ class Worker:
         with self._lock:
             if self._closing:
                 raise Closing("The server is shutting down.", "Start it again, or ask another.")
-            if self.waiting + len(requests) > self.queue + (self._running is None):
+            if self.open + len(requests) > self.queue + self.parallel:
                 raise Busy(f"{self.waiting} requests are waiting already, as many as may.", "Try again in a moment.")
             jobs = [Job(request) for request in requests]
             self._open.update((job.number, job) for job in jobs)
@@ -246,59 +236,90 @@ class Worker:
             return
         with llm:
             self.loaded.set_result(llm)
-            while (job := self._jobs.get()) is not None:
-                with self._lock:
-                    self._running = job
-                ending: End | Exception | None = None
-                try:
-                    ending = _serve(llm, job)
-                except _Cancelled:
-                    pass
-                except Exception as error:
-                    ending = error
-                with self._lock:
-                    self._running = None
-                    del self._open[job.number]
-                if self.listener is not None:
-                    self.listener.finished(job, ending.stats if isinstance(ending, End) else None)
-                if ending is not None:  # last: whoever hears of the end finds it counted and its place free
-                    job.put(ending)
+            self._run(llm)
+
+    def _run(self, llm: LLM) -> None:
+        """Begin what is new, break off what nobody waits for, and step, until there will be nothing more."""
+        answers: list[_Answer] = []
+        taking = True
+        while taking or answers:
+            for job in self._new_jobs(wait=taking and not answers):
+                if job is None:
+                    taking = False
+                else:
+                    self._begin(llm, job, answers)
+            for answer in [answer for answer in answers if answer.job.cancelled]:
+                llm.scheduler.cancel(answer.generation)
+                answers.remove(answer)
+                self._end(answer.job, None)
+            if answers:
+                llm.scheduler.step()
+            for answer in answers.copy():
+                if (ending := answer.advance()) is not None:
+                    answers.remove(answer)
+                    self._end(answer.job, ending)
+
+    def _new_jobs(self, wait: bool) -> Iterator[Job | None]:
+        """Those that were submitted; None is the last. `wait` for one if there is none."""
+        try:
+            while True:
+                yield self._jobs.get(block=wait)
+                wait = False
+        except Empty:
+            return
+
+    def _begin(self, llm: LLM, job: Job, answers: list[_Answer]) -> None:
+        try:
+            answers.append(_Answer(llm, job))
+        except Exception as error:
+            self._end(job, error)
+
+    def _end(self, job: Job, ending: End | BaseException | None) -> None:
+        with self._lock:
+            del self._open[job.number]
+        if self.listener is not None:
+            self.listener.finished(job, ending.stats if isinstance(ending, End) else None)
+        if ending is not None:  # last: whoever hears of the end finds it counted and its place free
+            job.put(ending)
 
 
-def _serve(llm: LLM, job: Job) -> End:
-    """Run one request from its prompt to its end."""
-    job.check()
-    request, tokenizer = job.request, llm.tokenizer
-    text, logprobs, drafted = Text(tokenizer, request.stop), _Logprobs(request.top_logprobs), [0]
+class _Answer:
+    """A request at work, and its text."""
 
-    def count_drafted(step: Step) -> None:
-        drafted[0] = len(step.tree) - 1
+    def __init__(self, llm: LLM, job: Job) -> None:
+        request, tokenizer = job.request, llm.tokenizer
+        self.job, self._text = job, Text(tokenizer, request.stop)
+        self._logprobs, self._drafted = _Logprobs(request.top_logprobs), 0
+        self.generation = Generation(
+            llm.scheduler,
+            request.prompt,
+            request.sampling,
+            max_tokens=request.max_tokens,
+            stop_ids=frozenset() if request.ignore_eos else tokenizer.eos_ids,
+            until=self._text.push,
+            on_step=self._count_drafted,
+            kept=request.kept,
+            constraint=request.constraint() if request.constraint else None,
+            on_logits=None if request.top_logprobs is None else self._logprobs.see,
+            on_prefill=lambda done: job.put(Prefilled(done)),
+        )
+        llm.scheduler.add(self.generation)
 
-    generation = Generation(
-        llm.conversation,
-        request.prompt,
-        request.sampling,
-        max_tokens=request.max_tokens,
-        stop_ids=frozenset() if request.ignore_eos else tokenizer.eos_ids,
-        until=text.push,
-        on_step=count_drafted,
-        kept=request.kept,
-        constraint=request.constraint() if request.constraint else None,
-        on_logits=None if request.top_logprobs is None else logprobs.see,
-        on_prefill=job.check,
-    )
-    runs = iter(generation)
-    try:
-        for tokens in runs:
+    def _count_drafted(self, step: Step) -> None:
+        self._drafted = len(step.tree) - 1
+
+    def advance(self) -> End | BaseException | None:
+        """Tell of what the last step decided; returns how the answer ended, if it did."""
+        generation, job = self.generation, self.job
+        while generation.runs:
             job.first_token = job.first_token or perf_counter()
-            job.put(Run(text.take(), tokens, logprobs.take(), drafted[0]))
-            drafted[0] = 0
-            if generation.finish_reason is None:
-                job.check()
-    finally:
-        runs.close()
-    assert generation.finish_reason is not None
-    return End(text.finish(), generation.finish_reason, text.hit, generation.stats)
+            job.put(Run(self._text.take(), generation.runs.popleft(), self._logprobs.take(), self._drafted))
+            self._drafted = 0
+        if generation.error is not None:
+            return generation.error
+        if generation.finish_reason is None:
+            return None
+        return End(self._text.finish(), generation.finish_reason, self._text.hit, generation.stats)
 
 
 class _Logprobs:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from warpsmith import __version__
-from warpsmith.engine.conversation import common_prefix
 from warpsmith.engine.loop import Constraint
+from warpsmith.engine.prefix import common_prefix
 from warpsmith.engine.request import check_sampling, sampling_for
 from warpsmith.errors import WarpsmithError
 from warpsmith.llm import LLM

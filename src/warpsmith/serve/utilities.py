@@ -110,17 +110,17 @@ async def props(request: Request) -> Response:
     llm = service.llm
     sampling = sampling_for({}, declared_sampling(llm.checkpoint.metadata))
     settings = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    proposer = llm.conversation.proposer
+    scheduler = llm.scheduler
     return json_response(
         {
             "build_info": f"warpsmith {__version__}",
             "model_alias": service.names[0],
             "chat_template": service.chat_template,
             "default_generation_settings": {"n_ctx": llm.context, "params": settings},
-            "total_slots": 1,
+            "total_slots": scheduler.parallel,
             "modalities": {"vision": False, "audio": False},
             "device": llm.device,
-            "draft": proposer.name if proposer else None,
+            "draft": scheduler.proposer.name if scheduler.proposer else None,
             "tools": "tools" in service.chat_template,
             "thinking": "enable_thinking" in service.chat_template,
         }

@@ -1,0 +1,174 @@
+"""Many requests on one model: who computes when. One request alone is a batch of one, and the loop is the same.
+
+Requests are admitted in the order in which they come, as many as there are states. A state has room for a whole context
+from the start, so nobody who was admitted is ever turned out again. Each step runs one piece of one prompt, the prompts
+by turns, and then one forward pass for everybody who is past theirs. So an answer waits for one piece at most, and no
+prompt waits for another's end.
+
+The text of a request does not depend on who runs beside it: prompts may be cut where the pieces are cut
+(`Backend.prefill_multiple`), a forward pass gives every sequence its own bits, and drafts never change a text.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+from warpsmith.backend.base import ARGMAX, LOGITS, Backend, Want
+from warpsmith.draft.base import Others, Proposer
+from warpsmith.engine.loop import Generation
+from warpsmith.engine.prefix import PrefixCache
+from warpsmith.errors import BadRequest
+
+PIECE_SECONDS = 0.25  # a piece of a prompt may take: what others wait for it, and what it takes to be broken off
+SHORTEST_PIECE, LONGEST_PIECE = 64, 2048  # tokens
+CACHE_BYTES = 1 << 30  # of snapshots, where nobody says how many
+
+
+class Scheduler:
+    """Requests on a backend: `add` them, then `step` until they have ended; or `run` one."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        context: int,
+        proposer: Proposer | None = None,
+        parallel: int = 1,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        if not 1 <= parallel <= backend.largest_tree:
+            raise BadRequest(f"{parallel} sequences in one pass: this device runs 1 to {backend.largest_tree}.")
+        self.backend, self.context, self.proposer, self.parallel = backend, context, proposer, parallel
+        self._states = [backend.new_state(context) for _ in range(parallel)]  # that nobody uses
+        self.prefixes = PrefixCache(backend, proposer, self._states[0], cache_bytes)
+        self.waiting: deque[Generation] = deque()
+        self.prefilling: deque[Generation] = deque()
+        self.running: list[Generation] = []
+        self._piece = SHORTEST_PIECE
+
+    def add(self, generation: Generation) -> None:
+        self.waiting.append(generation)
+
+    def cancel(self, generation: Generation) -> None:
+        """Break a request off, between two steps. One that has ended is left alone."""
+        if generation in self.waiting:
+            self.waiting.remove(generation)
+        elif generation in self.prefilling or generation in self.running:
+            self._leave(generation)
+
+    def run(self, generation: Generation) -> Generator[list[int]]:
+        """The runs of one request as they are decided; leaving breaks it off."""
+        self.add(generation)
+        try:
+            while generation.runs or (generation.finish_reason is None and generation.error is None):
+                if generation.runs:
+                    yield generation.runs.popleft()
+                else:
+                    self.step()
+            if generation.error is not None:
+                raise generation.error
+        finally:
+            self.cancel(generation)
+
+    def step(self) -> None:
+        """One piece of one prompt, and one forward pass for all who are past theirs."""
+        while self.waiting and self._states:
+            self.waiting[0].state = self._states.pop()
+            self.prefilling.append(self.waiting.popleft())
+        running = list(self.running)
+        if self.prefilling:
+            running = self._each(running, Generation.settle)
+            self._prefill(running)
+        if running:
+            self._decode(running)
+
+    def _prefill(self, running: list[Generation]) -> None:
+        """A piece of the prompt whose turn it is, while those who run wait."""
+        began, generation = perf_counter(), self.prefilling[0]
+        with self._ending(generation):
+            tokens = generation.prefill(self._piece)
+            if tokens >= SHORTEST_PIECE:  # of a shorter one little can be told
+                fast = int(tokens / (perf_counter() - began) * PIECE_SECONDS)
+                self._piece = max(SHORTEST_PIECE, min(fast, LONGEST_PIECE))
+            self.prefilling.popleft()
+            (self.running if generation.prefilled else self.prefilling).append(generation)
+        self._leave_if_done([generation])
+        for other in running:
+            other.stats.decode_seconds += perf_counter() - began
+
+    def _decode(self, running: list[Generation]) -> None:
+        """Decide what comes next for each: one token, and one more for each that its draft guessed right.
+
+        Sequences share the nodes of a pass evenly; how many of its share one uses is for its draft's budget to say."""
+        if len(running) > 1:
+            running = self._each(running, Generation.settle)
+        elif running[0].may_decode():
+            return self._leave_if_done(self._each(running, Generation.decode))
+        began, share, nodes = perf_counter(), self.backend.largest_tree // len(running), len(running)
+
+        def propose(generation: Generation) -> None:
+            nonlocal nodes  # of all trees, those to come with one each
+            nodes += len(generation.propose(share, Others(len(running) - 1, nodes - 1))) - 1
+
+        turns = self._each(running, propose)
+        drafted = perf_counter()
+        if len(running) == 1 and turns and turns[0].bare and len(turns[0].tree) == 1:
+            turns = self._each(turns, Generation.decode_one)
+            forward = perf_counter() - drafted
+        elif turns:
+            with self._ending(*turns):
+                batch = [(generation.sequence.state, generation.tree) for generation in turns]
+                self.backend.forward(batch, self._want(turns))
+            forward = perf_counter() - drafted
+            turns = self._each(turns, Generation.accept)
+        seconds, own = perf_counter() - began, sum(generation.own_seconds for generation in turns)
+        for each in turns:
+            others = Others(len(turns) - 1, sum(len(other.tree) for other in turns) - len(each.tree))
+            each.stepped(seconds, forward, own - each.own_seconds, others)
+        self._leave_if_done(turns)
+
+    def _want(self, turns: list[Generation]) -> Want:
+        """What all of them need of a forward pass."""
+        tokens = LOGITS if any(generation.tokens == LOGITS.tokens for generation in turns) else ARGMAX
+        asks = next((generation for generation in turns if generation.asks), None)
+        return tokens if asks is None else asks.want(tokens.tokens)
+
+    def _each(self, generations: list[Generation], work: Callable[[Generation], object]) -> list[Generation]:
+        """Do it for each; returns those for whom nothing has gone wrong."""
+        for generation in generations:
+            if generation.error is None:
+                with self._ending(generation):
+                    work(generation)
+        return [generation for generation in generations if generation.error is None]
+
+    @contextmanager
+    def _ending(self, *generations: Generation) -> Iterator[None]:
+        """What goes wrong ends these requests, and no others; an interrupt is everybody's."""
+        try:
+            yield
+        except BaseException as error:
+            for generation in generations:
+                generation.error = error
+                self._leave(generation)
+            if not isinstance(error, Exception):
+                raise
+
+    def _leave_if_done(self, generations: list[Generation]) -> None:
+        for generation in generations:
+            if generation.finish_reason is not None and generation.error is None:
+                self._leave(generation)
+
+    def _leave(self, generation: Generation) -> None:
+        """Give the state back; the answer is saved if the next request may go on from it."""
+        for place in (self.prefilling, self.running):
+            if generation in place:
+                place.remove(generation)
+        if generation.error is None and generation.prefilled:
+            generation.settle()
+            if generation.answer_stays and self.prefixes.keeps_answers:
+                self.prefixes.save(generation.sequence)
+        assert generation.state is not None
+        self._states.append(generation.state)
+        generation.state = None
