@@ -175,6 +175,9 @@ def test_keys_names_and_origins(tmp_path: Path) -> None:
         (["--port", "99999999"], 2, "port"),
         (["--host", "192.0.2.1"], 2, "--host"),
         (["--queue", "0"], 2, "--queue"),
+        (["--parallel", "0"], 2, "--parallel"),
+        (["--parallel", "65"], 2, "65 sequences"),
+        (["--parallel", "8", "--cache-memory", "100000000"], 5, "--cache-memory"),
         (["--api-key", ""], 2, "API key"),
         (["--chat-template-file", "no-such-file"], 1, "no-such-file"),
     ],
@@ -220,7 +223,8 @@ def test_a_client_that_vanishes_frees_the_model(server: Server) -> None:
         connection.close()
     answer = server.ask("/v1/chat/completions", HELLO | {"ignore_eos": True})[1]
     assert answer["usage"]["completion_tokens"] == 4
-    assert server.metric("requests_total") == before + 3
+    while server.metric("requests_total") < before + 3:  # they end by themselves, and within a step
+        pass
 
 
 def test_clients_that_vanish_at_once_free_the_model(server: Server) -> None:
@@ -237,8 +241,9 @@ def test_clients_that_vanish_at_once_free_the_model(server: Server) -> None:
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
             connection.close()
     assert server.ask("/v1/chat/completions", HELLO)[0] == 200
-    assert server.metric("requests_deferred") == 0
-    assert server.metric("requests_total") <= before + 21
+    while server.metric("requests_processing"):
+        pass
+    assert before < server.metric("requests_total") <= before + 21
     assert server.metric("tokens_predicted_total") < 2000
 
 
@@ -262,7 +267,7 @@ def test_text_is_the_same_whatever_runs_beside_it(server: Server) -> None:
 
 
 def test_a_full_queue_answers_429_and_the_rest_is_served() -> None:
-    with serving("-c", "4096", "--queue", "2") as server:
+    with serving("-c", "4096", "--queue", "2", "--parallel", "1") as server:
         busy = [opened(server, ENDLESS)]
         busy[0].getresponse().read(10)  # at work: two more may wait
         busy += [opened(server, HELLO) for _ in range(2)]
@@ -291,7 +296,7 @@ def test_sigterm_lets_what_has_begun_finish() -> None:
 
 
 def test_what_does_not_finish_in_time_is_told_so_and_named() -> None:
-    server = start("-c", "4096", "--drain", "0")
+    server = start("-c", "4096", "--drain", "0", "--parallel", "1")
     running, waiting = opened(server, ENDLESS), opened(server, ENDLESS | {"stream": False})
     answer = running.getresponse()
     answer.read(10)

@@ -82,6 +82,8 @@ def load(
     cache_type_v: str | None = None,
     offline: bool = False,
     progress: Callable[[int, int], object] | None = None,
+    parallel: int | None = 1,
+    cache_bytes: int | None = None,
 ) -> LLM:
     """Open a model and make it ready to run.
 
@@ -99,6 +101,10 @@ def load(
     auto chooses what pays on this machine, which may be nothing.
 
     `progress` hears of the bytes loaded and of the bytes in all, again and again.
+
+    `parallel` is how many sequences there is memory for; a server runs so many at a time, an `LLM` itself one. None
+    takes as many as fit into half of the free memory, at most eight. `cache_bytes` bounds the snapshots of earlier
+    requests, which prompts that begin alike go on from; left out, a quarter of what is then free, at most 8 GiB.
 
     >>> llm = load(device="reference", context=256)
     >>> llm.device, llm.context
@@ -137,7 +143,7 @@ def load(
         from warpsmith.draft.select import make_proposer
 
         draft = make_proposer(draft, spec_budget, backend, checkpoint.path)
-    return LLM(backend, checkpoint, context, draft)
+    return LLM(backend, checkpoint, context, draft, parallel, cache_bytes)
 
 
 class LLM:
@@ -149,10 +155,18 @@ class LLM:
     Made by `load`. Also a context manager that gives the memory back at the end.
     """
 
-    def __init__(self, backend: Backend, checkpoint: Checkpoint, context: int, draft: Proposer | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        checkpoint: Checkpoint,
+        context: int,
+        draft: Proposer | None = None,
+        parallel: int | None = 1,
+        cache_bytes: int | None = None,
+    ) -> None:
         self.checkpoint, self.config, self.context = checkpoint, backend.config, context
         self.device = backend.name
-        self._scheduler: Scheduler | None = Scheduler(backend, context, draft)
+        self._scheduler: Scheduler | None = Scheduler(backend, context, draft, parallel, cache_bytes)
         self._turns = Turns()
 
     @property

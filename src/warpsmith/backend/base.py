@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from warpsmith.backend.finite import NOT_FINITE, not_finite
+from warpsmith.backend.host_memory import free_memory
 from warpsmith.backend.rows import HostRows, Rows
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
@@ -140,7 +141,8 @@ class Backend(ABC):
 
     name: str  # "reference", "cpu", "cuda"
     config: Config
-    prefill_multiple: int = PREFILL_CHUNK  # splitting a prompt at multiples of this changes no bit
+    # splitting a prompt at multiples of this changes no bit; 1: generated tokens leave the bits of prefilled ones, too
+    prefill_multiple: int = PREFILL_CHUNK
     largest_tree: int = MAX_NODES  # nodes that a `forward` takes on this device, of all sequences together
 
     @property
@@ -151,6 +153,10 @@ class Backend(ABC):
     @abstractmethod
     def memory(self, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
         """What the weights, as many states of this context and so many bytes of snapshots take, part by part."""
+
+    def free_memory(self) -> int | None:
+        """Bytes that states and snapshots may still take; None where that is unknown."""
+        return free_memory()
 
     @abstractmethod
     def snapshot_bytes(self, length: int) -> int:

@@ -101,7 +101,8 @@ def sampling_keywords(args: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def open_model(args: argparse.Namespace) -> LLM:
+def open_model(args: argparse.Namespace, **options: Any) -> LLM:
+    """With more keywords of `load` than the flags say."""
     import warpsmith
 
     with loading_bar() as progress:
@@ -117,6 +118,7 @@ def open_model(args: argparse.Namespace) -> LLM:
             cache_type_v=args.cache_type_v,
             offline=args.offline,
             progress=progress,
+            **options,
         )
 
 

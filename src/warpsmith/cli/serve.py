@@ -29,7 +29,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key-file", type=Path, metavar="PATH", help="demand one of the keys in this file, one a line"
     )
     group.add_argument("--alias", action="append", metavar="NAME", help="a name for the model; may be repeated")
+    group.add_argument(
+        "-np",
+        "--parallel",
+        type=natural,
+        metavar="N",
+        help="requests that run at a time (default: what half of the free memory holds, at most 8)",
+    )
     group.add_argument("--queue", type=natural, default=64, metavar="N", help="requests that may wait (default: 64)")
+    group.add_argument(
+        "--cache-memory",
+        type=_mebibytes,
+        metavar="MIB",
+        help="for what prompts have in common; 0: none (default: a quarter of what is then free, at most 8192)",
+    )
     group.add_argument(
         "--drain",
         type=_seconds,
@@ -60,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
     metrics = Metrics()
 
     def load() -> LLM:
-        llm = open_model(args)
+        llm = open_model(args, parallel=args.parallel, cache_bytes=args.cache_memory)
         with suppress(OSError):
             introduce(args, llm)
         return llm
@@ -93,6 +106,14 @@ def _seconds(text: str) -> float:
         if 0 <= (number := float(text)) < inf:
             return number
     raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+
+
+def _mebibytes(text: str) -> int:
+    """An argparse type: bytes, given in MiB."""
+    number = whole(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of MiB")
+    return number << 20
 
 
 def _keys(args: argparse.Namespace) -> list[str]:

@@ -18,13 +18,13 @@ from time import perf_counter
 
 from warpsmith.backend.base import ARGMAX, LOGITS, Backend, Want
 from warpsmith.draft.base import Others, Proposer
+from warpsmith.engine.capacity import plan
 from warpsmith.engine.loop import Generation
 from warpsmith.engine.prefix import PrefixCache
 from warpsmith.errors import BadRequest
 
 PIECE_SECONDS = 0.25  # a piece of a prompt may take: what others wait for it, and what it takes to be broken off
 SHORTEST_PIECE, LONGEST_PIECE = 64, 2048  # tokens
-CACHE_BYTES = 1 << 30  # of snapshots, where nobody says how many
 
 
 class Scheduler:
@@ -35,11 +35,13 @@ class Scheduler:
         backend: Backend,
         context: int,
         proposer: Proposer | None = None,
-        parallel: int = 1,
-        cache_bytes: int = CACHE_BYTES,
+        parallel: int | None = 1,
+        cache_bytes: int | None = None,
     ) -> None:
+        """How many run at a time and how many bytes of snapshots are kept is planned where it is left out (`plan`)."""
+        parallel, cache_bytes = plan(backend, context, parallel, cache_bytes)
         if not 1 <= parallel <= backend.largest_tree:
-            raise BadRequest(f"{parallel} sequences in one pass: this device runs 1 to {backend.largest_tree}.")
+            raise BadRequest(f"{parallel} sequences do not go into one pass.", f"Ask for 1 to {backend.largest_tree}.")
         self.backend, self.context, self.proposer, self.parallel = backend, context, proposer, parallel
         self._states = [backend.new_state(context) for _ in range(parallel)]  # that nobody uses
         self.prefixes = PrefixCache(backend, proposer, self._states[0], cache_bytes)

@@ -176,6 +176,9 @@ class CudaBackend(Backend):
     def memory(self, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
         return memory_parts(self.layout, context, sequences, snapshots, self.architecture)
 
+    def free_memory(self) -> int:
+        return self.device.free_memory()
+
     def snapshot_bytes(self, length: int) -> int:
         return self.layout.delta_bytes + self.layout.history_bytes + 2 * self.layout.cache_bytes(length)
 
