@@ -161,22 +161,27 @@ class Generation:
         if self._sequence is None:
             self._sequence, self._save_at = self.scheduler.prefixes.begin(self.prompt, state, self.kept)
             self.stats.cached_tokens = state.length
-        start, end, multiple = state.length, len(self.prompt), self.backend.prefill_multiple
+        start, multiple = state.length, self.backend.prefill_multiple
         if self.on_prefill is not None:
             self.on_prefill(start)
-        cut = min(start + max(multiple, piece - piece % multiple), *self._save_at[:1], end)
-        output = self.backend.prefill(state, self.prompt[start:cut], self.want(self.tokens if cut == end else "none"))
-        run = self._cut([self._choose(output, -1)]) if cut == end else []
+        end = min(start + max(multiple, piece - piece % multiple), len(self.prompt))
+        for cut in sorted({*(place for place in self._save_at if start < place < end), end}):
+            self._run_to(cut)
+            if cut in self._save_at:
+                self.scheduler.prefixes.save(self.sequence)
+        self.stats.prefill_seconds += perf_counter() - began
+        return end - start
+
+    def _run_to(self, cut: int) -> None:
+        state = self.sequence.state
+        start, last = state.length, cut == len(self.prompt)
+        output = self.backend.prefill(state, self.prompt[start:cut], self.want(self.tokens if last else "none"))
+        run = self._cut([self._choose(output, -1)]) if last else []
         self._show(output, [-1], run)
         self._observe(start, output, slice(None))
         if self.proposer is not None:
             self.proposer.catch_up(self.sequence.draft, state)
-        if self._save_at[:1] == [cut]:
-            self.scheduler.prefixes.save(self.sequence)
-            del self._save_at[0]
         self._decide(run)
-        self.stats.prefill_seconds += perf_counter() - began
-        return cut - start
 
     @property
     def prefilled(self) -> bool:

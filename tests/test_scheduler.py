@@ -1,0 +1,356 @@
+"""Many requests at a time: each has the text it has alone, nobody is starved, and what fails or leaves hurts nobody."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import warpsmith
+from engine_cases import BACKEND, SAMPLED, Resting, Scripted, backend_of, guessing, plain, prompt_of, run, tokens_of
+from random_models import SMALL
+from test_constraints_in_the_loop import Parity
+from warpsmith.backend.base import Backend, Batch, Output, Want
+from warpsmith.backend.reference import ReferenceBackend
+from warpsmith.backend.sampling import Sampling
+from warpsmith.backend.tree import MAX_NODES
+from warpsmith.draft.base import Context, Proposer
+from warpsmith.draft.ngram import NGram
+from warpsmith.engine.capacity import CACHE_BYTES, plan
+from warpsmith.engine.loop import Generation
+from warpsmith.engine.scheduler import Scheduler
+from warpsmith.errors import BadRequest, DoesNotFit
+
+
+@dataclass
+class Asked:
+    """A request as a test draws it, and what it gets."""
+
+    prompt: list[int]
+    sampling: Sampling
+    count: int
+    arrives: int  # before which step
+    leaves: int | None  # likewise, if it does
+    constrained: bool = False
+    watched: bool = False
+    kept: int | None = None
+    rows: list[bytes] = field(default_factory=list)
+
+    def on(self, scheduler: Scheduler) -> Generation:
+        self.rows = []
+        return Generation(
+            scheduler,
+            self.prompt,
+            self.sampling,
+            max_tokens=self.count,
+            kept=self.kept,
+            constraint=Parity() if self.constrained else None,
+            on_logits=(lambda row, token: self.rows.append(row.tobytes())) if self.watched else None,
+        )
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> list[Asked]:
+    """Some of them begin alike, so that the prefix cache has work too."""
+    shared = prompt_of(150, draw(st.integers(0, 3)))
+    made = []
+    for number in range(draw(st.integers(1, 7))):
+        own = prompt_of(draw(st.integers(1, 60)), draw(st.integers(0, 5)))
+        sampling = draw(st.sampled_from([Sampling(), Sampling(), SAMPLED, Sampling(temperature=1.0, seed=number)]))
+        leaves = draw(st.none() | st.integers(0, 20))
+        asked = Asked(shared[: draw(st.integers(0, 150))] + own, sampling, draw(st.integers(1, 12)), 0, leaves)
+        asked.arrives = draw(st.integers(0, 15))
+        asked.constrained, asked.watched = draw(st.booleans()), draw(st.booleans())
+        asked.kept = draw(st.none() | st.integers(0, len(asked.prompt)))
+        made.append(asked)
+    return made
+
+
+def serve(scheduler: Scheduler, asked: list[Asked]) -> list[list[int]]:
+    """Requests come and go as they were drawn; returns what each has got."""
+    texts: list[list[int]] = [[] for _ in asked]
+    open_: dict[int, Generation] = {}
+    step = 0
+    while open_ or any(each.arrives >= step for each in asked):
+        for number, each in enumerate(asked):
+            if each.arrives == step:
+                open_[number] = each.on(scheduler)
+                scheduler.add(open_[number])
+            if each.leaves is not None and each.arrives + each.leaves == step and number in open_:
+                scheduler.cancel(open_.pop(number))
+        scheduler.step()
+        assert len(scheduler.running) + len(scheduler.prefilling) <= scheduler.parallel
+        for number, generation in list(open_.items()):
+            assert generation.error is None
+            while generation.runs:
+                texts[number] += generation.runs.popleft()
+            if generation.finish_reason is not None:
+                del open_[number]
+        step += 1
+    assert len(scheduler._states) == scheduler.parallel, "every state is given back"
+    return texts
+
+
+def check(backend: Backend, proposer: Proposer | None, asked: list[Asked], parallel: int, cache: int) -> None:
+    alone = [tokens_of(each.on(Scheduler(backend, 256))) for each in asked]
+    rows = [each.rows for each in asked]
+    together = serve(Scheduler(backend, 256, proposer, parallel, cache), asked)
+    for each, text, own, shown in zip(asked, together, alone, rows, strict=True):
+        assert text == (own if each.leaves is None else own[: len(text)])
+        assert each.rows == shown[: len(each.rows)], "and the same logits, to the bit"
+
+
+def drafts(kind: str, asked: list[Asked]) -> Proposer | None:
+    if kind == "plain":
+        return None
+    if kind == "ngram":
+        return NGram(12)
+
+    def rule(context: Context) -> Any:
+        return guessing([], 0.0, 1 + len(context.ids) % MAX_NODES, len(context.ids))(context)
+
+    return Resting(rule, seed=len(asked)) if kind == "resting" else Scripted(rule)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    requests(),
+    st.integers(1, 5),
+    st.sampled_from(["plain", "ngram", "scripted", "resting"]),
+    st.sampled_from([0, 200_000, 1 << 30]),
+)
+def test_every_text_is_its_text_alone(asked: list[Asked], parallel: int, draft: str, cache: int) -> None:
+    check(backend_of("cpu"), drafts(draft, asked), asked, parallel, cache)
+
+
+@settings(max_examples=10, deadline=None)
+@given(requests(), st.integers(1, 4), st.sampled_from(["plain", "scripted"]))
+def test_so_it_is_on_the_reference(asked: list[Asked], parallel: int, draft: str) -> None:
+    check(BACKEND, drafts(draft, asked), asked, parallel, 1 << 30)
+
+
+def test_so_it_is_with_wisp_and_its_own_drafts() -> None:
+    """Guesses that come true: code that repeats itself."""
+    llm = warpsmith.load(context=512, draft="auto", parallel=4)
+    texts = [
+        "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n",
+        "import os\nimport sys\n" * 6,
+        "x = [1, 2, 3]\n" * 5,
+    ]
+    asked = [
+        Asked(llm.tokenizer.encode(text), sampling, 40, arrives, None)
+        for arrives, text in enumerate(texts)
+        for sampling in (Sampling(), Sampling(temperature=0.7, seed=3))
+    ]
+    alone = [tokens_of(each.on(Scheduler(llm.backend, 512))) for each in asked]
+    assert serve(llm.scheduler, asked) == alone
+
+
+# Who computes when
+
+
+def generation(scheduler: Scheduler, length: int = 10, seed: int = 0, **options: Any) -> Generation:
+    made = Generation(scheduler, prompt_of(length, seed), **{"max_tokens": 30} | options)
+    scheduler.add(made)
+    return made
+
+
+def decided(generations: list[Generation]) -> list[int]:
+    return [each.stats.generated_tokens for each in generations]
+
+
+def test_requests_are_admitted_in_order_and_stay() -> None:
+    scheduler = Scheduler(backend_of("cpu"), 256, parallel=2)
+    made = [generation(scheduler, seed=seed, max_tokens=3 + seed) for seed in range(6)]
+    order: list[Generation] = []
+    while any(each.finish_reason is None for each in made):
+        before = [*scheduler.prefilling, *scheduler.running]
+        scheduler.step()
+        now = [*scheduler.prefilling, *scheduler.running]
+        assert all(each in now or each.finish_reason for each in before), "nobody is turned out"
+        order += [each for each in made if each.prefilled and each not in order]
+    assert order == made
+
+
+def test_everybody_who_runs_gets_a_token_a_step() -> None:
+    scheduler = Scheduler(backend_of("cpu"), 256, parallel=4)
+    made = [generation(scheduler, seed=seed) for seed in range(4)]
+    for _ in range(4):
+        scheduler.step()
+    assert decided(made) == [4, 3, 2, 1], "one prompt a step, and a token for those before it"
+    scheduler.step()
+    assert decided(made) == [5, 4, 3, 2]
+
+
+def test_a_long_prompt_holds_up_neither_answers_nor_short_prompts() -> None:
+    scheduler = Scheduler(backend_of("cpu"), 5000, parallel=3)
+    first = generation(scheduler)
+    scheduler.step()
+    seen: list[int] = []
+    long = generation(scheduler, 4000, 1, max_tokens=2, on_prefill=seen.append)
+    scheduler.step()
+    short = generation(scheduler, 5, 2, max_tokens=2)
+    steps = 0
+    while not long.prefilled:
+        before = first.stats.generated_tokens
+        scheduler.step()
+        steps += 1
+        assert first.stats.generated_tokens == before + 1 or first.finish_reason
+        if steps == 2:
+            assert short.prefilled, "prompts take turns"
+    assert steps > 2
+    assert seen[0] == 0
+    assert all(0 < b - a <= 2048 for a, b in zip(seen, seen[1:], strict=False))
+
+
+def test_leaving_during_the_prompt_frees_the_state_before_the_next_piece() -> None:
+    scheduler, seen = Scheduler(backend_of("cpu"), 5000), list[int]()
+    long = generation(scheduler, 4000, 1, on_prefill=seen.append)
+    waits = generation(scheduler, 20, 2, max_tokens=5)
+    scheduler.step()
+    scheduler.step()
+    pieces = len(seen)
+    scheduler.cancel(long)
+    scheduler.cancel(long)  # and once more, which does nothing
+    assert scheduler._states
+    scheduler.step()
+    assert (len(seen), waits.prefilled, long.prefilled) == (pieces, True, False)
+    assert (
+        tokens_of(waits)
+        if False
+        else run(scheduler, prompt_of(20, 2), max_tokens=5) == plain(prompt_of(20, 2), on="cpu", max_tokens=5)
+    )
+    assert run(scheduler, prompt_of(4000, 1), max_tokens=2) == plain(
+        prompt_of(4000, 1), on="cpu", context=5000, max_tokens=2
+    )
+
+
+# What fails
+
+
+class Broken:
+    """Forward passes and constraints that fail when they are told to."""
+
+    fails = False
+
+    def allow(self, logits: np.ndarray) -> np.ndarray:
+        if self.fails:
+            raise ZeroDivisionError
+        return logits
+
+    def took(self, token: int) -> None:
+        return None
+
+
+def test_a_defect_ends_one_request_and_no_other() -> None:
+    scheduler, broken = Scheduler(backend_of("cpu"), 256, parallel=3), Broken()
+    made = [
+        generation(scheduler, seed=seed, max_tokens=9, constraint=broken if seed == 1 else None) for seed in range(3)
+    ]
+    for _ in range(5):
+        scheduler.step()
+    broken.fails = True
+    while scheduler.running or scheduler.prefilling:
+        scheduler.step()
+    assert isinstance(made[1].error, ZeroDivisionError)
+    for seed in (0, 2):
+        text = [token for tokens in made[seed].runs for token in tokens]
+        assert text == plain(prompt_of(10, seed), on="cpu", max_tokens=9)
+    assert len(scheduler._states) == 3
+
+
+class Failing(ReferenceBackend):
+    """A device that fails once."""
+
+    fails = False
+
+    def forward(self, batch: Batch, want: Want = Want()) -> Output:  # noqa: B008
+        if self.fails:
+            self.fails = False
+            raise MemoryError
+        return super().forward(batch, want)
+
+
+def test_a_pass_that_fails_ends_those_in_it_and_the_next_goes_on() -> None:
+    backend = Failing(SMALL, BACKEND.tensors)
+    scheduler = Scheduler(backend, 64, parallel=2)
+    struck = [generation(scheduler, seed=seed, max_tokens=9) for seed in range(2)]
+    waits = generation(scheduler, seed=2, max_tokens=4)
+    for _ in range(2):
+        scheduler.step()
+    backend.fails = True
+    while waits.finish_reason is None:
+        scheduler.step()
+    assert all(isinstance(each.error, MemoryError) for each in struck)
+    assert [token for tokens in waits.runs for token in tokens] == plain(prompt_of(10, 2), max_tokens=4)
+
+
+# Nodes and memory
+
+
+class Counting(ReferenceBackend):
+    """Keeps the sizes of the trees of every pass."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.passes: list[list[int]] = []
+
+    def forward(self, batch: Batch, want: Want = Want()) -> Output:  # noqa: B008
+        self.passes.append([len(tree) for _, tree in batch])
+        return super().forward(batch, want)
+
+
+def test_sequences_share_the_nodes_of_a_pass() -> None:
+    for largest in (16, 64):
+        backend = Counting(SMALL, BACKEND.tensors)
+        backend.largest_tree = largest
+        seen: list[Context] = []
+
+        def rule(context: Context, seen: list[Context] = seen) -> Any:
+            seen.append(context)
+            return guessing([], 0.0, MAX_NODES)(context)
+
+        scheduler = Scheduler(backend, 128, Scripted(rule), parallel=3)
+        made = [generation(scheduler, seed=seed, max_tokens=60) for seed in range(3)]
+        for _ in range(4):
+            scheduler.step()
+        assert all(each.prefilled for each in made)
+        assert [sizes for sizes in backend.passes if len(sizes) == 3] == [[largest // 3] * 3]
+        told = [dataclasses.astuple(context.others) for context in seen[-3:]]
+        assert told == [(2, 2), (2, largest // 3 + 1), (2, 2 * (largest // 3))], "nodes taken, and a root for the rest"
+        with pytest.raises(BadRequest, match="sequences"):
+            Scheduler(backend, 16, parallel=largest + 1)
+
+
+@contextmanager
+def with_free(backend: Backend, nbytes: int | None) -> Iterator[Backend]:
+    backend.free_memory = lambda: nbytes  # type: ignore[method-assign]
+    try:
+        yield backend
+    finally:
+        del backend.free_memory  # type: ignore[method-assign]
+
+
+def test_sequences_and_snapshots_are_planned_from_the_memory_there_is() -> None:
+    backend, context = backend_of("cpu"), 256
+    one = sum(p.nbytes for p in backend.memory(context, 2)) - sum(p.nbytes for p in backend.memory(context, 1))
+    for free, parallel in ((100 * one, 8), (8 * one, 4), (3 * one, 1), (one, 1)):
+        with with_free(backend, free):
+            assert plan(backend, context, None, None) == (parallel, (free - parallel * one) // 4)
+            assert plan(backend, context, 1, 0) == (1, 0)
+    with with_free(backend, 10 * one):
+        assert plan(backend, context, 4, 6 * one) == (4, 6 * one)
+        for parallel, cache in ((4, 6 * one + 1), (11, 0), (1, 10 * one)):
+            with pytest.raises(DoesNotFit, match="sequences of 256 tokens"):
+                plan(backend, context, parallel, cache)
+    with with_free(backend, 1 << 50):
+        assert plan(backend, context, None, None) == (8, CACHE_BYTES)
+    with with_free(backend, None):
+        assert plan(backend, context, None, None) == (8, CACHE_BYTES)
