@@ -28,11 +28,15 @@ from warpsmith.draft.economy import (
 probabilities = st.lists(st.floats(0, 1), max_size=63).map(lambda p: sorted(p, reverse=True))
 
 
-@given(probabilities, st.floats(0, 20), st.lists(st.floats(0.01, 5), min_size=64, max_size=64))
-def test_no_other_size_has_a_better_rate(chances: list[float], draft: float, steps: list[float]) -> None:
+@given(
+    probabilities, st.floats(0, 20), st.lists(st.floats(0.01, 5), min_size=64, max_size=64), st.sampled_from([1, 1, 8])
+)
+def test_no_other_size_has_a_better_rate(
+    chances: list[float], draft: float, steps: list[float], sequences: int
+) -> None:
     seconds = np.cumsum(steps).tolist()
-    size, rate = best_size(chances, seconds, draft)
-    rates = [(1 + sum(chances[:n])) / (draft + seconds[n]) for n in range(len(chances) + 1)]
+    size, rate = best_size(chances, seconds, draft, sequences)
+    rates = [(sequences + sum(chances[:n])) / (draft + seconds[n]) for n in range(len(chances) + 1)]
     assert rates[size] == pytest.approx(rate) == pytest.approx(max(rates))
     assert size == 0 or rates[size] > max(rates[:size]) * (1 - 1e-12), "of equals the smaller"
 

@@ -232,6 +232,7 @@ class LLM:
             until=text.push,
             on_step=options.get("on_step"),
             kept=kept,
+            answer_kept=bool(options.get("tools")),
         )
         return _chunks(generation, text, self._turns)
 

@@ -81,16 +81,18 @@ class Generation:
         until: Callable[[int], bool] | None = None,
         on_step: Callable[[Step], None] | None = None,
         kept: int | None = None,
+        answer_kept: bool = False,
         constraint: Constraint | None = None,
         on_logits: Callable[[np.ndarray, int], None] | None = None,
         on_prefill: Callable[[int], None] | None = None,
     ) -> None:
         """`until` sees every token once, in order, but for stop ids; when it returns True that token is the last.
         `on_step` sees every step once it is committed; without a draft, or while it rests, each is one token. `kept` is
-        what `PrefixCache.begin` takes. `on_logits` sees every token with the row of logits it was chosen from.
-        `on_prefill` sees how many tokens of the prompt are done before each piece of it; raising there breaks the
-        request off."""
+        what `PrefixCache.begin` takes; with `answer_kept` the next prompt may go on from the answer, whatever `kept`
+        says. `on_logits` sees every token with the row of logits it was chosen from. `on_prefill` sees how many tokens
+        of the prompt are done before each piece of it; raising there breaks the request off."""
         self.scheduler, self.prompt, self.kept = scheduler, [int(token) for token in prompt], kept
+        self.answer_kept = answer_kept or kept is None or kept >= len(self.prompt)
         self.backend, self.proposer = scheduler.backend, scheduler.proposer
         self.sampling = sampling or Sampling()
         room = self._check_room()
@@ -186,11 +188,6 @@ class Generation:
     @property
     def prefilled(self) -> bool:
         return self.stats.generated_tokens > 0
-
-    @property
-    def answer_stays(self) -> bool:
-        """Whether the prompt of the next turn may go on from the answer."""
-        return self.kept is None or self.kept >= len(self.prompt)
 
     # -- a step: propose, then the scheduler's forward pass, then verify and commit -----------------------------------
 

@@ -169,7 +169,7 @@ class Scheduler:
                 place.remove(generation)
         if generation.error is None and generation.prefilled:
             generation.settle()
-            if generation.answer_stays and self.prefixes.keeps_answers:
+            if generation.answer_kept and self.prefixes.keeps_answers:
                 self.prefixes.save(generation.sequence)
         assert generation.state is not None
         self._states.append(generation.state)

@@ -44,6 +44,7 @@ class Request:
     ignore_eos: bool = False
     top_logprobs: int | None = None  # alternatives to show beside each token; None: no probabilities at all
     constraint: Callable[[], Constraint] | None = None
+    answer_kept: bool = False  # the next turn's prompt may go on from the answer, whatever `kept` says
 
 
 @dataclass(frozen=True)
@@ -299,6 +300,7 @@ class _Answer:
             until=self._text.push,
             on_step=self._count_drafted,
             kept=request.kept,
+            answer_kept=request.answer_kept,
             constraint=request.constraint() if request.constraint else None,
             on_logits=None if request.top_logprobs is None else self._logprobs.see,
             on_prefill=lambda done: job.put(Prefilled(done)),

@@ -34,7 +34,8 @@ class Prompt:
     text: str
     ids: list[int]
     thinking: bool = False  # it ends within an open block of thoughts
-    kept: int | None = None  # tokens that the next turn's prompt begins with, too
+    kept: int | None = None  # tokens that the prompt begins with, too, in which the user asks the next question
+    tools: bool = False  # the next turn may be a tool's, and go on from the answer with all its thoughts
 
 
 @dataclass
@@ -99,7 +100,7 @@ class Service:
                 kept = common_prefix(ids, self.llm.tokenizer.encode(later))
             except WarpsmithError:  # a template that takes no more messages
                 kept = len(ids)
-            return Prompt(text, ids, opens_thinking(text), kept)
+            return Prompt(text, ids, opens_thinking(text), kept, bool(tools))
 
         return await asyncio.to_thread(make)
 
@@ -140,7 +141,9 @@ class Service:
         if not all(stops):
             raise refused("stop", "A stop string is empty.")
         stops += (END_CALL,) if one_call else ()
-        return Request(prompt.ids, sampling, prompt.kept, max_tokens, stops, ignore_eos, top_logprobs, constraint)
+        return Request(
+            prompt.ids, sampling, prompt.kept, max_tokens, stops, ignore_eos, top_logprobs, constraint, prompt.tools
+        )
 
     async def constraint(
         self, prompt: Prompt, answer: Grammar | None, budget: int | None
