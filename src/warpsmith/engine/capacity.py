@@ -13,7 +13,8 @@ def plan(backend: Backend, context: int, parallel: int | None, cache_bytes: int 
     """Sequences, and bytes of snapshots, on a backend that has its weights and no states yet.
 
     What is left out is chosen: as many states as fit into half of the free memory, at most eight and at least one; then
-    a quarter of the rest for snapshots, at most 8 GiB. What is asked for and does not fit is refused.
+    a quarter of the rest for snapshots, at most 8 GiB. What is asked for and does not fit is refused; one state alone is
+    for the backend to refuse, which knows what would fit.
     """
     free = backend.free_memory()
     one = _bytes(backend, context, 2) - _bytes(backend, context, 1)
@@ -23,7 +24,7 @@ def plan(backend: Backend, context: int, parallel: int | None, cache_bytes: int 
     states = parallel * one
     if cache_bytes is None:
         cache_bytes = CACHE_BYTES if free is None else min(CACHE_BYTES, max(0, free - states) // 4)
-    if free is not None and states + cache_bytes > free:
+    if free is not None and states + cache_bytes > free and (parallel > 1 or cache_bytes):
         raise DoesNotFit(
             f"{parallel} sequences of {context} tokens take {states / 2**30:.2f} GiB and snapshots "
             f"{cache_bytes / 2**30:.2f} GiB; {free / 2**30:.2f} GiB are free.",
