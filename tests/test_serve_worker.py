@@ -114,6 +114,56 @@ def test_too_many_are_refused_together(worker: Worker) -> None:
     asyncio.run(ask())
 
 
+@pytest.fixture
+def crowd() -> Iterator[Worker]:
+    worker = Worker(lambda: warpsmith.load(context=4096, draft="auto", parallel=3), queue=3, listener=Ended())
+    worker.start()
+    worker.loaded.result()
+    yield worker
+    worker.close()
+    worker.abandon()
+    assert worker.ended(60)
+
+
+def test_several_at_a_time_get_what_they_get_alone(crowd: Worker, llm: LLM) -> None:
+    """Also while others come and go: one leaves during its prompt, one during its answer."""
+
+    async def ask() -> list[list[int]]:
+        sampled = request(sampling=Sampling(temperature=1.0, seed=4), max_tokens=30, top_logprobs=2)
+        long, endless = request(list(range(300, 2900))), request(max_tokens=None, ignore_eos=True)
+        leaving, staying, last, first = crowd.submit([long, endless, sampled, request(max_tokens=40)])
+        while not any(isinstance(event, Prefilled) for event in await leaving.take()):
+            pass
+        leaving.cancel()
+        await staying.take()
+        found = [(await everything(job))[0] for job in (first, last)]
+        staying.cancel()
+        return found
+
+    greedy, sampled = asyncio.run(ask())
+    assert greedy == llm.generate(PROMPT, max_tokens=40, temperature=0).token_ids
+    assert sampled == llm.generate(PROMPT, max_tokens=30, temperature=1.0, top_k=0, top_p=1.0, seed=4).token_ids
+
+
+def test_as_many_as_run_and_as_may_wait_are_taken(crowd: Worker) -> None:
+    async def ask() -> None:
+        endless = request(max_tokens=None, ignore_eos=True)
+        with pytest.raises(Busy):
+            crowd.submit([endless] * 7)
+        jobs = crowd.submit([endless] * 6)
+        assert (crowd.processing, crowd.waiting) == (3, 3)
+        for job in jobs[:3]:
+            await job.take()  # they run side by side: none has ended
+        with pytest.raises(Busy):
+            crowd.submit([request()])
+        jobs[1].cancel()
+        await jobs[3].take()
+        for job in jobs:
+            job.cancel()
+
+    asyncio.run(ask())
+
+
 class Broken:
     def allow(self, logits: np.ndarray) -> np.ndarray:
         raise ZeroDivisionError("a defect")

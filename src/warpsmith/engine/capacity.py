@@ -13,8 +13,8 @@ def plan(backend: Backend, context: int, parallel: int | None, cache_bytes: int 
     """Sequences, and bytes of snapshots, on a backend that has its weights and no states yet.
 
     What is left out is chosen: as many states as fit into half of the free memory, at most eight and at least one; then
-    a quarter of the rest for snapshots, at most 8 GiB. What is asked for and does not fit is refused; one state alone is
-    for the backend to refuse, which knows what would fit.
+    a quarter of the rest for snapshots, at most 8 GiB. What is asked for and does not fit is refused. One state alone
+    is for the backend to refuse, which knows what would fit.
     """
     free = backend.free_memory()
     one = _bytes(backend, context, 2) - _bytes(backend, context, 1)
