@@ -14,9 +14,8 @@ def test_nothing_is_lost_and_every_text_is_the_text_alone() -> None:
     small = ["--requests", "80", "--clients", "12", "--levels", "1", "2", "--tokens", "4", "--rounds", "1"]
     result = subprocess.run([sys.executable, PROGRAM, *small], capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr
-    counts = {
-        name: int(n) for name, n in re.findall(r"^\| (finished|left|refused) +\| (\d+)", result.stdout, re.MULTILINE)
-    }
+    found = re.findall(r"^\| (finished|left|refused) +\| (\d+)", result.stdout, re.MULTILINE)
+    counts = {name: int(n) for name, n in found}
     assert sum(counts.values()) == 80
     assert min(counts.values()) > 0
     assert len(re.findall(r"^\| (?:auto|none) +\| [12] ", result.stdout, re.MULTILINE)) == 4

@@ -304,6 +304,12 @@ class Generation:
         if self.proposer is not None and burst.taken:
             self.proposer.spent(self.sequence.draft, burst.taken, burst.seconds, None)
 
+    def break_off(self) -> None:
+        """Let go of a backend that decodes, after something went wrong: the state is not used any more."""
+        burst, self._burst = self._burst, None
+        if burst is not None:
+            burst.tokens.close()
+
     def _decoding(self, count: int, stop_ids: frozenset[int]) -> _Burst:
         state, root = self.sequence.state, self.sequence.ids[-1]
         tokens = self.backend.decode(state, root, count, stop_ids, self.sampling, self._recent())

@@ -1,9 +1,9 @@
 """Many requests on one model: who computes when. One request alone is a batch of one, and the loop is the same.
 
 Requests are admitted in the order in which they come, as many as there are states. A state has room for a whole context
-from the start, so nobody who was admitted is ever turned out again. Each step runs one piece of one prompt, the prompts
-by turns, and then one forward pass for everybody who is past theirs. So an answer waits for one piece at most, and no
-prompt waits for another's end.
+from the start, so nobody who was admitted is ever turned out again. Each step runs one piece of a prompt, or several
+short prompts, and then one forward pass for everybody who is past theirs. Prompts take turns. So an answer waits about
+as long as one piece takes, and no prompt waits for another's end.
 
 The text of a request does not depend on who runs beside it: prompts may be cut where the pieces are cut
 (`Backend.prefill_multiple`), a forward pass gives every sequence its own bits, and drafts never change a text.
@@ -75,30 +75,33 @@ class Scheduler:
             self.cancel(generation)
 
     def step(self) -> None:
-        """One piece of one prompt, and one forward pass for all who are past theirs."""
+        """A piece of a prompt, and one forward pass for all who are past theirs."""
         while self.waiting and self._states:
             self.waiting[0].state = self._states.pop()
             self.prefilling.append(self.waiting.popleft())
         running = list(self.running)
         if self.prefilling:
             running = self._each(running, Generation.settle)
-            self._prefill(running)
+            began, tokens = perf_counter(), 0
+            while self.prefilling and tokens < self._piece // 2:
+                tokens += self._prefill(self.prefilling[0])
+            for generation in running:
+                generation.stats.decode_seconds += perf_counter() - began  # it had to wait
         if running:
             self._decode(running)
 
-    def _prefill(self, running: list[Generation]) -> None:
-        """A piece of the prompt whose turn it is, while those who run wait."""
-        began, generation = perf_counter(), self.prefilling[0]
+    def _prefill(self, generation: Generation) -> int:
+        """A piece of the prompt whose turn it is; returns how many tokens it had."""
+        began, tokens = perf_counter(), 0
         with self._ending(generation):
             tokens = generation.prefill(self._piece)
-            if tokens >= SHORTEST_PIECE:  # of a shorter one little can be told
+            if tokens >= SHORTEST_PIECE // 4:  # of a shorter one little can be told
                 fast = int(tokens / (perf_counter() - began) * PIECE_SECONDS)
                 self._piece = max(SHORTEST_PIECE, min(fast, LONGEST_PIECE))
             self.prefilling.popleft()
             (self.running if generation.prefilled else self.prefilling).append(generation)
         self._leave_if_done([generation])
-        for other in running:
-            other.stats.decode_seconds += perf_counter() - began
+        return tokens
 
     def _decode(self, running: list[Generation]) -> None:
         """Decide what comes next for each: one token, and one more for each that its draft guessed right.
@@ -167,7 +170,9 @@ class Scheduler:
         for place in (self.prefilling, self.running):
             if generation in place:
                 place.remove(generation)
-        if generation.error is None and generation.prefilled:
+        if generation.error is not None:
+            generation.break_off()
+        elif generation.prefilled:
             generation.settle()
             if generation.answer_kept and self.prefixes.keeps_answers:
                 self.prefixes.save(generation.sequence)
