@@ -85,6 +85,11 @@ class Server:
         assert found is not None, name
         return float(found[1])
 
+    def processor_seconds(self) -> float:
+        with open(f"/proc/{self.process.pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def resident(self) -> int:
         """Bytes of memory in use."""
         with open(f"/proc/{self.process.pid}/statm") as file:
@@ -245,7 +250,8 @@ def load(args: argparse.Namespace) -> bool:
     rows += [[outcome, str(n)] for outcome, n in sorted(made.outcomes.items())]
     rows += [["told to come back (429)", str(waits)]]
     rows += [["prompt tokens from the prefix cache", f"{cached / max(1, asked):.0%}"]]
-    rows += [["server's memory, warm and at the end", f"{warm / 2**20:.0f} MiB, {last / 2**20:.0f} MiB"]]
+    fifths = [f"{made.memory[len(made.memory) * n // 5 - 1] / 2**20:.0f}" for n in range(1, 6)]
+    rows += [["server's memory after each fifth, MiB", ", ".join(fifths)]]
     print(table(["load", ""], rows))
     fine = not wrong and last - warm <= GROWTH and made.outcomes.total() == args.requests
     print("nothing lost, every text the text alone, memory flat" if fine else f"NOT WELL: {wrong or 'see above'}")
@@ -265,6 +271,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 @dataclass
 class Level:
     rates: list[float]  # tokens a second, one a round
+    efforts: list[float]  # tokens a second of a processor's time, likewise
     first: list[float]  # seconds to the first token, one a request
 
 
@@ -283,12 +290,14 @@ async def one_round(server: Server, clients: int, tokens: int, seed: int) -> tup
 
 
 def throughput(args: argparse.Namespace, *flags: str) -> dict[int, Level]:
-    levels = {level: Level([], []) for level in args.levels}
+    levels = {level: Level([], [], []) for level in args.levels}
     with serving("--parallel", str(max(args.levels)), *flags, *args.serve) as server:
         asyncio.run(one_round(server, 1, args.tokens, 99))
         for number in range(args.rounds):  # levels take turns, so that a busy machine is busy for all
             for level, found in levels.items():
+                before = server.processor_seconds()
                 rate, first = asyncio.run(one_round(server, level, args.tokens, number))
+                found.efforts.append(level * args.tokens / (server.processor_seconds() - before))
                 found.rates.append(rate)
                 found.first += first
     return levels
@@ -312,11 +321,12 @@ def main() -> int:
             levels = throughput(args, *flags)
             one = median(levels[args.levels[0]].rates)
             for level, found in levels.items():
-                rate, first = median(found.rates), sorted(found.first)
+                rate, effort, first = median(found.rates), median(found.efforts), found.first
                 late = quantiles(first, n=100)[-1] if len(first) > 1 else first[0]
-                cells = (f"{rate:.0f}", f"{rate / one:.2f}", f"{median(first) * 1e3:.0f}", f"{late * 1e3:.0f}")
-                rows.append([name, str(level), *cells])
-        print(table(["draft", "parallel", "tok/s", "times one", "first token p50, ms", "p99, ms"], rows))
+                row = [name, str(level), f"{rate:.0f}", f"{rate / one:.2f}", f"{effort:.0f}"]
+                rows.append([*row, f"{median(first) * 1e3:.0f}", f"{late * 1e3:.0f}"])
+        head = ["draft", "parallel", "tok/s", "times one", "tok/s of a processor", "first token p50, ms", "p99, ms"]
+        print(table(head, rows))
     return 0 if fine else 1
 
 
