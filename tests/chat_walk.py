@@ -261,6 +261,8 @@ class Walk:
         assert [message["content"] for message in saved[::2]] == self.users
         if shown is not None:
             answer = CONTROL.sub("\ufffd", saved[-1]["content"].rstrip("\n")).replace("\n", "\r\n")
+            if "stopped" in shown:  # at Ctrl-C a terminal forgets what it has not shown yet
+                answer = answer[: max(0, len(answer) - 400)]
             assert answer in shown.replace("^C", ""), (answer, shown)
 
     def leave(self) -> None:

@@ -174,6 +174,17 @@ def test_interrupts_at_any_moment_do_no_harm(gguf: Path, tmp_path: Path) -> None
     chat.leave()
 
 
+def test_what_follows_an_interrupt_begins_a_line(gguf: Path, tmp_path: Path) -> None:
+    chat = ChatTerminal(gguf, tmp_path, "--logit-bias", "10+2000")  # nothing but new lines, and after them ^C
+    chat.type("hello\r")
+    chat.until("\r\n\r\n\r\n", chat.until("\x1b[?2004l", chat.at))
+    chat.type("\x03")
+    chat.at = chat.until(PROMPT, chat.until("stopped", chat.at))
+    assert "^C" in chat.seen
+    assert "^Cstopped" not in chat.seen
+    chat.leave()
+
+
 def test_a_terminal_that_knows_no_commands_gets_none(gguf: Path, tmp_path: Path) -> None:
     flags = ["-n", "2", "--logit-bias", "65+1000", "--draft", "none"]
     dumb = Terminal("chat", "-m", str(gguf), *flags, TERM="dumb", XDG_STATE_HOME=str(tmp_path))

@@ -140,7 +140,7 @@ class Chat:
         except ContextFull as error:
             raise ContextFull(error.problem, self._way_out()) from None
         self.turns = [*turns, {"role": "assistant", "content": text}]
-        emit("" if text.endswith("\n") else "\n")
+        emit("" if text.endswith("\n") and stats is not None else "\n")  # the terminal has shown ^C
         if stats is None:
             aside("stopped")
             return
