@@ -27,7 +27,8 @@ pytest.importorskip("ray.serve", reason="Ray is not installed: pip install 'warp
 
 from ray.serve.schema import ServeDeploySchema
 
-from warpsmith.serve.ray import Arguments, app, conversation
+from warpsmith.errors import ModelNotFound, WarpsmithError
+from warpsmith.serve.ray import Arguments, Replica, app, conversation
 
 pytestmark = pytest.mark.ray
 
@@ -223,6 +224,17 @@ def test_turns_of_a_conversation_have_one_key() -> None:
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"[" * 100_000, b'{"messages": 1}', b'{"messages": [1]}'])
 def test_any_body_has_a_key(body: bytes) -> None:
     assert conversation({}, body)
+
+
+def test_a_replica_whose_model_has_ended_is_not_well() -> None:
+    replica = Replica(Arguments(context=256, draft="none"))
+    replica.check_health()
+    replica._worker.close()
+    assert replica._worker.ended(60)
+    with pytest.raises(WarpsmithError, match="has ended"):
+        replica.check_health()
+    with pytest.raises(ModelNotFound):
+        Replica(Arguments(model="missing.gguf"))
 
 
 def test_arguments_are_checked() -> None:
