@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Literal
 from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.config import RequestRouterConfig
@@ -62,6 +62,8 @@ class Arguments(BaseModel):
     alias: str | None = None
     api_key: str | None = None
     allow_host: str | None = None
+    parallel: PositiveInt | None = None  # requests that a replica runs at a time
+    cache_memory: NonNegativeInt | None = None  # MiB of each replica
     queue: PositiveInt = 64  # requests that a replica may have at a time
 
     @property
@@ -93,6 +95,8 @@ class Replica:
                 cache_type_k=a.cache_type_k,
                 cache_type_v=a.cache_type_v,
                 offline=a.offline,
+                parallel=a.parallel,
+                cache_bytes=None if a.cache_memory is None else a.cache_memory << 20,
             ),
             queue=a.queue,
             listener=metrics,
