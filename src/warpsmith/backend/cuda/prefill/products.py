@@ -4,20 +4,37 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
+from warpsmith.backend.cuda.large.formats import SLAB_BYTES, SLABS
 from warpsmith.backend.cuda.memory.driver import Device
 from warpsmith.backend.cuda.prefill.structures import Gemm, Span
 
-PLAIN, SILU, RESIDUAL = range(3)  # Ending of gemm.cuh
+PLAIN, SILU, RESIDUAL, LOGITS = range(4)  # Ending of product.cuh
+SHARED = 232_448  # bytes of shared memory a block may ask for
+BLOCK_K = 256  # k of a slab
+
+
+class AnyTile(Protocol):
+    """A variant of the product: so many rows by so many tokens at a time."""
+
+    kernel: ClassVar[str]
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def rate(self) -> float: ...
+    def rows(self, ending: int) -> int: ...
+    def constant(self, ending: int, types: int) -> dict[str, object] | None: ...
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A variant of the product: `Config`'s arguments (gemm.cuh), and which part of the full rate it reaches."""
+    """Over row tiles: `Config`'s arguments (gemm.cuh), and which part of the full rate it reaches."""
 
+    kernel: ClassVar[str] = "gemm"
     tokens: int
     row_blocks: int  # of 64 rows a warpgroup; of few rows: 2 where warpgroups have rows of their own
     stage_tiles: int
@@ -26,19 +43,35 @@ class Tile:
     ahead: int
     rate: float  # measured on an H200, fixed costs apart
 
-    def constant(self, ending: int) -> dict[str, object]:
+    def constant(self, ending: int, types: int = 0) -> dict[str, object] | None:
         numbers = (self.tokens, self.row_blocks, self.stage_tiles, self.stages, self.step_tiles, self.ahead, ending)
         return {"GEMM_VARIANT": ",".join(map(str, numbers))}
 
     def rows(self, ending: int) -> int:
         return 64 * self.row_blocks * (1 if ending == RESIDUAL else 2)
 
-    def tiles(self, ending: int, rows: int, octets: int) -> int:
-        return math.ceil(rows / self.rows(ending)) * math.ceil(octets * 8 / self.tokens)
 
-    def clocks(self, ending: int, rows: int, k: int, octets: int, sms: int) -> float:
-        waves = math.ceil(self.tiles(ending, rows, octets) / sms)
-        return waves * (3500 + k / 16 * self.rows(ending) * self.tokens / 128 / self.rate)
+@dataclass(frozen=True)
+class SlabTile:
+    """Over slabs: tokens of `SlabConfig` (slab_gemm.cuh), and which part of the full rate it reaches."""
+
+    kernel: ClassVar[str] = "slab_gemm"
+    tokens: int
+    rate: float
+
+    def constant(self, ending: int, types: int) -> dict[str, object] | None:
+        """As many stages of activations and slots of weights as there is room for; none where that is too few."""
+        slot = 2 * 4 * max(SLAB_BYTES[name] for i, name in enumerate(SLABS) if types >> i & 1)
+        stage = self.tokens * 128
+        room = SHARED - 1024 - self.tokens * (32 if ending == RESIDUAL else 8) - 128
+        stages = min(8, (room - 2 * slot) // stage)
+        if stages < 3:
+            return None
+        slots = min(4, (room - stages * stage) // slot)
+        return {"SLAB_VARIANT": ",".join(map(str, (self.tokens, stages, slots, ending, types)))}
+
+    def rows(self, ending: int) -> int:
+        return 128
 
 
 WIDE_TILES = (
@@ -49,8 +82,19 @@ WIDE_TILES = (
     Tile(160, 2, 2, 4, 1, 2, 0.85),
 )
 NARROW_TILES = (Tile(72, 1, 4, 8, 2, 4, 0.4), Tile(128, 2, 4, 5, 1, 8, 0.6))
+SLAB_TILES = (SlabTile(64, 0.4), SlabTile(128, 0.6), SlabTile(232, 0.78), SlabTile(256, 0.8))
 
-Kernels = Callable[[Tile, int], Any]
+
+def tile_count(tile: AnyTile, ending: int, rows: int, octets: int) -> int:
+    return math.ceil(rows / tile.rows(ending)) * math.ceil(octets * 8 / tile.tokens)
+
+
+def tile_clocks(tile: AnyTile, ending: int, rows: int, k: int, octets: int, sms: int) -> float:
+    waves = math.ceil(tile_count(tile, ending, rows, octets) / sms)
+    return waves * (3500 + k / 16 * tile.rows(ending) * tile.tokens / 128 / tile.rate)
+
+
+Kernels = Callable[[AnyTile, dict[str, object]], Any]
 
 
 class Launcher:
@@ -95,18 +139,29 @@ class Step:
 class Product:
     """One matrix: its arguments, and the steps that multiply it by tiles of any width."""
 
-    def __init__(self, kernels: Kernels, launcher: Launcher, ending: int, gemm: Gemm, sms: int) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        launcher: Launcher,
+        tiles: Sequence[AnyTile],
+        types: int,
+        ending: int,
+        gemm: Gemm,
+        sms: int,
+    ) -> None:
         self.kernels, self.launcher, self.ending, self.gemm, self.sms = kernels, launcher, ending, gemm, sms
+        self.builds = {t: constant for t in tiles if (constant := t.constant(ending, types)) is not None}
         groups = gemm.row_groups + -(-gemm.gate_rows // 32)
         self.rows, self.k = groups * (64 if ending == SILU else 32), gemm.k_tiles * 32
-        self._steps: dict[tuple[Tile, int], Step] = {}
+        self._steps: dict[tuple[AnyTile, int], Step] = {}
 
     def on(self, span: Span, octets: int) -> Launch:
-        tiles = NARROW_TILES if self.ending == RESIDUAL else WIDE_TILES
-        tile = min(tiles, key=lambda t: t.clocks(self.ending, self.rows, self.k, octets, self.sms))
+        tile = min(self.builds, key=lambda t: tile_clocks(t, self.ending, self.rows, self.k, octets, self.sms))
         key = (tile, ctypes.addressof(span))
         if key not in self._steps:
-            self._steps[key] = Step(self.launcher, self.kernels(tile, self.ending), 384, self.gemm, span)
-        work = tile.tiles(self.ending, self.rows, octets)
-        # few tiles: the other SMs have the weights brought into L2
-        return self._steps[key].on(self.sms if 2 * work <= self.sms else min(self.sms, work))
+            kernel = self.kernels(tile, self.builds[tile])
+            self._steps[key] = Step(self.launcher, kernel, 384, self.gemm, span)
+        work = tile_count(tile, self.ending, self.rows, octets)
+        # few tiles of row tiles: the other SMs have the weights brought into L2
+        spread = tile.kernel == "gemm" and 2 * work <= self.sms
+        return self._steps[key].on(self.sms if spread else min(self.sms, work))
