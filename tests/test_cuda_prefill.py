@@ -151,6 +151,10 @@ def check_model(cuda, reference, count: int) -> None:
     c = cuda.config
     delta = state.delta.read(np.float32, (len(c.recurrent_layers), c.value_heads, 128, 128)).transpose(0, 1, 3, 2)
     assert error(delta, np.stack([expected.layers[i].delta for i in c.recurrent_layers])) < SOME_LAYERS
+    history = state.history.read(np.float32, (len(c.recurrent_layers), 4, c.conv_channels))
+    kept = range(max(0, count - 3), count)
+    known = np.stack([expected.layers[i].conv[-len(kept) :] for i in c.recurrent_layers])
+    assert error(history[:, [i % 4 for i in kept]], known) < SOME_LAYERS
     shape = (len(c.attention_layers), c.kv_heads, 4096, c.head_dim)
     for name in ("keys", "values"):
         rows = getattr(state, name).read(np.float16, shape)[:, :, :count].transpose(0, 2, 1, 3)

@@ -43,7 +43,8 @@ def seconds(backend: CudaBackend, depth: int, count: int, runs: int) -> float:
 def profile(backend: CudaBackend, count: int) -> None:
     prompts = backend._prompts
     assert prompts is not None
-    backend.prefill(backend.new_state(count), np.zeros(count, np.int32))
+    state = backend.new_state(count)  # kept: launches below write to it
+    backend.prefill(state, np.zeros(count, np.int32))
     shape, program = next((s, p) for s, p in prompts._programs.items() if s.octets == -(-count // 8))
     names = {int(kernel.function): (name, extra) for (name, extra), kernel in prompts._kernels.items()}
     events = [Event(backend.device) for _ in range(len(program) + 1)]

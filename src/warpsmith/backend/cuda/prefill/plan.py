@@ -11,7 +11,8 @@ PIECE = 2048  # tokens that run together
 OVERRUN = 256  # tokens that a product's last tile may read past a piece
 SHORT, SHORTS, LONG = 512, 16, 2048  # keys whose attention is one part (attention.cuh)
 PARTS_BYTES = 128 << 20  # of attention's parts; more queries than fit take turns
-PREP_SHARED, SCAN_SHARED, SLICE = 103_680, 196_864, 16  # of delta_prep.cu and delta_scan.cu
+PREP_SHARED, SLICE = 103_680, 16  # of delta_prep.cu and delta_scan.cu
+SCANS = (2, 5)  # chunks on their way in a scan of few and of many: few leave room for the next launch's blocks
 ROWS_A_CTA = 4  # of attention_rows.cu
 
 Build = tuple[str, dict[str, object]]
@@ -21,6 +22,11 @@ def segments_of(keys: int) -> int:
     """Into how many parts attention over so many keys is cut."""
     rest = keys - SHORTS * SHORT
     return -(-keys // SHORT) if rest <= 0 else SHORTS + -(-rest // LONG)
+
+
+def scan_shared(ahead: int) -> int:
+    """SCAN_SHARED of delta_scan.cu."""
+    return ahead * 36_864 + 12_288 + 256
 
 
 def header(stream: PromptStream) -> dict[str, object]:
@@ -36,8 +42,9 @@ def header(stream: PromptStream) -> dict[str, object]:
 
 def kernels_of(stream: PromptStream) -> list[Build]:
     """Files of kernels/prefill, and what each of their builds is told beside the model's numbers."""
-    names = ("rows", "delta_prep", "delta_scan", "delta_output", "attention_rows", "attention_merge")
+    names = ("rows", "delta_prep", "delta_output", "attention_rows", "attention_merge")
     kernels: list[Build] = [("embed", {"EMBEDDING_TYPE": stream.embedding_type}), *((name, {}) for name in names)]
+    kernels += [("delta_scan", {"AHEAD": ahead}) for ahead in SCANS]
     kernels += [("attention_flash", {"GROUPS": groups}) for groups in (1, 2)]
     kernels += stream.heads()
     slots = [(slot, layer) for layer in range(stream.config.layers) for slot in SLOTS]

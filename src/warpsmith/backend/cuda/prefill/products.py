@@ -26,7 +26,13 @@ class AnyTile(Protocol):
     def tokens(self) -> int: ...
     @property
     def rate(self) -> float: ...
+    @property
+    def threads(self) -> int: ...
     def rows(self, ending: int) -> int: ...
+    def ctas(self, ending: int) -> int:
+        """That share a tile, and K."""
+
+    def shared(self, ending: int) -> int: ...
     def constant(self, ending: int, types: int) -> dict[str, object] | None: ...
 
 
@@ -36,19 +42,37 @@ class Tile:
 
     kernel: ClassVar[str] = "gemm"
     tokens: int
-    row_blocks: int  # of 64 rows a warpgroup; of few rows: 2 where warpgroups have rows of their own
+    row_blocks: int  # of 64 rows a warpgroup, 0: one warpgroup; of few rows: 2 where warpgroups have their own
     stage_tiles: int
     stages: int
     step_tiles: int
     ahead: int
     rate: float  # measured on an H200, fixed costs apart
 
+    @property
+    def threads(self) -> int:
+        return 256 if self.row_blocks == 0 else 384
+
     def constant(self, ending: int, types: int = 0) -> dict[str, object] | None:
         numbers = (self.tokens, self.row_blocks, self.stage_tiles, self.stages, self.step_tiles, self.ahead, ending)
-        return {"GEMM_VARIANT": ",".join(map(str, numbers))}
+        pairs: dict[str, object] = {"PAIRS": 1} if self.ctas(ending) == 2 else {}
+        return {"GEMM_VARIANT": ",".join(map(str, numbers)), **pairs}
 
     def rows(self, ending: int) -> int:
-        return 64 * self.row_blocks * (1 if ending == RESIDUAL else 2)
+        return 64 if self.row_blocks == 0 else 64 * self.row_blocks * (1 if ending == RESIDUAL else 2)
+
+    def ctas(self, ending: int) -> int:
+        return 2 if ending == RESIDUAL and self.row_blocks == 0 else 1
+
+    def shared(self, ending: int) -> int:
+        """`Config::SHARED`: where it is little, the next launch's blocks have room beside."""
+        n, residual, ring = self.tokens, ending == RESIDUAL, ending != RESIDUAL and self.row_blocks == 2
+        stage = n * 64 * self.stage_tiles + (self.rows(ending) * 64 * self.stage_tiles if ring else 0)
+        sums = -(-n // 16) * 4096 if residual and self.row_blocks < 2 else 0
+        squares = n * 16 * (2 if self.row_blocks == 2 else 1) if residual else 0
+        results = 0 if residual or ring else self.rows(ending) // (64 if ending == SILU else 32) * n * 64
+        scales = 0 if residual else -(-n * 8 // 128) * 128
+        return 1024 + scales + self.stages * stage + sums + squares + results
 
 
 @dataclass(frozen=True)
@@ -56,6 +80,7 @@ class SlabTile:
     """Over slabs: tokens of `SlabConfig` (slab_gemm.cuh), and which part of the full rate it reaches."""
 
     kernel: ClassVar[str] = "slab_gemm"
+    threads: ClassVar[int] = 384
     tokens: int
     rate: float
 
@@ -73,15 +98,21 @@ class SlabTile:
     def rows(self, ending: int) -> int:
         return 128
 
+    def ctas(self, ending: int) -> int:
+        return 1
+
+    def shared(self, ending: int) -> int:
+        return SHARED
+
 
 WIDE_TILES = (
-    Tile(64, 1, 2, 8, 1, 8, 0.5),
+    Tile(64, 0, 2, 8, 1, 8, 0.6),
     Tile(128, 1, 2, 8, 1, 8, 0.65),
     Tile(176, 1, 2, 7, 1, 8, 0.72),
     Tile(136, 2, 2, 4, 2, 2, 0.85),
     Tile(160, 2, 2, 4, 1, 2, 0.85),
 )
-NARROW_TILES = (Tile(72, 1, 4, 8, 2, 4, 0.4), Tile(128, 2, 4, 5, 1, 8, 0.6))
+NARROW_TILES = (Tile(64, 0, 4, 4, 1, 8, 0.6), Tile(72, 1, 4, 8, 2, 4, 0.4), Tile(128, 2, 4, 5, 1, 8, 0.6))
 SLAB_TILES = (SlabTile(64, 0.4), SlabTile(128, 0.6), SlabTile(232, 0.78), SlabTile(256, 0.8))
 
 
@@ -90,11 +121,12 @@ def tile_count(tile: AnyTile, ending: int, rows: int, octets: int) -> int:
 
 
 def tile_clocks(tile: AnyTile, ending: int, rows: int, k: int, octets: int, sms: int) -> float:
-    waves = math.ceil(tile_count(tile, ending, rows, octets) / sms)
-    return waves * (3500 + k / 16 * tile.rows(ending) * tile.tokens / 128 / tile.rate)
+    ctas = tile.ctas(ending)
+    waves = math.ceil(tile_count(tile, ending, rows, octets) * ctas / sms)
+    return waves * (3500 + k / ctas / 16 * tile.rows(ending) * tile.tokens / 128 / tile.rate)
 
 
-Kernels = Callable[[AnyTile, dict[str, object]], Any]
+Kernels = Callable[[str, int, dict[str, object]], Any]  # by name, bytes of shared memory, what the build is told
 
 
 class Launcher:
@@ -159,9 +191,11 @@ class Product:
         tile = min(self.builds, key=lambda t: tile_clocks(t, self.ending, self.rows, self.k, octets, self.sms))
         key = (tile, ctypes.addressof(span))
         if key not in self._steps:
-            kernel = self.kernels(tile, self.builds[tile])
-            self._steps[key] = Step(self.launcher, kernel, 384, self.gemm, span)
+            kernel = self.kernels(tile.kernel, tile.shared(self.ending), self.builds[tile])
+            self._steps[key] = Step(self.launcher, kernel, tile.threads, self.gemm, span)
         work = tile_count(tile, self.ending, self.rows, octets)
+        if tile.ctas(self.ending) == 2:
+            return self._steps[key].on(2 * work)  # a tile a pair
         # few tiles of row tiles: the other SMs have the weights brought into L2
         spread = tile.kernel == "gemm" and 2 * work <= self.sms
         return self._steps[key].on(self.sms if spread else min(self.sms, work))

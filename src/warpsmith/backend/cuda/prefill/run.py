@@ -25,14 +25,15 @@ from warpsmith.backend.cuda.prefill.plan import (
     PIECE,
     PREP_SHARED,
     ROWS_A_CTA,
-    SCAN_SHARED,
+    SCANS,
     SLICE,
     buffer_bytes,
     header,
     kernels_of,
+    scan_shared,
     segments_of,
 )
-from warpsmith.backend.cuda.prefill.products import SHARED, SILU, AnyTile, Launch, Launcher, Product, Step
+from warpsmith.backend.cuda.prefill.products import SILU, Launch, Launcher, Product, Step
 from warpsmith.backend.cuda.prefill.streams import ENDINGS, SLOTS, PromptStream, head_octets
 from warpsmith.backend.cuda.prefill.structures import (
     Attention,
@@ -120,8 +121,8 @@ class Prefill:
             self._kernels[key] = self.device.load(self._images[key].result()).kernel(name, shared)
         return self._kernels[key]
 
-    def _gemm_kernel(self, tile: AnyTile, constant: dict[str, object]) -> Any:
-        return self._kernel(tile.kernel, SHARED, **constant)
+    def _product_kernel(self, name: str, shared: int, constants: dict[str, object]) -> Any:
+        return self._kernel(name, shared, **constants)
 
     # -- arguments ------------------------------------------------------------------------------------------------
 
@@ -159,7 +160,7 @@ class Prefill:
                 types=matrix.part_types,
                 **others,
             )
-            return Product(self._gemm_kernel, self.launcher, matrix.tiles, matrix.types, ending, gemm, self.sms)
+            return Product(self._product_kernel, self.launcher, matrix.tiles, matrix.types, ending, gemm, self.sms)
 
         def step(kernel: Any, threads: int, *arguments: ctypes.Structure) -> Step:
             return Step(self.launcher, kernel, threads, *arguments)
@@ -195,7 +196,10 @@ class Prefill:
                 mixer = _DeltaMixer(
                     delta,
                     prep=step(self._kernel("delta_prep", PREP_SHARED), 256, delta, piece),
-                    scan=step(self._kernel("delta_scan", SCAN_SHARED), 256, delta, piece),
+                    scans={
+                        ahead: step(self._kernel("delta_scan", scan_shared(ahead), AHEAD=ahead), 256, delta, piece)
+                        for ahead in SCANS
+                    },
                     output=step(self._kernel("delta_output"), 256, delta, piece),
                 )
                 rows, gate_rows = c.conv_channels + c.value_dim, 2 * c.value_heads
@@ -320,7 +324,8 @@ class Prefill:
             if isinstance(layer.mixer, _DeltaMixer):
                 items = -(-octets // 8) * c.value_heads
                 yield layer.mixer.prep.on(items)
-                yield layer.mixer.scan.on(c.value_heads * (STATE_DIM // SLICE))
+                scan = layer.mixer.scans[SCANS[0] if octets <= 8 * SCANS[0] else SCANS[1]]
+                yield scan.on(c.value_heads * (STATE_DIM // SLICE))
                 yield layer.mixer.output.on(items)
             else:
                 yield layer.mixer.rows.on(octets * -(-(c.heads + 2 * c.kv_heads) // ROWS_A_CTA))
@@ -387,7 +392,7 @@ class Shape:
 class _DeltaMixer:
     arguments: Delta
     prep: Step
-    scan: Step
+    scans: dict[int, Step]  # by chunks that are on their way
     output: Step
 
 

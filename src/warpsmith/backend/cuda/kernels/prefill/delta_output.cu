@@ -73,9 +73,9 @@ extern "C" __global__ void __launch_bounds__(256, 2)
         }
     }
     if (chunk == chunks_in(p) - 1) {
-        constexpr int EACH = CONV_CHANNELS / VALUE_HEADS;
-        for (int i = threadIdx.x; i < HISTORY * EACH; i += 256) {
-            const int token = p.end - 1 - i / EACH, channel = head * EACH + i % EACH;
+        const int low = CONV_CHANNELS * head / VALUE_HEADS, each = CONV_CHANNELS * (head + 1) / VALUE_HEADS - low;
+        for (int i = threadIdx.x; i < HISTORY * each; i += 256) {
+            const int token = p.end - 1 - i / each, channel = low + i % each;
             if (token < p.lead) break;
             const size_t piece =
                 ((size_t)p.capacity * (channel / 32) + token / 8) * 32 + channel % 8 / 2 * 8 + token % 8;

@@ -6,9 +6,9 @@
 // commit, wait for the step before, load weights of a later step into the registers that have come free. Weights come
 //     LDG   16 bytes a lane from L2, some steps ahead;
 //     RING  through shared memory, with the activations of the same stage; two blocks of 64 rows a warpgroup.
-// Where a matrix has few rows, sums of even and of odd stages of 128 k are kept apart and added at the end. Few tokens:
-// both warpgroups have the same 64 rows and take turns at stages (SPLIT). Many: each has rows of its own, and two sets
-// of sums (TWICE). The order of sums is a matrix's own and never depends on the number of tokens. Bytes: weights once
+// Where a matrix has few rows, sums of even and of odd stages of 128 k are kept apart and added at the end. Some tokens:
+// both warpgroups have the same 64 rows and take turns at stages (SPLIT). Few: so do two CTAs of a cluster, with one
+// warpgroup each (PAIR). Many: each warpgroup has rows of its own, and two sets of sums (TWICE). The order of sums is a matrix's own and never depends on the number of tokens. Bytes: weights once
 // for every tile of tokens, activations once for every tile of rows, mostly from L2.
 //
 // What ptxas wants of the consumers' code, or it gives them the launch's 168 registers (C7512, spills): no wait for
@@ -19,18 +19,20 @@
 
 enum From { LDG, RING };
 
-// N: tokens of a tile. MB: blocks of 64 rows of a warpgroup. TS: tiles of 32 k of a stage. G: of a step. NB: steps
+// N: tokens of a tile. MB: blocks of 64 rows of a warpgroup; 0: one block, and one warpgroup. TS: tiles of 32 k of a stage. G: of a step. NB: steps
 // whose weights are in registers or on their way.
 template <int N_, int MB_, int TS_, int STAGES_, int G_, int NB_, int ENDING_>
 struct Config {
     typedef Bf16Weights Weights;
-    static constexpr int N = N_, MB = ENDING_ == RESIDUAL ? 1 : MB_, SETS = MB_, TS = TS_, STAGES = STAGES_, G = G_,
-                         NB = NB_, ENDING = ENDING_;
+    static constexpr int N = N_, WGS = MB_ == 0 ? 1 : 2, MB = MB_ == 0 || ENDING_ == RESIDUAL ? 1 : MB_,
+                         SETS = MB_ == 0 ? 1 : MB_, TS = TS_, STAGES = STAGES_, G = G_, NB = NB_, ENDING = ENDING_;
     static constexpr int FROM = MB == 2 ? RING : LDG;  // SETS: of sums, a block of rows each, or TWICE
     static constexpr bool NARROW_UNITS = ENDING == RESIDUAL, TWICE = ENDING == RESIDUAL && MB_ == 2,
-                          SPLIT = ENDING == RESIDUAL && !TWICE;
-    static constexpr int ROWS = 64 * MB * (SPLIT ? 1 : 2), UNITS = ROWS / (NARROW_UNITS ? NARROW : WIDE);
-    static constexpr int TILE_BYTES = Weights::tile_bytes(NARROW_UNITS), THREADS = 384, CONSUMER_REGISTERS = 232;
+                          SPLIT = ENDING == RESIDUAL && !TWICE, PAIR = SPLIT && WGS == 1;
+    static constexpr int ROWS = 64 * MB * (SPLIT ? 1 : WGS), UNITS = ROWS / (NARROW_UNITS ? NARROW : WIDE);
+    static constexpr int TILE_BYTES = Weights::tile_bytes(NARROW_UNITS), THREADS = 128 * (WGS + 1), CONSUMER_REGISTERS = WGS == 1 ? 216 : 232;
+    // One warpgroup: a CTA leaves room for one of the next launch, which may begin early.
+    static constexpr int CTAS = WGS == 1 ? 2 : 1;
     static constexpr int W_WARPS = FROM == RING ? 2 : 1;
     static constexpr int X_BYTES = N * 64 * TS, W_BYTES = FROM == RING ? UNITS * TILE_BYTES * TS : 0;
     static constexpr int STAGE_BYTES = X_BYTES + W_BYTES;
@@ -48,7 +50,8 @@ struct Config {
     static constexpr int U = TWICE ? 2 * TS / G : NB / MB > TS / G ? NB / MB : TS / G;
     static constexpr bool SCALED = ENDING != RESIDUAL;
     static constexpr int BATCH = NB >= 8 ? 1 : 4;  // octets of the residual that are asked for together
-    static_assert(SHARED <= 232448 && STAGES >= (SPLIT ? 4 : 2) && (!TWICE || U * G % (2 * TS) == 0), "");
+    static_assert(SHARED <= 232448 / CTAS - (CTAS - 1) * 1024, "");
+    static_assert(STAGES >= (SPLIT ? 4 : 2) && (!TWICE || U * G % (2 * TS) == 0), "");
     static_assert(TS % G == 0 && U * G % TS == 0 && U * MB % NB == 0, "");
 };
 
@@ -66,7 +69,7 @@ __device__ __forceinline__ void bring_w(const Gemm& a, const Span& s, u32 ring, 
     constexpr int EACH = C::UNITS / C::W_WARPS, PIECE = C::TS * C::TILE_BYTES, CHUNK_BYTES = 8 * C::TILE_BYTES;
     const int lane = threadIdx.x % 32, unit = part * EACH + lane;
     const Work<C> work(a, s);
-    int ahead_tile = blockIdx.x, ahead_chunk = 0;
+    int ahead_tile = work.first, ahead_chunk = 0;
     const u8* ahead = nullptr;
     const auto ask = [&] {
         if (ahead_tile >= work.tiles) return;
@@ -74,14 +77,15 @@ __device__ __forceinline__ void bring_w(const Gemm& a, const Span& s, u32 ring, 
             if (ahead_chunk == 0) ahead = row_tile_at(a, work.row(ahead_tile) * C::UNITS + unit);
             prefetch_bulk(ahead + ahead_chunk * CHUNK_BYTES, CHUNK_BYTES);
         }
-        if (++ahead_chunk == a.k_tiles / 8) ahead_chunk = 0, ahead_tile += gridDim.x;
+        if (++ahead_chunk == a.k_tiles / 8) ahead_chunk = 0, ahead_tile += work.step;
     };
+    // Few tokens: all of them, while the launch before still works.
     if (C::FROM == LDG)
-        for (int i = 0; i < 2; i++) ask();
+        for (int i = 0; i < (C::WGS == 1 ? a.k_tiles / 8 : 2); i++) ask();
     StagePlace place;
-    for (int i = blockIdx.x; i < work.tiles; i += gridDim.x) {
+    for (int i = work.first; i < work.tiles; i += work.step) {
         const u8* from = C::FROM == RING && lane < EACH ? row_tile_at(a, work.row(i) * C::UNITS + unit) : nullptr;
-        for (int stage = 0; stage < a.k_tiles / C::TS; stage++) {
+        for (int stage = 0; stage < a.k_tiles / C::TS / (C::PAIR ? 2 : 1); stage++) {
             wait_on(at.empty + place.slot * 8, place.parity ^ 1);
             const u32 to = ring + place.slot * C::STAGE_BYTES + C::X_BYTES, sign = at.full + place.slot * 8;
             if (C::FROM == RING) {
@@ -90,7 +94,7 @@ __device__ __forceinline__ void bring_w(const Gemm& a, const Span& s, u32 ring, 
                 if (lane < EACH) copy_in(to + unit * PIECE, from + (u64)stage * PIECE, PIECE, sign);
             } else {
                 if (lane == 0) barrier_arrive(sign);
-                if (stage * C::TS % 8 == 0) ask();
+                if (C::WGS == 2 && stage * C::TS % 8 == 0) ask();
             }
             __syncwarp();
             place.step<C::STAGES>();
@@ -101,15 +105,15 @@ __device__ __forceinline__ void bring_w(const Gemm& a, const Span& s, u32 ring, 
 // Results from shared memory to where they lie.
 template <class C>
 __device__ __forceinline__ void send(const Gemm& a, const Span& s, u32 out, const Barriers& at) {
-    constexpr int EACH = C::GROUPS / 2;  // groups of a warpgroup
+    constexpr int EACH = C::GROUPS / C::WGS;  // groups of a warpgroup
     const int lane = threadIdx.x % 32;
     const Work<C> work(a, s);
     u32 parity = 0;
     wait_for_previous();
-    for (int i = blockIdx.x; i < work.tiles; i += gridDim.x, parity ^= 1) {
+    for (int i = work.first; i < work.tiles; i += work.step, parity ^= 1) {
         const int octet = work.token(i) * (C::N / 8), octets = min(C::N / 8, s.octets - octet);
 #pragma unroll
-        for (int g = 0; g < 2; g++) {
+        for (int g = 0; g < C::WGS; g++) {
             wait_on(at.leave + g * 16, parity);
             if (lane < EACH) {
                 const int group = work.row(i) * C::GROUPS + g * EACH + lane;
@@ -132,7 +136,8 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
     constexpr int GS = TS / G, U = C::U, S = U * MB;  // steps in k of a stage, of a round; steps of a round
     constexpr int TURNS = C::SPLIT ? 2 : 1, ROUND = U * G * TURNS * C::TILE_BYTES;  // bytes of a unit
     const u32 ring = base + C::RING_AT, thread = threadIdx.x % 128, lane = thread % 32;
-    const u32 group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, thread / 32, 0);
+    const u32 group = C::PAIR ? cta_rank() : __shfl_sync(~0u, threadIdx.x / 128, 0),
+              warp = __shfl_sync(~0u, thread / 32, 0);
     const Work<C> work(a, s);
     const int steps = a.k_tiles / G / TURNS;
 
@@ -143,7 +148,7 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
     const u8 *from[HALVES], *next[HALVES];
     const auto find = [&](const u8*(&to)[HALVES], int tile) {
         const int unit16 = (C::SPLIT ? 0 : group * 4) + warp,
-                  row = work.row(tile < work.tiles ? tile : (int)blockIdx.x);
+                  row = work.row(tile < work.tiles ? tile : work.first);
 #pragma unroll
         for (int h = 0; h < HALVES; h++)
             to[h] = row_tile_at(a, row * C::UNITS + unit16 * HALVES + h) + lane * 16 +
@@ -179,18 +184,18 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
             }
         }
     };
-    if constexpr (C::FROM == LDG) find(from, blockIdx.x);
+    if constexpr (C::FROM == LDG) find(from, work.first);
 #pragma unroll
     for (int v = 0; v < NB - 1; v++) load(w[v], v);
 
     StagePlace place;
-    if (C::SPLIT) place.step<C::STAGES>(group);
+    if (C::SPLIT && !C::PAIR) place.step<C::STAGES>(group);
     StagePlace scaled;
     u32 turn = 0;
-    for (int t = blockIdx.x; t < work.tiles; t += gridDim.x, turn ^= 1) {
+    for (int t = work.first; t < work.tiles; t += work.step, turn ^= 1) {
         const int octet = work.token(t) * (N / 8), octets = min(N / 8, s.octets - octet);
-        float4 early[C::SPLIT ? C::HALF : 1];
-        if constexpr (C::SPLIT) {
+        float4 early[C::SPLIT && !C::PAIR ? C::HALF : 1];
+        if constexpr (C::SPLIT && !C::PAIR) {
             wait_for_previous();
             const float4* residual = residual_at(a, s, work.row(t), octet + group * C::HALF);
 #pragma unroll
@@ -214,14 +219,14 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
                                   descriptor(x + k / 2 * (N * 64) + k % 2 * 256),
                                   k > 0 || (C::TWICE ? u % GS > 0 || u >= 2 * GS : v >= MB) || k0 > 0);
                 wgmma_commit();
-                if (C::FROM == LDG && v == 0 && k0 == 0) find(next, t + gridDim.x);
+                if (C::FROM == LDG && v == 0 && k0 == 0) find(next, t + work.step);
                 // The step before has ended: its operand's registers are free, and its stage if this is the next.
                 wgmma_wait<1>();
                 if (u % GS == 0 && b == 0 && (v > 0 || k0 > 0)) release();
-                if (u % GS == GS - 1 && b == MB - 1) before = place.slot, place.template step<C::STAGES>(TURNS);
+                if (u % GS == GS - 1 && b == MB - 1) before = place.slot, place.template step<C::STAGES>(C::PAIR ? 1 : TURNS);
                 // Nothing comes into the ring after the last tile. From L2 some steps are loaded in vain then: without
                 // those loads (behind a branch) the whole loop is 5% slower.
-                if (C::FROM != RING || v + NB - 1 < S || k0 + U < steps || t + (int)gridDim.x < work.tiles)
+                if (C::FROM != RING || v + NB - 1 < S || k0 + U < steps || t + work.step < work.tiles)
                     load(w[(v + NB - 1) % NB], (v + NB - 1) % S);
             }
         }
@@ -317,9 +322,11 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
                 for (int i = 0; i < N / 2; i++) acc[0][i] += acc[1][i];
                 add_to_residual<C, 0, 0, 0, N / 8>(a, s, base, acc[0], early, work.row(t) * 2 + group, octet, octets);
             } else if (group == 0) {  // each warpgroup finishes half of the tokens
-                add_to_residual<C, C::HALF, N / 8, 0, C::HALF>(a, s, base, acc[0], early, work.row(t), octet, octets);
+                add_to_residual<C, C::HALF, N / 8, 0, C::HALF>(a, s, base, acc[0], early, work.row(t), octet, octets,
+                                                               at.leave);
             } else {
-                add_to_residual<C, 0, C::HALF, C::HALF, N / 8>(a, s, base, acc[0], early, work.row(t), octet, octets);
+                add_to_residual<C, 0, C::HALF, C::HALF, N / 8>(a, s, base, acc[0], early, work.row(t), octet, octets,
+                                                               at.leave);
             }
         }
     }
@@ -341,7 +348,7 @@ __device__ __forceinline__ void ask_for_residual(const Gemm& a, const Span& s) {
     const int lane = threadIdx.x % 32;
     wait_for_previous();
     if (lane >= C::GROUPS) return;
-    for (int i = blockIdx.x; i < work.tiles; i += gridDim.x) {
+    for (int i = work.first; i < work.tiles; i += work.step) {
         const int octet = work.token(i) * (C::N / 8), octets = min(C::N / 8, s.octets - octet);
         const u64 at = (u64)(work.row(i) * C::GROUPS + lane) * s.capacity + s.first + octet;
         prefetch_bulk((const u8*)a.residual + at * 1024, octets * 1024);
@@ -351,7 +358,7 @@ __device__ __forceinline__ void ask_for_residual(const Gemm& a, const Span& s) {
 template <class C>
 __device__ __forceinline__ void multiply(const Gemm& a, const Span& s) {
     let_next_start();
-    if ((int)blockIdx.x >= Work<C>(a, s).tiles) {
+    if (!C::PAIR && (int)blockIdx.x >= Work<C>(a, s).tiles) {
         ask_for_all<C>(a, blockIdx.x - Work<C>(a, s).tiles, gridDim.x - Work<C>(a, s).tiles);
         return;
     }
@@ -361,23 +368,26 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Span& s) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::STAGES; i++) {
             barrier_init(at.full + i * 8, 1 + C::W_WARPS);
-            barrier_init(at.empty + i * 8, C::SPLIT ? 4 : 8);
+            barrier_init(at.empty + i * 8, C::SPLIT ? 4 : 4 * C::WGS);
         }
         for (int i = 0; i < 2; i++) barrier_init(at.leave + i * 16, 4), barrier_init(at.leave + i * 16 + 8, 1);
-        for (int i = 0; i < 2; i++) barrier_init(at.scales + i * 16, 1), barrier_init(at.scales + i * 16 + 8, 8);
+        for (int i = 0; i < 2; i++) barrier_init(at.scales + i * 16, 1), barrier_init(at.scales + i * 16 + 8, 4 * C::WGS);
         show_barriers();
     }
-    __syncthreads();
-    if (threadIdx.x >= 256) {
+    if (C::PAIR)
+        sync_cluster();
+    else
+        __syncthreads();
+    if (threadIdx.x >= C::WGS * 128) {
         leave_registers<40>();
-        const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 8;
+        const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4 * C::WGS;
         if (warp == 0) {
             bring_x<C>(a, s, ring, at);
         } else if (warp == (C::FROM == RING ? 1 : 3)) {
             if (C::SCALED) bring_scales<C>(a, s, base + C::SCALES_AT, at);
         } else if (warp == 1) {
             if (C::SENDS) send<C>(a, s, base + C::OUT_AT, at);
-            if (C::TWICE) ask_for_residual<C>(a, s);
+            if (C::TWICE || C::PAIR) ask_for_residual<C>(a, s);
         } else {
             bring_w<C>(a, s, ring, at, warp - 2);
         }

@@ -37,9 +37,11 @@ struct Gemm {
 template <class C>
 struct Work {
     int token_tiles, tiles;
+    int first, step;  // of this CTA, or pair of CTAs
     __device__ Work(const Gemm& a, const Span& s)
         : token_tiles((s.octets + C::N / 8 - 1) / (C::N / 8)),
-          tiles((a.row_groups + (a.gate_rows + 31) / 32 + C::GROUPS - 1) / C::GROUPS * token_tiles) {}
+          tiles((a.row_groups + (a.gate_rows + 31) / 32 + C::GROUPS - 1) / C::GROUPS * token_tiles),
+          first(blockIdx.x / (C::PAIR ? 2 : 1)), step(gridDim.x / (C::PAIR ? 2 : 1)) {}
     __device__ int row(int i) const { return i / token_tiles; }
     __device__ int token(int i) const { return i % token_tiles; }
 };
@@ -57,9 +59,9 @@ __device__ __forceinline__ void bring_x(const Gemm& a, const Span& s, u32 ring, 
     StagePlace place;
     wait_for_previous();
     if (threadIdx.x % 32) return;
-    for (int i = blockIdx.x; i < work.tiles; i += gridDim.x) {
+    for (int i = work.first; i < work.tiles; i += work.step) {
         const u8* x = a.x + (u64)(s.first + work.token(i) * (C::N / 8)) * 512;
-        for (int stage = 0; stage < a.k_tiles / C::TS; stage++) {
+        for (int stage = C::PAIR ? cta_rank() : 0; stage < a.k_tiles / C::TS; stage += C::PAIR ? 2 : 1) {
             wait_on(at.empty + place.slot * 8, place.parity ^ 1);
             const u32 to = ring + place.slot * C::STAGE_BYTES, sign = at.full + place.slot * 8;
             barrier_expect(sign, C::X_BYTES);
@@ -79,7 +81,7 @@ __device__ __forceinline__ void bring_scales(const Gemm& a, const Span& s, u32 s
     const size_t stride = (size_t)s.capacity * 8;
     StagePlace place;
     wait_for_previous();
-    for (int i = blockIdx.x; i < work.tiles; i += gridDim.x) {
+    for (int i = work.first; i < work.tiles; i += work.step) {
         wait_on(at.scales + place.slot * 16 + 8, place.parity ^ 1);
         const float* from = a.squares_in + (s.first + work.token(i) * (C::N / 8)) * 8;
         for (int token = lane; token < C::N; token += 32) {
@@ -118,19 +120,33 @@ __device__ __forceinline__ float4* residual_at(const Gemm& a, const Span& s, int
 }
 
 // A warpgroup gives the other one its sums of octets [GIVE, GIVE_END) if both have the same rows, and finishes [LOW,
-// HIGH). SPLIT: `early` is the residual of those octets, asked for before the sums were made.
+// HIGH). SPLIT: `early` is the residual of those octets, asked for before the sums were made. PAIR: the other warpgroup
+// is the other CTA's; `given` is a barrier in either that its four warps come to.
 template <class C, int GIVE, int GIVE_END, int LOW, int HIGH>
 __device__ __forceinline__ void add_to_residual(const Gemm& a, const Span& s, u32 base, const float* acc,
-                                                const float4* early, int row_tile, int octet, int octets) {
-    const u32 thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32, group = threadIdx.x / 128;
+                                                const float4* early, int row_tile, int octet, int octets,
+                                                u32 given = 0) {
+    const u32 thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32,
+              group = C::PAIR ? cta_rank() : threadIdx.x / 128;
     const u32 mine = base + C::SUMS_AT + group * (C::HALF * 4 * 512) + thread * 4;
     const u32 others = base + C::SUMS_AT + (group ^ 1) * (C::HALF * 4 * 512) + thread * 4;
     const u32 squares = base + C::SUMS_AT + C::SUMS + (C::SPLIT ? 0 : group * (C::N * 16));  // [octet][warp][8 tokens]
     const u32 piece = lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;
     const bool odd = lane & 4;
 #pragma unroll
-    for (int i = GIVE * 4; i < GIVE_END * 4; i++) store_shared(mine + (i - GIVE * 4) * 512, acc[i]);
-    if (C::SPLIT) sync_some<256>(5);
+    for (int i = GIVE * 4; i < GIVE_END * 4; i++) {
+        if constexpr (C::PAIR)
+            store_in(group ^ 1, mine + (i - GIVE * 4) * 512, acc[i]);
+        else
+            store_shared(mine + (i - GIVE * 4) * 512, acc[i]);
+    }
+    if constexpr (C::PAIR) {
+        __syncwarp();
+        if (lane == 0) arrive_in(group ^ 1, given);
+        wait_in_cluster(given, 0);
+    } else if (C::SPLIT) {
+        sync_some<256>(5);
+    }
     wait_for_previous();
     const int tile = row_tile * 2 + warp / 2, row = tile * 32 + warp % 2 * 16 + lane / 8 * 2;  // a tile has 32 rows
     const float2 n0 = __ldg((const float2*)(a.norm + row)), n1 = __ldg((const float2*)(a.norm + row + 8));
@@ -143,7 +159,7 @@ __device__ __forceinline__ void add_to_residual(const Gemm& a, const Span& s, u3
         float4 kept[BATCH];
 #pragma unroll
         for (int i = 0; i < smaller(BATCH, HIGH - first); i++)
-            if (first + i < octets) kept[i] = C::SPLIT ? early[i] : residual[(first + i) * 64];
+            if (first + i < octets) kept[i] = C::SPLIT && !C::PAIR ? early[i] : residual[(first + i) * 64];
 #pragma unroll
         for (int n = first; n < smaller(first + BATCH, HIGH); n++) {
             float d[4];
@@ -170,10 +186,10 @@ __device__ __forceinline__ void add_to_residual(const Gemm& a, const Span& s, u3
             if (lane < 8) store_shared(squares + (n * 32 + warp * 8 + piece) * 4, square);
         }
     }
-    if (C::SPLIT)
+    if (C::SPLIT && !C::PAIR)
         sync_some<256>(5);
     else
-        sync_some<128>(6 + group);
+        sync_some<128>(6 + (C::PAIR ? 0 : group));
     for (int token = thread + LOW * 8; token < min(HIGH, octets) * 8; token += 128) {  // its squares of four warps
         const u32 from = squares + (token / 8 * 32 + token % 8) * 4;
         const float low = load_shared_float(from) + load_shared_float(from + 32);

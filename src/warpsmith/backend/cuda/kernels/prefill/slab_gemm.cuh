@@ -14,7 +14,7 @@
 template <int N_, int STAGES_, int SLOTS_, int ENDING_, int TYPES_>
 struct SlabConfig {
     static constexpr int N = N_, STAGES = STAGES_, SLOTS = SLOTS_, ENDING = ENDING_, TYPES = TYPES_, TS = 2, BATCH = 4;
-    static constexpr bool SPLIT = false;
+    static constexpr bool SPLIT = false, PAIR = false;
     static constexpr int ROWS = 128, GROUPS = ENDING == SILU ? 2 : 4;  // groups of 32 rows of results
     static constexpr int THREADS = 384, CONSUMER_REGISTERS = 232;
     static constexpr int X_BYTES = N * 64 * TS, STAGE_BYTES = X_BYTES;
@@ -50,7 +50,7 @@ __device__ __forceinline__ void bring_slabs(const Gemm& a, const Span& s, u32 sl
     const int lane = threadIdx.x % 32, blocks = a.k_tiles / 8;
     const Work<C> work(a, s);
     StagePlace place;
-    for (int i = blockIdx.x; i < work.tiles; i += gridDim.x) {
+    for (int i = work.first; i < work.tiles; i += work.step) {
         const int tile = row_tile(a, work.row(i) * 2 + lane % 2);  // a lane a warpgroup
         const u32 bytes = block_bytes(type_of(a, tile)), both = bytes + __shfl_xor_sync(~0u, bytes, 1);
         const u64* from = a.start + (size_t)tile * blocks;
@@ -137,7 +137,7 @@ __device__ __forceinline__ void consume_slabs(const Gemm& a, const Span& s, u32 
     SlabPlace place = {};
     StagePlace scaled;
     float acc[N / 2];
-    for (int t = blockIdx.x; t < work.tiles; t += gridDim.x) {
+    for (int t = work.first; t < work.tiles; t += work.step) {
         const int octet = work.token(t) * (N / 8), octets = min(N / 8, s.octets - octet);
         const int tile = work.row(t) * 2 + group, type = type_of(a, row_tile(a, tile));
         if (C::has(SLAB_Q4_K) && type == SLAB_Q4_K)
