@@ -28,6 +28,10 @@ class AnyTile(Protocol):
     def rate(self) -> float: ...
     @property
     def threads(self) -> int: ...
+    @property
+    def beside(self) -> int:
+        """CTAs that have the same tokens and share them out."""
+
     def rows(self, ending: int) -> int: ...
     def ctas(self, ending: int) -> int:
         """That share a tile, and K."""
@@ -41,6 +45,7 @@ class Tile:
     """Over row tiles: `Config`'s arguments (gemm.cuh), and which part of the full rate it reaches."""
 
     kernel: ClassVar[str] = "gemm"
+    beside: ClassVar[int] = 1
     tokens: int
     row_blocks: int  # of 64 rows a warpgroup, 0: one warpgroup; of few rows: 2 where warpgroups have their own
     stage_tiles: int
@@ -66,23 +71,26 @@ class Tile:
 
     def shared(self, ending: int) -> int:
         """`Config::SHARED`: where it is little, the next launch's blocks have room beside."""
-        n, residual, ring = self.tokens, ending == RESIDUAL, ending != RESIDUAL and self.row_blocks == 2
+        n, residual, both = self.tokens, ending == RESIDUAL, self.row_blocks == 2
+        ring = self.row_blocks == 0 or (both and not residual)
         stage = n * 64 * self.stage_tiles + (self.rows(ending) * 64 * self.stage_tiles if ring else 0)
-        sums = -(-n // 16) * 4096 if residual and self.row_blocks < 2 else 0
-        squares = n * 16 * (2 if self.row_blocks == 2 else 1) if residual else 0
-        results = 0 if residual or ring else self.rows(ending) // (64 if ending == SILU else 32) * n * 64
+        sums = -(-n // 16) * 2048 * (1 + self.row_blocks) if residual and not both else 0
+        squares = n * 16 * (2 if both else 1) if residual else 0
+        results = 0 if residual or both else self.rows(ending) // (64 if ending == SILU else 32) * n * 64
         scales = 0 if residual else -(-n * 8 // 128) * 128
         return 1024 + scales + self.stages * stage + sums + squares + results
 
 
 @dataclass(frozen=True)
 class SlabTile:
-    """Over slabs: tokens of `SlabConfig` (slab_gemm.cuh), and which part of the full rate it reaches."""
+    """Over slabs: tokens and CTAs of a cluster of `SlabConfig` (slab_gemm.cuh), and which part of the full rate it
+    reaches."""
 
     kernel: ClassVar[str] = "slab_gemm"
     threads: ClassVar[int] = 384
     tokens: int
-    rate: float
+    beside: int
+    rate: float  # measured on an H200, fixed costs apart
 
     def constant(self, ending: int, types: int) -> dict[str, object] | None:
         """As many stages of activations and slots of weights as there is room for; none where that is too few."""
@@ -93,7 +101,9 @@ class SlabTile:
         if stages < 3:
             return None
         slots = min(4, (room - stages * stage) // slot)
-        return {"SLAB_VARIANT": ",".join(map(str, (self.tokens, stages, slots, ending, types)))}
+        numbers = (self.tokens, stages, slots, ending, types, self.beside)
+        pairs: dict[str, object] = {"PAIRS": 1} if self.beside == 2 else {}
+        return {"SLAB_VARIANT": ",".join(map(str, numbers)), **pairs}
 
     def rows(self, ending: int) -> int:
         return 128
@@ -106,18 +116,18 @@ class SlabTile:
 
 
 WIDE_TILES = (
-    Tile(64, 0, 2, 8, 1, 8, 0.6),
+    Tile(64, 0, 2, 5, 2, 2, 0.6),
     Tile(128, 1, 2, 8, 1, 8, 0.65),
     Tile(176, 1, 2, 7, 1, 8, 0.72),
     Tile(136, 2, 2, 4, 2, 2, 0.85),
     Tile(160, 2, 2, 4, 1, 2, 0.85),
 )
-NARROW_TILES = (Tile(64, 0, 4, 4, 1, 8, 0.6), Tile(72, 1, 4, 8, 2, 4, 0.4), Tile(128, 2, 4, 5, 1, 8, 0.6))
-SLAB_TILES = (SlabTile(64, 0.4), SlabTile(128, 0.6), SlabTile(232, 0.78), SlabTile(256, 0.8))
+NARROW_TILES = (Tile(64, 0, 4, 3, 2, 2, 0.6), Tile(72, 1, 4, 8, 2, 4, 0.4), Tile(128, 2, 4, 5, 1, 8, 0.6))
+SLAB_TILES = (SlabTile(64, 1, 0.4), SlabTile(128, 1, 0.6), SlabTile(232, 2, 0.78), SlabTile(256, 2, 0.8))
 
 
 def tile_count(tile: AnyTile, ending: int, rows: int, octets: int) -> int:
-    return math.ceil(rows / tile.rows(ending)) * math.ceil(octets * 8 / tile.tokens)
+    return math.ceil(rows / tile.rows(ending) / tile.beside) * tile.beside * math.ceil(octets * 8 / tile.tokens)
 
 
 def tile_clocks(tile: AnyTile, ending: int, rows: int, k: int, octets: int, sms: int) -> float:
@@ -198,4 +208,5 @@ class Product:
             return self._steps[key].on(2 * work)  # a tile a pair
         # few tiles of row tiles: the other SMs have the weights brought into L2
         spread = tile.kernel == "gemm" and 2 * work <= self.sms
-        return self._steps[key].on(self.sms if spread else min(self.sms, work))
+        most = self.sms // tile.beside * tile.beside
+        return self._steps[key].on(self.sms if spread else min(most, work))

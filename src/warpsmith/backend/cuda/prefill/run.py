@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import ref
 
 import numpy as np
 
@@ -96,6 +97,7 @@ class Prefill:
         self.buffers = {name: device.zeros(nbytes) for name, nbytes in buffer_bytes(c, piece).items()}
         self.piece = Piece(capacity=self.capacity)
         self.whole, self.tail, self.asked = (Span(capacity=self.capacity) for _ in range(3))
+        self._taken: Callable[[], DeviceSequence | None] = lambda: None  # the state that launches have
         self._queries: dict[tuple[int, int], Queries] = {}
         self._programs: dict[Shape, list[Launch | int]] = {}
         self._plan()
@@ -280,6 +282,10 @@ class Prefill:
             yield PieceRows(lead, count, last, features)
 
     def _take(self, state: DeviceSequence) -> None:
+        """Have the launches read and write this state. An agent's next turn is short: nothing is set twice."""
+        if self._taken() is state:
+            return
+        self._taken = ref(state)
         c = self.config
         deltas = attentions = 0
         for layer in self.layers:

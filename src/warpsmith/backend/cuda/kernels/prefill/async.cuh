@@ -18,6 +18,14 @@ __device__ __forceinline__ void copy_in(u32 to, const void* from, u32 bytes, u32
                  "l"(from), "r"(bytes), "r"(barrier)
                  : "memory");
 }
+// The same into both CTAs of a cluster, and onto the barrier of either.
+__device__ __forceinline__ void copy_in_both(u32 to, const void* from, u32 bytes, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
+        "%4;" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier), "h"((u16)3)
+        : "memory");
+}
 __device__ __forceinline__ void copy_out(void* to, u32 from, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                  : "memory");
@@ -64,6 +72,10 @@ __device__ __forceinline__ u32 cta_rank() {
 __device__ __forceinline__ void sync_cluster() {
     asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
 }
+// For threads that come one by one.
+__device__ __forceinline__ void leave_cluster() {
+    asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory");
+}
 // At the same place of another CTA's shared memory.
 __device__ __forceinline__ void store_in(u32 cta, u32 at, float v) {
     asm volatile("{ .reg .b32 r; mapa.shared::cluster.u32 r, %0, %1; st.shared::cluster.f32 [r], %2; }" ::"r"(at),
@@ -75,6 +87,13 @@ __device__ __forceinline__ void arrive_in(u32 cta, u32 barrier) {
     asm volatile(
         "{ .reg .b32 r; mapa.shared::cluster.u32 r, %0, %1;"
         " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [r]; }" ::"r"(barrier),
+        "r"(cta)
+        : "memory");
+}
+// The same where nothing was stored: it does not wait for loads that are on their way.
+__device__ __forceinline__ void tell_in(u32 cta, u32 barrier) {
+    asm volatile(
+        "{ .reg .b32 r; mapa.shared::cluster.u32 r, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [r]; }" ::"r"(barrier),
         "r"(cta)
         : "memory");
 }
@@ -101,6 +120,11 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int COUNT>
 __device__ __forceinline__ void sync_some(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(COUNT) : "memory");
+}
+// The others need not be waited for.
+template <int COUNT>
+__device__ __forceinline__ void arrive_some(int id) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(COUNT) : "memory");
 }
 
 // Of a B operand: unswizzled, 128 bytes between octets of k, 512 between octets of tokens.

@@ -5,7 +5,8 @@
 // their loads into L2, the tokens' scales, and results out. A step is 32 or 64 k of a block of 64 rows: fence, wgmmas,
 // commit, wait for the step before, load weights of a later step into the registers that have come free. Weights come
 //     LDG   16 bytes a lane from L2, some steps ahead;
-//     RING  through shared memory, with the activations of the same stage; two blocks of 64 rows a warpgroup.
+//     RING  through shared memory, with the activations of the same stage; two blocks of 64 rows a warpgroup, or few
+//           tokens: most bytes on their way, and before the launch that makes the activations has ended.
 // Where a matrix has few rows, sums of even and of odd stages of 128 k are kept apart and added at the end. Some tokens:
 // both warpgroups have the same 64 rows and take turns at stages (SPLIT). Few: so do two CTAs of a cluster, with one
 // warpgroup each (PAIR). Many: each warpgroup has rows of its own, and two sets of sums (TWICE). The order of sums is a matrix's own and never depends on the number of tokens. Bytes: weights once
@@ -26,18 +27,18 @@ struct Config {
     typedef Bf16Weights Weights;
     static constexpr int N = N_, WGS = MB_ == 0 ? 1 : 2, MB = MB_ == 0 || ENDING_ == RESIDUAL ? 1 : MB_,
                          SETS = MB_ == 0 ? 1 : MB_, TS = TS_, STAGES = STAGES_, G = G_, NB = NB_, ENDING = ENDING_;
-    static constexpr int FROM = MB == 2 ? RING : LDG;  // SETS: of sums, a block of rows each, or TWICE
+    static constexpr int FROM = MB == 2 || WGS == 1 ? RING : LDG;  // SETS: of sums, a block of rows each, or TWICE
     static constexpr bool NARROW_UNITS = ENDING == RESIDUAL, TWICE = ENDING == RESIDUAL && MB_ == 2,
                           SPLIT = ENDING == RESIDUAL && !TWICE, PAIR = SPLIT && WGS == 1;
     static constexpr int ROWS = 64 * MB * (SPLIT ? 1 : WGS), UNITS = ROWS / (NARROW_UNITS ? NARROW : WIDE);
     static constexpr int TILE_BYTES = Weights::tile_bytes(NARROW_UNITS), THREADS = 128 * (WGS + 1), CONSUMER_REGISTERS = WGS == 1 ? 216 : 232;
     // One warpgroup: a CTA leaves room for one of the next launch, which may begin early.
     static constexpr int CTAS = WGS == 1 ? 2 : 1;
-    static constexpr int W_WARPS = FROM == RING ? 2 : 1;
+    static constexpr int W_WARPS = MB == 2 ? 2 : 1;
     static constexpr int X_BYTES = N * 64 * TS, W_BYTES = FROM == RING ? UNITS * TILE_BYTES * TS : 0;
     static constexpr int STAGE_BYTES = X_BYTES + W_BYTES;
     static constexpr int HALF = (N / 8 + 1) / 2;  // octets that a warpgroup finishes, where both have sums of all
-    static constexpr int SUMS = SPLIT ? HALF * 4 * 128 * 4 * 2 : 0;
+    static constexpr int SUMS = SPLIT ? HALF * 4 * 128 * 4 * WGS : 0;
     static constexpr int PARTIAL_SQUARES = ENDING == RESIDUAL ? (TWICE ? 2 : 1) * N * 4 * 4 : 0;
     static constexpr int GROUPS = ENDING == SILU ? ROWS / 64 : ROWS / 32;  // of 32 rows of results
     static constexpr bool SENDS = ENDING != RESIDUAL && MB == 1;           // results leave through shared memory
@@ -48,10 +49,11 @@ struct Config {
                          SHARED = OUT_AT + OUT;
     // Steps in k of a round, which the loop unrolls.
     static constexpr int U = TWICE ? 2 * TS / G : NB / MB > TS / G ? NB / MB : TS / G;
-    static constexpr bool SCALED = ENDING != RESIDUAL;
+    static constexpr bool SCALED = ENDING != RESIDUAL, TWO_ROWS = false;
+    static constexpr int CLUSTER = PAIR ? 2 : 1, ITEM_GROUPS = GROUPS;
     static constexpr int BATCH = NB >= 8 ? 1 : 4;  // octets of the residual that are asked for together
     static_assert(SHARED <= 232448 / CTAS - (CTAS - 1) * 1024, "");
-    static_assert(STAGES >= (SPLIT ? 4 : 2) && (!TWICE || U * G % (2 * TS) == 0), "");
+    static_assert(STAGES >= (SPLIT && !PAIR ? 4 : 2) && (!TWICE || U * G % (2 * TS) == 0), "");
     static_assert(TS % G == 0 && U * G % TS == 0 && U * MB % NB == 0, "");
 };
 
@@ -80,12 +82,12 @@ __device__ __forceinline__ void bring_w(const Gemm& a, const Span& s, u32 ring, 
         if (++ahead_chunk == a.k_tiles / 8) ahead_chunk = 0, ahead_tile += work.step;
     };
     // Few tokens: all of them, while the launch before still works.
-    if (C::FROM == LDG)
+    if (C::FROM == LDG || C::WGS == 1)
         for (int i = 0; i < (C::WGS == 1 ? a.k_tiles / 8 : 2); i++) ask();
     StagePlace place;
     for (int i = work.first; i < work.tiles; i += work.step) {
         const u8* from = C::FROM == RING && lane < EACH ? row_tile_at(a, work.row(i) * C::UNITS + unit) : nullptr;
-        for (int stage = 0; stage < a.k_tiles / C::TS / (C::PAIR ? 2 : 1); stage++) {
+        for (int stage = C::PAIR ? cta_rank() : 0; stage < a.k_tiles / C::TS; stage += C::PAIR ? 2 : 1) {
             wait_on(at.empty + place.slot * 8, place.parity ^ 1);
             const u32 to = ring + place.slot * C::STAGE_BYTES + C::X_BYTES, sign = at.full + place.slot * 8;
             if (C::FROM == RING) {
@@ -94,7 +96,7 @@ __device__ __forceinline__ void bring_w(const Gemm& a, const Span& s, u32 ring, 
                 if (lane < EACH) copy_in(to + unit * PIECE, from + (u64)stage * PIECE, PIECE, sign);
             } else {
                 if (lane == 0) barrier_arrive(sign);
-                if (C::WGS == 2 && stage * C::TS % 8 == 0) ask();
+                if (stage * C::TS % 8 == 0) ask();
             }
             __syncwarp();
             place.step<C::STAGES>();
@@ -160,13 +162,15 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
         const int u = v / MB, b = v % MB, in_stage = u % GS;
         if constexpr (C::FROM == RING) {
             if (in_stage == 0 && b == 0) wait_on(at.full + loading.slot * 8, loading.parity);
-            const u32 unit16 = (group * 4 + warp) * MB + b,
+            const u32 unit16 = ((C::PAIR ? 0 : group * 4) + warp) * MB + b,
                       tile = ring + loading.slot * C::STAGE_BYTES + C::X_BYTES + lane * 16;
 #pragma unroll
             for (int i = 0; i < G; i++)
-                C::Weights::template load<false>(to + i * C::Weights::REGISTERS, [&](u32* d, u32 offset, int) {
-                    load_shared_words(d, tile + (unit16 * TS + in_stage * G + i) * C::TILE_BYTES + offset);
-                });
+                C::Weights::template load<C::NARROW_UNITS>(
+                    to + i * C::Weights::REGISTERS, [&](u32* d, u32 offset, int half) {
+                        const u32 unit = unit16 * HALVES + half;
+                        load_shared_words(d, tile + (unit * TS + in_stage * G + i) * C::TILE_BYTES + offset);
+                    });
             if (in_stage == GS - 1 && b == MB - 1) loading.template step<C::STAGES>();
         } else {
             const int tile = u / GS * TURNS * TS + in_stage * G;
@@ -383,7 +387,7 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Span& s) {
         const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4 * C::WGS;
         if (warp == 0) {
             bring_x<C>(a, s, ring, at);
-        } else if (warp == (C::FROM == RING ? 1 : 3)) {
+        } else if (warp == (C::W_WARPS == 2 ? 1 : 3)) {
             if (C::SCALED) bring_scales<C>(a, s, base + C::SCALES_AT, at);
         } else if (warp == 1) {
             if (C::SENDS) send<C>(a, s, base + C::OUT_AT, at);

@@ -34,15 +34,17 @@ struct Gemm {
     u32 types;
 };
 
+// How tiles are dealt: one after another to CTAs, or to clusters of two that share a tile (PAIR) or its tokens
+// (TWO_ROWS).
 template <class C>
 struct Work {
     int token_tiles, tiles;
-    int first, step;  // of this CTA, or pair of CTAs
+    int first, step;
     __device__ Work(const Gemm& a, const Span& s)
         : token_tiles((s.octets + C::N / 8 - 1) / (C::N / 8)),
-          tiles((a.row_groups + (a.gate_rows + 31) / 32 + C::GROUPS - 1) / C::GROUPS * token_tiles),
-          first(blockIdx.x / (C::PAIR ? 2 : 1)), step(gridDim.x / (C::PAIR ? 2 : 1)) {}
-    __device__ int row(int i) const { return i / token_tiles; }
+          tiles((a.row_groups + (a.gate_rows + 31) / 32 + C::ITEM_GROUPS - 1) / C::ITEM_GROUPS * token_tiles),
+          first(blockIdx.x / C::CLUSTER), step(gridDim.x / C::CLUSTER) {}
+    __device__ int row(int i) const { return C::TWO_ROWS ? i / token_tiles * 2 + (int)cta_rank() : i / token_tiles; }
     __device__ int token(int i) const { return i % token_tiles; }
 };
 
@@ -66,8 +68,13 @@ __device__ __forceinline__ void bring_x(const Gemm& a, const Span& s, u32 ring, 
             const u32 to = ring + place.slot * C::STAGE_BYTES, sign = at.full + place.slot * 8;
             barrier_expect(sign, C::X_BYTES);
 #pragma unroll
-            for (int j = 0; j < C::TS; j++)
-                copy_in(to + j * C::N * 64, x + (u64)(stage * C::TS + j) * stride, C::N * 64, sign);
+            for (int j = 0; j < C::TS; j++) {
+                const u8* from = x + (u64)(stage * C::TS + j) * stride;
+                if constexpr (!C::TWO_ROWS)
+                    copy_in(to + j * C::N * 64, from, C::N * 64, sign);
+                else if (j % 2 == (int)cta_rank())  // each CTA half of it, for both
+                    copy_in_both(to + j * C::N * 64, from, C::N * 64, sign);
+            }
             place.step<C::STAGES>();
         }
     }
@@ -128,8 +135,8 @@ __device__ __forceinline__ void add_to_residual(const Gemm& a, const Span& s, u3
                                                 u32 given = 0) {
     const u32 thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32,
               group = C::PAIR ? cta_rank() : threadIdx.x / 128;
-    const u32 mine = base + C::SUMS_AT + group * (C::HALF * 4 * 512) + thread * 4;
-    const u32 others = base + C::SUMS_AT + (group ^ 1) * (C::HALF * 4 * 512) + thread * 4;
+    const u32 mine = base + C::SUMS_AT + (C::PAIR ? 0 : group * (C::HALF * 4 * 512)) + thread * 4;
+    const u32 others = base + C::SUMS_AT + (C::PAIR ? 0 : (group ^ 1) * (C::HALF * 4 * 512)) + thread * 4;
     const u32 squares = base + C::SUMS_AT + C::SUMS + (C::SPLIT ? 0 : group * (C::N * 16));  // [octet][warp][8 tokens]
     const u32 piece = lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;
     const bool odd = lane & 4;

@@ -6,16 +6,22 @@
 // two wgmmas, commit, wait for the step before, whose registers and, if it ended one, stage are free then. Sums run
 // along K in one order, whatever the number of tokens. A matrix may have parts of several types: a warpgroup's 64 rows
 // are of one. Bytes: weights once for every tile of tokens, activations once for every tile of rows, mostly from L2.
+// TWO_ROWS: two CTAs of a cluster have the same tokens and bring half of their activations each, for both: fewer bytes
+// from L2 leave power for the tensor cores. The second warpgroup follows the first at a distance, so that one multiplies
+// while the other ends a tile.
 #pragma once
 #include "prefill/product.cuh"
 #include "prefill/slabs.cuh"
 
 // N: tokens of a tile. STAGES: of activations. SLOTS: of weights. TYPES: a bit for each that a matrix may have.
-template <int N_, int STAGES_, int SLOTS_, int ENDING_, int TYPES_>
+template <int N_, int STAGES_, int SLOTS_, int ENDING_, int TYPES_, int CLUSTER_>
 struct SlabConfig {
     static constexpr int N = N_, STAGES = STAGES_, SLOTS = SLOTS_, ENDING = ENDING_, TYPES = TYPES_, TS = 2, BATCH = 4;
-    static constexpr bool SPLIT = false, PAIR = false;
+    static constexpr bool SPLIT = false, PAIR = false, TWO_ROWS = CLUSTER_ == 2;
     static constexpr int ROWS = 128, GROUPS = ENDING == SILU ? 2 : 4;  // groups of 32 rows of results
+    static constexpr int CLUSTER = CLUSTER_, ITEM_GROUPS = CLUSTER * GROUPS;
+    static constexpr int DISTANCE = 2;  // stages between the warpgroups
+    static_assert(DISTANCE < STAGES_ && DISTANCE <= 4, "");
     static constexpr int THREADS = 384, CONSUMER_REGISTERS = 232;
     static constexpr int X_BYTES = N * 64 * TS, STAGE_BYTES = X_BYTES;
     static __host__ __device__ constexpr bool has(int type) { return TYPES >> type & 1; }
@@ -77,9 +83,19 @@ struct SlabPlace {
     u32 before;  // the stage of the last step
 };
 
+// A stage of activations is free, for all who bring it.
+template <class C>
+__device__ __forceinline__ void release(u32 empty, int lane) {
+    if constexpr (C::TWO_ROWS) {
+        if (lane < 2) tell_in(lane, empty);
+    } else {
+        if (lane == 0) barrier_arrive(empty);
+    }
+}
+
 template <class C, int T, class Weights>
 __device__ __forceinline__ void multiply_slab_tile(float* acc, Weights& weights, u32 (&w)[2][8], SlabPlace& place,
-                                                   u32 ring, const Barriers& at, int lane, bool begun) {
+                                                   u32 ring, const Barriers& at, int lane, bool begun, bool lead) {
     weights.template tile<T>();
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -95,8 +111,9 @@ __device__ __forceinline__ void multiply_slab_tile(float* acc, Weights& weights,
         Wgmma<C::N>::mma(acc, w[half] + 4, descriptor(x + 256), true);
         wgmma_commit();
         wgmma_wait<1>();
-        if (half == 0 && (T > 0 || begun) && lane == 0) barrier_arrive(at.empty + place.before * 8);
+        if (half == 0 && (T > 0 || begun)) release<C>(at.empty + place.before * 8, lane);
     }
+    if (T == C::DISTANCE - 1 && lead) arrive_some<256>(4);
     place.before = place.stage.slot;
     place.stage.template step<C::STAGES>();
 }
@@ -104,7 +121,7 @@ __device__ __forceinline__ void multiply_slab_tile(float* acc, Weights& weights,
 template <class C, int TYPE>
 __device__ __forceinline__ void multiply_slabs(float* acc, SlabPlace& place, u32 base, const Barriers& at,
                                                const SlabBarriers& slabs_at, int blocks, u32 group, u32 warp,
-                                               int lane) {
+                                               int lane, bool first) {
     SlabWeights<TYPE> weights;
     u32 w[2][8];
     const u32 ring = base + C::RING_AT,
@@ -113,17 +130,18 @@ __device__ __forceinline__ void multiply_slabs(float* acc, SlabPlace& place, u32
     for (int block = 0; block < blocks; block++) {
         wait_on(slabs_at.full + place.slot.slot * 8, place.slot.parity);
         weights.load(mine + place.slot.slot * C::SLOT_BYTES, lane);
-        multiply_slab_tile<C, 0>(acc, weights, w, place, ring, at, lane, block > 0);
-        multiply_slab_tile<C, 1>(acc, weights, w, place, ring, at, lane, true);
-        multiply_slab_tile<C, 2>(acc, weights, w, place, ring, at, lane, true);
-        multiply_slab_tile<C, 3>(acc, weights, w, place, ring, at, lane, true);
+        const bool lead = first && group == 0 && block == 0;
+        multiply_slab_tile<C, 0>(acc, weights, w, place, ring, at, lane, block > 0, lead);
+        multiply_slab_tile<C, 1>(acc, weights, w, place, ring, at, lane, true, lead);
+        multiply_slab_tile<C, 2>(acc, weights, w, place, ring, at, lane, true, lead);
+        multiply_slab_tile<C, 3>(acc, weights, w, place, ring, at, lane, true, lead);
         if (lane == 0) barrier_arrive(slabs_at.empty + place.slot.slot * 8);  // all of it has been in a product
         place.slot.template step<C::SLOTS>();
     }
     wgmma_wait<0>();
 #pragma unroll
     for (int i = 0; i < C::N / 2; i++) asm volatile("" : "+f"(acc[i])::"memory");
-    if (lane == 0) barrier_arrive(at.empty + place.before * 8);
+    release<C>(at.empty + place.before * 8, lane);
 }
 
 template <class C>
@@ -137,19 +155,25 @@ __device__ __forceinline__ void consume_slabs(const Gemm& a, const Span& s, u32 
     SlabPlace place = {};
     StagePlace scaled;
     float acc[N / 2];
+    if (group == 1) sync_some<256>(4);
     for (int t = work.first; t < work.tiles; t += work.step) {
         const int octet = work.token(t) * (N / 8), octets = min(N / 8, s.octets - octet);
         const int tile = work.row(t) * 2 + group, type = type_of(a, row_tile(a, tile));
         if (C::has(SLAB_Q4_K) && type == SLAB_Q4_K)
-            multiply_slabs<C, SLAB_Q4_K>(acc, place, base, at, slabs_at, blocks, group, warp, lane);
+            multiply_slabs<C, SLAB_Q4_K>(acc, place, base, at, slabs_at, blocks, group, warp, lane,
+                                         t == work.first);
         if (C::has(SLAB_Q5_K) && type == SLAB_Q5_K)
-            multiply_slabs<C, SLAB_Q5_K>(acc, place, base, at, slabs_at, blocks, group, warp, lane);
+            multiply_slabs<C, SLAB_Q5_K>(acc, place, base, at, slabs_at, blocks, group, warp, lane,
+                                         t == work.first);
         if (C::has(SLAB_Q6_K) && type == SLAB_Q6_K)
-            multiply_slabs<C, SLAB_Q6_K>(acc, place, base, at, slabs_at, blocks, group, warp, lane);
+            multiply_slabs<C, SLAB_Q6_K>(acc, place, base, at, slabs_at, blocks, group, warp, lane,
+                                         t == work.first);
         if (C::has(SLAB_Q8_0) && type == SLAB_Q8_0)
-            multiply_slabs<C, SLAB_Q8_0>(acc, place, base, at, slabs_at, blocks, group, warp, lane);
+            multiply_slabs<C, SLAB_Q8_0>(acc, place, base, at, slabs_at, blocks, group, warp, lane,
+                                         t == work.first);
         if (C::has(SLAB_HALF) && type == SLAB_HALF)
-            multiply_slabs<C, SLAB_HALF>(acc, place, base, at, slabs_at, blocks, group, warp, lane);
+            multiply_slabs<C, SLAB_HALF>(acc, place, base, at, slabs_at, blocks, group, warp, lane,
+                                         t == work.first);
 
         const bool odd = lane & 4;
         const u32 piece = lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;  // of a tile: which rows, which token
@@ -210,13 +234,16 @@ __device__ __forceinline__ void multiply_slab_matrix(const Gemm& a, const Span& 
     const Barriers at = {base, base + 128, 0, base + 256};
     const SlabBarriers slabs_at = {base + 512, base + 640};
     if (threadIdx.x == 0) {
-        for (int i = 0; i < C::STAGES; i++) barrier_init(at.full + i * 8, 1), barrier_init(at.empty + i * 8, 8);
+        for (int i = 0; i < C::STAGES; i++) barrier_init(at.full + i * 8, 1), barrier_init(at.empty + i * 8, 8 * C::CLUSTER);
         for (int i = 0; i < C::SLOTS; i++)
             barrier_init(slabs_at.full + i * 8, 1), barrier_init(slabs_at.empty + i * 8, 8);
         for (int i = 0; i < 2; i++) barrier_init(at.scales + i * 16, 1), barrier_init(at.scales + i * 16 + 8, 8);
         show_barriers();
     }
-    __syncthreads();
+    if (C::TWO_ROWS)
+        sync_cluster();
+    else
+        __syncthreads();
     if (threadIdx.x >= 256) {
         leave_registers<40>();
         const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 8;
@@ -230,4 +257,5 @@ __device__ __forceinline__ void multiply_slab_matrix(const Gemm& a, const Span& 
         take_registers<C::CONSUMER_REGISTERS>();
         consume_slabs<C>(a, s, base, at, slabs_at);
     }
+    if (C::TWO_ROWS) leave_cluster();  // nobody writes to this one's memory any more
 }
