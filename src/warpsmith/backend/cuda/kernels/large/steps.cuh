@@ -42,7 +42,7 @@ __device__ __forceinline__ void update_residual(Block& b, const float* norm, flo
     }
 }
 
-// --- the embedding ----------------------------------------------------------------------------------------------------
+// --- the embedding ---------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void embed(Block& b) {
     update_residual(b, b.p.vectors + MIX_NORM, nullptr, [&](float4, int node, int k) -> float4 {

@@ -62,7 +62,7 @@ __device__ __forceinline__ float2 load_shared_float2(u32 at) {
 __device__ __forceinline__ void store_shared(u32 at, float v) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory");
 }
-// --- CTAs of a cluster -------------------------------------------------------------------------------------------------
+// --- CTAs of a cluster -----------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ u32 cta_rank() {
     u32 rank;
@@ -93,7 +93,8 @@ __device__ __forceinline__ void arrive_in(u32 cta, u32 barrier) {
 // The same where nothing was stored: it does not wait for loads that are on their way.
 __device__ __forceinline__ void tell_in(u32 cta, u32 barrier) {
     asm volatile(
-        "{ .reg .b32 r; mapa.shared::cluster.u32 r, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [r]; }" ::"r"(barrier),
+        "{ .reg .b32 r; mapa.shared::cluster.u32 r, %0, %1;"
+        " mbarrier.arrive.shared::cluster.b64 _, [r]; }" ::"r"(barrier),
         "r"(cta)
         : "memory");
 }

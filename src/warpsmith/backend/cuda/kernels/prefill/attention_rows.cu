@@ -3,8 +3,8 @@
 //
 // Maths: x / rms(x) * weight, then RoPE on the first 64 dimensions; queries times the scale of scores. Values are as
 // they are. A warp has a head of eight tokens; a lane has 8 dimensions of every 32 of one token. Dimension j and its
-// partner j + 32 of the rotation are the same lane's. Grid: four rows of an octet a CTA, a warp each. Bytes: 512 read and
-// 512 written a row.
+// partner j + 32 of the rotation are the same lane's. Grid: four rows of an octet a CTA, a warp each. Bytes: 512 read
+// and 512 written a row.
 #include "prefill/attention.cuh"
 
 constexpr float ATTENTION_SCALE = 0.0625f * 1.44269504f;  // 256 ** -0.5, and scores are to base 2

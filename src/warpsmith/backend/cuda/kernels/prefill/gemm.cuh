@@ -7,10 +7,11 @@
 //     LDG   16 bytes a lane from L2, some steps ahead;
 //     RING  through shared memory, with the activations of the same stage; two blocks of 64 rows a warpgroup, or few
 //           tokens: most bytes on their way, and before the launch that makes the activations has ended.
-// Where a matrix has few rows, sums of even and of odd stages of 128 k are kept apart and added at the end. Some tokens:
-// both warpgroups have the same 64 rows and take turns at stages (SPLIT). Few: so do two CTAs of a cluster, with one
-// warpgroup each (PAIR). Many: each warpgroup has rows of its own, and two sets of sums (TWICE). The order of sums is a matrix's own and never depends on the number of tokens. Bytes: weights once
-// for every tile of tokens, activations once for every tile of rows, mostly from L2.
+// Where a matrix has few rows, sums of even and of odd stages of 128 k are kept apart and added at the end. Some
+// tokens: both warpgroups have the same 64 rows and take turns at stages (SPLIT). Few: so do two CTAs of a cluster,
+// with one warpgroup each (PAIR). Many: each warpgroup has rows of its own, and two sets of sums (TWICE). The order of
+// sums is a matrix's own and never depends on the number of tokens. Bytes: weights once for every tile of tokens,
+// activations once for every tile of rows, mostly from L2.
 //
 // What ptxas wants of the consumers' code, or it gives them the launch's 168 registers (C7512, spills): no wait for
 // bulk stores, no trap in a branch. The build must have neither spills nor C75xx.
@@ -20,8 +21,8 @@
 
 enum From { LDG, RING };
 
-// N: tokens of a tile. MB: blocks of 64 rows of a warpgroup; 0: one block, and one warpgroup. TS: tiles of 32 k of a stage. G: of a step. NB: steps
-// whose weights are in registers or on their way.
+// N: tokens of a tile. MB: blocks of 64 rows of a warpgroup; 0: one block, and one warpgroup. TS: tiles of 32 k of a
+// stage. G: of a step. NB: steps whose weights are in registers or on their way.
 template <int N_, int MB_, int TS_, int STAGES_, int G_, int NB_, int ENDING_>
 struct Config {
     typedef Bf16Weights Weights;
@@ -31,7 +32,8 @@ struct Config {
     static constexpr bool NARROW_UNITS = ENDING == RESIDUAL, TWICE = ENDING == RESIDUAL && MB_ == 2,
                           SPLIT = ENDING == RESIDUAL && !TWICE, PAIR = SPLIT && WGS == 1;
     static constexpr int ROWS = 64 * MB * (SPLIT ? 1 : WGS), UNITS = ROWS / (NARROW_UNITS ? NARROW : WIDE);
-    static constexpr int TILE_BYTES = Weights::tile_bytes(NARROW_UNITS), THREADS = 128 * (WGS + 1), CONSUMER_REGISTERS = WGS == 1 ? 216 : 232;
+    static constexpr int TILE_BYTES = Weights::tile_bytes(NARROW_UNITS), THREADS = 128 * (WGS + 1),
+                         CONSUMER_REGISTERS = WGS == 1 ? 216 : 232;
     // One warpgroup: a CTA leaves room for one of the next launch, which may begin early.
     static constexpr int CTAS = WGS == 1 ? 2 : 1;
     static constexpr int W_WARPS = MB == 2 ? 2 : 1;
@@ -227,7 +229,8 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
                 // The step before has ended: its operand's registers are free, and its stage if this is the next.
                 wgmma_wait<1>();
                 if (u % GS == 0 && b == 0 && (v > 0 || k0 > 0)) release();
-                if (u % GS == GS - 1 && b == MB - 1) before = place.slot, place.template step<C::STAGES>(C::PAIR ? 1 : TURNS);
+                if (u % GS == GS - 1 && b == MB - 1)
+                    before = place.slot, place.template step<C::STAGES>(C::PAIR ? 1 : TURNS);
                 // Nothing comes into the ring after the last tile. From L2 some steps are loaded in vain then: without
                 // those loads (behind a branch) the whole loop is 5% slower.
                 if (C::FROM != RING || v + NB - 1 < S || k0 + U < steps || t + work.step < work.tiles)
@@ -375,7 +378,8 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Span& s) {
             barrier_init(at.empty + i * 8, C::SPLIT ? 4 : 4 * C::WGS);
         }
         for (int i = 0; i < 2; i++) barrier_init(at.leave + i * 16, 4), barrier_init(at.leave + i * 16 + 8, 1);
-        for (int i = 0; i < 2; i++) barrier_init(at.scales + i * 16, 1), barrier_init(at.scales + i * 16 + 8, 4 * C::WGS);
+        for (int i = 0; i < 2; i++)
+            barrier_init(at.scales + i * 16, 1), barrier_init(at.scales + i * 16 + 8, 4 * C::WGS);
         show_barriers();
     }
     if (C::PAIR)

@@ -52,7 +52,7 @@ struct Barriers {
     u32 full, empty, leave, scales;  // [STAGES], [STAGES], [warpgroups][2], [2][2]
 };
 
-// --- the warps that bring ---------------------------------------------------------------------------------------------
+// --- the warps that bring --------------------------------------------------------------------------------------------
 
 template <class C>
 __device__ __forceinline__ void bring_x(const Gemm& a, const Span& s, u32 ring, const Barriers& at) {
@@ -103,7 +103,7 @@ __device__ __forceinline__ void bring_scales(const Gemm& a, const Span& s, u32 s
     }
 }
 
-// --- endings ----------------------------------------------------------------------------------------------------------
+// --- endings ---------------------------------------------------------------------------------------------------------
 
 // Where a group of 32 rows of results lies.
 template <class C>

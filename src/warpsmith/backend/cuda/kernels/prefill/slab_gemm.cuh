@@ -1,14 +1,14 @@
 // Y[rows, tokens] = W[rows, K] X[K, tokens] on sm_90a over slabs: weights are widened to bf16 in registers, wgmma's
 // register operand; activations are its shared-memory operand, a copy away from how they lie (common.cuh).
 //
-// A CTA: two warpgroups multiply, 64 rows each, a slab of 16 rows a warp; more warps bring activations (stages of 64 k),
-// weights (slots of 256 k of 128 rows, as they lie in the stream) and the tokens' scales. A step is 32 k: widen, fence,
-// two wgmmas, commit, wait for the step before, whose registers and, if it ended one, stage are free then. Sums run
-// along K in one order, whatever the number of tokens. A matrix may have parts of several types: a warpgroup's 64 rows
-// are of one. Bytes: weights once for every tile of tokens, activations once for every tile of rows, mostly from L2.
-// TWO_ROWS: two CTAs of a cluster have the same tokens and bring half of their activations each, for both: fewer bytes
-// from L2 leave power for the tensor cores. The second warpgroup follows the first at a distance, so that one multiplies
-// while the other ends a tile.
+// A CTA: two warpgroups multiply, 64 rows each, a slab of 16 rows a warp; more warps bring activations (stages of 64
+// k), weights (slots of 256 k of 128 rows, as they lie in the stream) and the tokens' scales. A step is 32 k: widen,
+// fence, two wgmmas, commit, wait for the step before, whose registers and, if it ended one, stage are free then. Sums
+// run along K in one order, whatever the number of tokens. A matrix may have parts of several types: a warpgroup's 64
+// rows are of one. Bytes: weights once for every tile of tokens, activations once for every tile of rows, mostly from
+// L2. TWO_ROWS: two CTAs of a cluster have the same tokens and bring half of their activations each, for both: fewer
+// bytes from L2 leave power for the tensor cores. The second warpgroup follows the first at a distance, so that one
+// multiplies while the other ends a tile.
 #pragma once
 #include "prefill/product.cuh"
 #include "prefill/slabs.cuh"
@@ -234,7 +234,8 @@ __device__ __forceinline__ void multiply_slab_matrix(const Gemm& a, const Span& 
     const Barriers at = {base, base + 128, 0, base + 256};
     const SlabBarriers slabs_at = {base + 512, base + 640};
     if (threadIdx.x == 0) {
-        for (int i = 0; i < C::STAGES; i++) barrier_init(at.full + i * 8, 1), barrier_init(at.empty + i * 8, 8 * C::CLUSTER);
+        for (int i = 0; i < C::STAGES; i++)
+            barrier_init(at.full + i * 8, 1), barrier_init(at.empty + i * 8, 8 * C::CLUSTER);
         for (int i = 0; i < C::SLOTS; i++)
             barrier_init(slabs_at.full + i * 8, 1), barrier_init(slabs_at.empty + i * 8, 8);
         for (int i = 0; i < 2; i++) barrier_init(at.scales + i * 16, 1), barrier_init(at.scales + i * 16 + 8, 8);
