@@ -108,8 +108,10 @@ class LargeBackend(CudaBackend):
         ]
 
     def _prompt_bytes(self) -> int:
-        weights = SlabStream(self.large)
-        return sum(buffer_bytes(self.config).values()) if weights.suits(self.architecture) else 0
+        if not SlabStream(self.large).suits(self.architecture):
+            return 0
+        places = sum(stage.tiles * stage.blocks for stage in self.large.stages)
+        return sum(buffer_bytes(self.config).values()) + 8 * places
 
     def commit(self, state: State, path: Sequence[int]) -> None:
         assert isinstance(state, CudaState)

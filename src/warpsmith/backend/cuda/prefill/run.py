@@ -20,6 +20,7 @@ import numpy as np
 from warpsmith.backend.base import PREFILL_CHUNK, Output, Want, join_outputs
 from warpsmith.backend.cuda.build.compiler import build
 from warpsmith.backend.cuda.memory.driver import Buffer, Device, check
+from warpsmith.backend.cuda.prefill.heads import RowTileHead, SlabHead
 from warpsmith.backend.cuda.prefill.plan import (
     OVERRUN,
     PARTS_BYTES,
@@ -49,7 +50,6 @@ from warpsmith.backend.cuda.prefill.structures import (
 )
 from warpsmith.backend.cuda.shape import HEAD_DIM, STATE_DIM, chunks_of
 from warpsmith.backend.rows import HostRows
-from warpsmith.backend.tree import MAX_NODES
 from warpsmith.model.weights import expected_shapes
 
 ReadTokens = Callable[[int, Want], Output]
@@ -223,7 +223,7 @@ class Prefill:
                     mlp_out=product("MLP_OUT", layer, c.hidden, after, x=at["h"], out=at["x"]),
                 )
             )
-        self.head: _RowTileHead | _SlabHead
+        self.head: RowTileHead | SlabHead
         if weights.heads():
             arguments = Head(
                 stream=self.stream.pointer,
@@ -236,9 +236,9 @@ class Prefill:
                 octets: step(self._kernel("head", octets * c.hidden * 16, HEAD_OCTETS=octets), 512, arguments, piece)
                 for octets in {1, head_octets(c)}
             }
-            self.head = _RowTileHead(head_octets(c), arguments, steps, self.sms)
+            self.head = RowTileHead(head_octets(c), arguments, steps, self.sms)
         else:
-            self.head = _SlabHead(product("HEAD", c.layers, c.vocab, x=at["x"]), self.asked)
+            self.head = SlabHead(product("HEAD", c.layers, c.vocab, x=at["x"]), self.asked)
         self.rows_arguments = Rows(residual=at["residual"], squares=at["squares"], out=at["rows"], stride=c.hidden)
         self.rows = step(self._kernel("rows"), 256, self.rows_arguments, piece)
         self.final_norm = vector["output_norm.weight"]
@@ -408,34 +408,6 @@ class _AttentionMixer:
     arguments: Attention
     rows: Step
     steps: dict[tuple[str, int, int], Step] = field(default_factory=dict)  # flash and merge, by their queries
-
-
-@dataclass
-class _RowTileHead:
-    octets: int  # of tokens that it takes at once
-    arguments: Head
-    steps: dict[int, Step]
-    sms: int
-
-    def on(self, first: int, count: int) -> Launch:
-        self.arguments.first, self.arguments.count = first, count
-        return self.steps[1 if octets_of(first, count) == 1 else self.octets].on(self.sms)
-
-
-@dataclass
-class _SlabHead:
-    product: Product
-    span: Span
-    octets = MAX_NODES // 8
-
-    def on(self, first: int, count: int) -> Launch:
-        self.span.first, self.span.octets = first // 8, octets_of(first, count)
-        self.product.gemm.first_token, self.product.gemm.tokens = first, count
-        return self.product.on(self.span, self.span.octets)
-
-
-def octets_of(first: int, count: int) -> int:
-    return (first + count + 7) // 8 - first // 8
 
 
 @dataclass
