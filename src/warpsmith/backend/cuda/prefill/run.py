@@ -330,9 +330,8 @@ class Prefill:
             if isinstance(layer.mixer, _DeltaMixer):
                 items = -(-octets // 8) * c.value_heads
                 yield layer.mixer.prep.on(items)
-                ctas = c.value_heads * (STATE_DIM // SLICE)
-                little = octets <= 8 * SCANS[0] or ctas > self.sms  # room: for the next launch, or for two of these
-                yield layer.mixer.scans[SCANS[0] if little else SCANS[1]].on(ctas)
+                scan = layer.mixer.scans[SCANS[0] if octets <= 8 * SCANS[0] else SCANS[1]]
+                yield scan.on(c.value_heads * (STATE_DIM // SLICE))
                 yield layer.mixer.output.on(items)
             else:
                 yield layer.mixer.rows.on(octets * -(-(c.heads + 2 * c.kv_heads) // ROWS_A_CTA))
