@@ -72,7 +72,7 @@ class RowTiles:
     """BF16 in the stream of row tiles."""
 
     def __init__(self, layout: Layout) -> None:
-        self.layout, self.config, self.embedding_type = layout, layout.config, EMBEDDINGS.index("BF16")
+        self.layout, self.config, self.embedding_type = layout, layout.config, EMBEDDINGS.index(Bf16.type.name)
         self._stages = {(stage.slot, stage.layer): stage for stage in layout.schedule.weight_stages}
         self._starts: dict[tuple[str, int | None], np.ndarray] = {}
 
