@@ -14,8 +14,9 @@ import pytest
 from warpsmith.backend.base import ARGMAX
 from warpsmith.backend.reference.backend import ReferenceBackend
 from warpsmith.backend.sampling import Sampling
+from warpsmith.llm import load
 from warpsmith.measure import machine
-from warpsmith.measure.speed import PASSES, Case, Result, against_one_node, measure, reached
+from warpsmith.measure.speed import PASSES, Case, Result, against_one_node, measure, measure_first, reached
 from warpsmith.measure.table import record, table
 from warpsmith.measure.units import count, size
 from warpsmith.model.config import SIZES
@@ -84,6 +85,15 @@ def test_every_repetition_does_the_whole_test_from_the_same_depth() -> None:
     measure(backend, Case(4, 3, 6), 2)
     warm, timed = [("prefill", 6, 4), ("decode", 10, 1)], [("prefill", 6, 4), ("decode", 10, 3)]
     assert calls == [("prefill", 0, 6), *warm, *timed, *timed]
+
+
+def test_a_first_token_is_timed_from_the_call_to_the_token() -> None:
+    with load(context=64, device="cpu", draft=None) as llm:
+        steps = [100, 5, 100, 7, 100, 6]  # time passes inside and between the calls; the first one warms up
+        clock = iter(accumulate(steps)).__next__
+        result = measure_first(llm, Case(7, 0, first=True), 2, clock)
+    assert result.samples_ns == [7, 6]
+    assert record(result, FACTS)["first_token_ms"] == 6.5e-6
 
 
 def test_the_table_is_llama_bench_s() -> None:
@@ -196,6 +206,14 @@ def test_the_command_in_every_format() -> None:
     result = bench("-p", "0", "-n", "2", "-b", "1,4", "-r", "1", "-o", "json", "--device", "cpu")
     assert result.returncode == 0, result.stderr
     assert [(r["test"], r["n_seq"]) for r in json.loads(result.stdout)] == [("tg2", 1), ("tg2 x 4", 4)]
+
+    result = bench("-p", "4", "-n", "0", "-r", "2", "--first", "6,9", "--device", "cpu")
+    assert result.returncode == 0, result.stderr
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in result.stdout.splitlines()]
+    assert cells[0][8] == "first token, ms"
+    assert [row[5] for row in cells[2:]] == ["pp4", "first6", "first9"]
+    assert cells[2][8] == ""
+    assert all(float(row[8]) > 0 for row in cells[3:])
 
     lines = bench("-p", "4", "-n", "0", "-r", "1", "-o", "jsonl").stdout.splitlines()
     assert [json.loads(line)["n_prompt"] for line in lines] == [4]

@@ -10,19 +10,32 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from prefill_layout import from_tiles, stream_places, to_tiles
+from prefill_layout import from_slab_tiles, from_tiles, stream_places, to_slab_tiles, to_tiles
 from test_cuda_build import usage
 from warpsmith.backend.base import PREFILL_CHUNK
 from warpsmith.backend.cuda.build.compiler import compile_source, sources, target
+from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.memory.layout import Layout
 from warpsmith.backend.cuda.prefill import plan, products, structures
+from warpsmith.backend.cuda.prefill.streams import SLOTS, PromptStream, RowTiles, SlabStream
+from warpsmith.checkpoint.convert import tensor_type
 from warpsmith.errors import NoDevice
 from warpsmith.model.config import SIZES
+from warpsmith.model.weights import expected_shapes
+
+
+def slabs_of(size: str, recipe: str) -> SlabStream:
+    config = SIZES[size]
+    shapes = expected_shapes(config)
+    stored = {n: tensor_type(recipe, n, shape, config.layers, config.tied).name for n, shape in shapes.items()}
+    return SlabStream(LargeLayout(config, 132, stored))
+
 
 LAYOUT = Layout(SIZES["0.8B"], 132)
-THREADS = {"gemm": 384, "head": 512, "attention_rows": 384, "embed": 128}  # 256 where nothing is said
+ROW_TILES, Q4_K_M, Q8_0 = RowTiles(LAYOUT), slabs_of("27B", "q4_k_m"), slabs_of("4B", "q8_0")
+THREADS = {"gemm": 384, "slab_gemm": 384, "head": 512, "attention_rows": 128, "embed": 128}  # else 256, or as below
 
-MAY_SPILL = {"attention_flash": 8, "delta_prep": 8, "gemm": 16}  # bytes: numbers put aside once, not in a loop
+MAY_SPILL = {"attention_flash": 8, "delta_prep": 16, "gemm": 16}  # bytes: numbers put aside once, not in a loop
 
 
 @pytest.fixture(autouse=True)
@@ -33,22 +46,28 @@ def _nvrtc() -> None:
         pytest.skip(str(error))
 
 
-def compiled(name: str, extra: Mapping[str, object], more: str = "") -> str:
-    constants = LAYOUT.headers() | dict(extra)
+def compiled(stream: PromptStream, name: str, extra: Mapping[str, object], more: str = "") -> str:
+    constants = plan.header(stream) | dict(extra)
     source = sources()[f"prefill/{name}.cu"] + more
     return compile_source(source, f"{name}.cu", "sm_90a", constants, ("--ptxas-options=-v",))[1]
 
 
-KERNELS = plan.kernels_of(LAYOUT)
+KERNELS = plan.kernels_of(ROW_TILES)
+BUILDS = [(ROW_TILES, *kernel) for kernel in KERNELS] + [(Q4_K_M, *kernel) for kernel in plan.kernels_of(Q4_K_M)]
+BUILDS += [(Q8_0, n, e) for n, e in plan.kernels_of(Q8_0) if n == "slab_gemm"][:4]
+NAMES = [f"{s.config.name} {n} {' '.join(map(str, e.values()))}" for s, n, e in BUILDS]
 
 
-@pytest.mark.parametrize(("name", "extra"), KERNELS, ids=[f"{n} {' '.join(map(str, e.values()))}" for n, e in KERNELS])
-def test_a_kernel_builds_without_spills(name: str, extra: Mapping[str, object]) -> None:
-    log = compiled(name, extra)
+@pytest.mark.parametrize(("stream", "name", "extra"), BUILDS, ids=NAMES)
+def test_a_kernel_builds_without_spills(stream: PromptStream, name: str, extra: Mapping[str, object]) -> None:
+    log = compiled(stream, name, extra)
     assert "C75" not in log, log  # wgmma serialised, or registers not given
     used = usage(log)
     assert max(used.spill_stores, used.spill_loads) <= MAY_SPILL.get(name, 0), log
-    assert used.registers * THREADS.get(name, 256) <= 65536
+    threads = stream.config.heads * 32 if name == "attention_merge" else THREADS.get(name, 256)
+    if name == "gemm" and str(extra["GEMM_VARIANT"]).split(",")[1] == "0":
+        threads = 2 * 256  # two launches side by side
+    assert used.registers * threads <= 65536
 
 
 STRUCTURES = {
@@ -70,7 +89,7 @@ def test_arguments_have_every_field_where_the_kernel_has_it(name: str) -> None:
         for field, *_ in structure._fields_:
             claims.append(f"__INTADDR__(&(({kernel}*)0)->{field}) == {getattr(structure, field).offset}")
     extra = next(e for n, e in KERNELS if n == name)
-    compiled(name, extra, "".join(f'\nstatic_assert({claim}, "");' for claim in claims))
+    compiled(ROW_TILES, name, extra, "".join(f'\nstatic_assert({claim}, "");' for claim in claims))
 
 
 NUMBERS = {
@@ -79,15 +98,27 @@ NUMBERS = {
         "CHUNK": PREFILL_CHUNK,
     },
     "delta_prep": {"sizeof(Shared)": plan.PREP_SHARED},
-    "delta_scan": {"SCAN_SHARED": plan.SCAN_SHARED, "SLICE": plan.SLICE},
-    "gemm": {"PLAIN": products.PLAIN, "SILU": products.SILU, "RESIDUAL": products.RESIDUAL},
+    "delta_scan": {"SCAN_SHARED": plan.scan_shared(plan.SCANS[0]), "SLICE": plan.SLICE},
+    "attention_rows": {"ROWS_A_CTA": plan.ROWS_A_CTA},
+    "gemm": {n: getattr(products, n) for n in ("PLAIN", "SILU", "RESIDUAL", "LOGITS")},
 }
 
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_the_host_has_the_kernels_numbers(name: str) -> None:
     extra = next(e for n, e in KERNELS if n == name)
-    compiled(name, extra, "".join(f'\nstatic_assert({n} == {v}, "");' for n, v in NUMBERS[name].items()))
+    claims = [f'\nstatic_assert({n} == {v}, "");' for n, v in NUMBERS[name].items()]
+    compiled(ROW_TILES, name, extra, "".join(claims))
+
+
+PRODUCTS = [(t, e) for e in range(3) for t in (products.NARROW_TILES if e == 2 else products.WIDE_TILES)]
+
+
+@pytest.mark.parametrize(("tile", "ending"), PRODUCTS)
+def test_the_host_knows_what_a_tile_takes(tile: products.Tile, ending: int) -> None:
+    numbers = {"SHARED": tile.shared(ending), "THREADS": tile.threads, "ROWS": tile.rows(ending), "N": tile.tokens}
+    claims = [f'\nstatic_assert(Chosen::{n} == {v}, "");' for n, v in numbers.items()]
+    compiled(ROW_TILES, "gemm", tile.constant(ending) or {}, "".join(claims))
 
 
 # -- where things lie -------------------------------------------------------------------------------------------------
@@ -115,6 +146,33 @@ def test_tiles_meet_the_weights_of_the_stream(k: int) -> None:
             b = tiles[tile, 2 * step : 2 * step + 2].reshape(2, 8, 8).transpose(0, 2, 1).reshape(16, 8)
             total += a @ b
     np.testing.assert_allclose(total, weights @ x.T)
+
+
+@pytest.mark.parametrize("k", [256, 5120])
+def test_tiles_meet_the_weights_of_slabs(k: int) -> None:
+    """The same over slabs: k = 16 q + 4 j + 2 h + i of a tile of 64 is place 2 q + i of half h in product j."""
+    rng = np.random.default_rng(k)
+    weights, x = rng.standard_normal((16, k)), rng.standard_normal((16, k))
+    tiles = to_slab_tiles(x)
+    np.testing.assert_array_equal(from_slab_tiles(tiles.reshape(k // 32, 2, 256)), x)
+    total = np.zeros((16, 8))
+    q, i = np.arange(4)[:, None], np.arange(2)
+    for tile in range(k // 64):
+        for j in range(4):
+            a = [weights[:, (tile * 64 + 16 * q + 4 * j + 2 * h + i).reshape(-1)] for h in range(2)]
+            octets = tiles[tile * 2 + j // 2, 1, j % 2 * 2 : j % 2 * 2 + 2]  # [half][token][8 places]
+            b = octets.reshape(2, 8, 8).transpose(0, 2, 1).reshape(16, 8)
+            total += np.concatenate(a, axis=1) @ b
+    np.testing.assert_allclose(total, weights @ x[8:].T)
+
+
+def test_the_tables_of_slabs_are_the_layouts() -> None:
+    matrix = Q4_K_M.matrix("MIX_IN", 0)
+    assert (matrix.row_tiles, matrix.second, matrix.third) == (258, 160, 256)
+    assert matrix.part_types == 2 | 0 << 8 | 0 << 16  # Q6_K, then Q4_K
+    np.testing.assert_array_equal(Q4_K_M.starts("MLP_OUT", 3).reshape(80, 68), Q4_K_M.layout.offsets(15))
+    head = Q4_K_M.matrix("HEAD", 0)
+    assert len(Q4_K_M.starts("HEAD", 0)) == head.row_tiles * head.k // 256
 
 
 def packed_unit(weights: np.ndarray, chunks: int) -> np.ndarray:
@@ -148,7 +206,9 @@ def test_the_order_of_the_stream_is_the_layouts() -> None:
 def test_the_tables_of_row_tiles_cover_the_stream() -> None:
     """Every byte of it belongs to one row tile."""
     ranges = []
-    for stage, starts in zip(LAYOUT.schedule.weight_stages, plan.row_tile_starts(LAYOUT), strict=True):
+    places = [*((slot, layer) for layer in range(LAYOUT.config.layers) for slot in SLOTS), ("HEAD", 0)]
+    for stage, place in zip(LAYOUT.schedule.weight_stages, places, strict=True):
+        starts = ROW_TILES.starts(*place)
         assert len(starts) == stage.tiles
         ranges += [(int(start), int(start) + stage.tile_rows * stage.k * 2) for start in starts]
     ranges.sort()
@@ -164,19 +224,23 @@ def test_every_number_of_tokens_has_a_tile() -> None:
     for ending, tiles, rows in (
         (products.PLAIN, products.WIDE_TILES, 8192),
         (products.RESIDUAL, products.NARROW_TILES, 1024),
+        (products.RESIDUAL, products.SLAB_TILES, 5120),
     ):
         for octets in (1, 8, 65, 256):
-            best = min(tiles, key=lambda t, e=ending, r=rows, o=octets: t.clocks(e, r, 1024, o, 132))
-            assert best.tiles(ending, rows, octets) * best.rows(ending) * best.tokens >= rows * octets * 8
+            best = min(tiles, key=lambda t, e=ending, r=rows, o=octets: products.tile_clocks(t, e, r, 1024, o, 132))
+            count = products.tile_count(best, ending, rows, octets)
+            assert count * best.rows(ending) * best.tokens >= rows * octets * 8
 
 
 def test_only_models_that_fit_the_steps_suit() -> None:
-    assert plan.suits(LAYOUT, "sm_90a")
-    assert not plan.suits(LAYOUT, "sm_86")
+    assert ROW_TILES.suits("sm_90a")
+    assert not ROW_TILES.suits("sm_86")
     stored = {"blk.0.ffn_down.weight": "Q8_0"}
-    assert not plan.suits(Layout(SIZES["0.8B"], 132, stored), "sm_90a")
+    assert not RowTiles(Layout(SIZES["0.8B"], 132, stored)).suits("sm_90a")
 
 
 def test_variants_are_numbers() -> None:
     for tile in (*products.WIDE_TILES, *products.NARROW_TILES):
-        assert re.fullmatch(r"(\d+,){6}\d", str(tile.constant(products.PLAIN)["GEMM_VARIANT"]))
+        constant = tile.constant(products.PLAIN)
+        assert constant is not None
+        assert re.fullmatch(r"(\d+,){6}\d", str(constant["GEMM_VARIANT"]))

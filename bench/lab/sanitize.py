@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 
@@ -44,9 +45,31 @@ def work() -> None:
     print(f"decoded {list(backend.decode(state, token, 5))}", flush=True)
 
 
+def read_prompts() -> None:
+    """Prompts through their own kernels, over row tiles and over slabs: one token, some, a cut, all logits."""
+    from large_timing import random_model
+
+    from warpsmith.backend.base import Want
+    from warpsmith.backend.cuda.backend import CudaBackend
+    from warpsmith.backend.cuda.large.backend import LargeBackend
+    from warpsmith.model.config import SIZES
+
+    shape = {"layers": 4, "recurrent": (True, True, True, False), "hidden": 512, "ffn": 1024, "vocab": 2048}
+    heads = {"heads": 4, "kv_heads": 2, "key_heads": 2}
+    for backend_type, recipe, value_heads in ((CudaBackend, "bf16", 4), (LargeBackend, "q4_k_m", 6)):
+        config = replace(SIZES["4B"], **shape, **heads, value_heads=value_heads, tied=False)
+        backend = backend_type(config, random_model(config, recipe), context=1024)
+        state = backend.new_state(1024)
+        ids = np.random.default_rng(1).integers(0, config.vocab, 800)
+        for first, end in ((0, 1), (1, 64), (64, 200), (200, 720)):
+            backend.prefill(state, ids[first:end], Want("logits", every_row=first == 64))
+            print(f"{backend_type.__name__}: {end} tokens", flush=True)
+
+
 def main() -> int:
     if sys.argv[1:] == [WORK]:
         work()
+        read_prompts()
         return 0
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=TOOLKIT)
     if sanitizer is None:

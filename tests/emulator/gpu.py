@@ -215,6 +215,8 @@ def emulated_gpu(sms: int, variants: tuple[int, ...]) -> Iterator[Driver]:
         mock.patch("warpsmith.backend.cuda.large.backend.VARIANTS", variants),
         mock.patch("warpsmith.backend.cuda.backend.VARIANTS", variants),
         mock.patch("warpsmith.backend.cuda.backend.target", return_value="sm_90a"),
-        mock.patch("warpsmith.backend.cuda.backend.suits", return_value=False),  # wgmma is not emulated
+        # wgmma of these widths is not emulated
+        mock.patch("warpsmith.backend.cuda.prefill.streams.RowTiles.suits", return_value=False),
+        mock.patch("warpsmith.backend.cuda.prefill.streams.SlabStream.suits", return_value=False),
     ):
         yield driver

@@ -34,6 +34,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "-b", "--batch", type=_numbers, default=[1], metavar="N,...", help="sequences that generate side by side (1)"
     )
     parser.add_argument(
+        "--first",
+        type=_numbers,
+        default=[],
+        metavar="N,...",
+        help="also time the first token of N-token prompts",
+    )
+    parser.add_argument(
         "--tree", type=_numbers, default=[], metavar="N,...", help="also time forward passes over trees of N nodes"
     )
     parser.add_argument(
@@ -57,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
     from warpsmith.backend.sampling import Sampling
     from warpsmith.backend.tree import MAX_NODES
     from warpsmith.engine.request import check_sampling
-    from warpsmith.measure.speed import against_one_node, measure, reached
+    from warpsmith.measure.speed import against_one_node, measure, measure_first, reached
     from warpsmith.measure.table import record, table
 
     tests = _tests(args)
@@ -82,7 +89,10 @@ def main(args: argparse.Namespace) -> int:
         results = []
         for test in tests:
             aside(f"{test.name} ...")
-            results.append(measure(llm.backend, test, args.repetitions))
+            if test.first:
+                results.append(measure_first(llm, test, args.repetitions))
+            else:
+                results.append(measure(llm.backend, test, args.repetitions))
         records = [record(result, facts) for result in results]
         for result, each in zip(results, records, strict=True):
             if args.tree:
@@ -110,7 +120,8 @@ def _tests(args: argparse.Namespace) -> list[Case]:
         if n and sequences
     ]
     sizes = sorted({1, *args.tree} - {0}) if args.tree else []  # one node is what the others are compared with
-    return prompts + texts + [Case(0, 0, depth, n) for depth in args.n_depth for n in sizes]
+    firsts = [Case(n, 0, first=True) for n in args.first if n]
+    return prompts + firsts + texts + [Case(0, 0, depth, n) for depth in args.n_depth for n in sizes]
 
 
 def _bandwidth(llm: LLM) -> float:

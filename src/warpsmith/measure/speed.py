@@ -1,5 +1,6 @@
 """How fast a backend reads a prompt and generates: the tests of llama-bench, timed the way it times them. And what a
-tree of drafted tokens takes, and several sequences side by side, which llama-bench has no test for.
+tree of drafted tokens takes, several sequences side by side, and how long a caller waits for a first token, which
+llama-bench has no test for.
 
 Tokenising and making room for the state are not counted. Tokens are generated greedily, unless a test says how to
 sample them. A test at depth d starts on top of d tokens that are already there.
@@ -11,6 +12,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from time import perf_counter_ns
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +20,9 @@ from warpsmith.backend.base import Backend, State, wanted_for
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
 from warpsmith.draft.costs import typical_tree
+
+if TYPE_CHECKING:
+    from warpsmith.llm import LLM
 
 PASSES = 8  # of a tree, in one repetition: a single one is too short to time
 
@@ -32,10 +37,11 @@ class Case:
     nodes: int = 0
     sampling: Sampling | None = field(default=None, hash=False)
     sequences: int = 1  # that generate side by side, each as many tokens
+    first: bool = False  # from the call of `LLM.stream` with the prompt to its first token
 
     @property
     def name(self) -> str:
-        lengths = {"pp": self.prompt, "tg": self.generate, "tree": self.nodes}
+        lengths = {"first" if self.first else "pp": self.prompt, "tg": self.generate, "tree": self.nodes}
         parts = [f"{kind}{length}" for kind, length in lengths.items() if length]
         beside = f" x {self.sequences}" * (self.sequences > 1)
         sampled, depth = " sampled" * (self.sampling is not None), f" @ d{self.depth}" * (self.depth > 0)
@@ -48,7 +54,7 @@ class Case:
     @property
     def context(self) -> int:
         """Tokens there must be room for."""
-        return self.depth + self.prompt + self.generate + self.nodes
+        return self.depth + self.prompt + self.generate + self.nodes + self.first
 
     @property
     def passes(self) -> int:
@@ -89,9 +95,13 @@ class Result:
         return statistics.median(self.samples_ts)
 
     @property
+    def median_ns(self) -> float:
+        return statistics.median(self.samples_ns)
+
+    @property
     def pass_seconds(self) -> float:
         """Of one forward pass, in the median."""
-        return statistics.median(self.samples_ns) / 1e9 / self.test.passes
+        return self.median_ns / 1e9 / self.test.passes
 
 
 def reached(result: Result, backend: Backend, bandwidth: float) -> float | None:
@@ -142,6 +152,18 @@ def measure(backend: Backend, test: Case, repetitions: int = 5, clock: Callable[
         run(test.generate, PASSES)
         samples.append(max(1, clock() - before))
     return Result(test, samples)
+
+
+def measure_first(llm: LLM, test: Case, repetitions: int = 5, clock: Callable[[], int] = perf_counter_ns) -> Result:
+    """Time how long a caller waits for the first token of a prompt of random tokens, each time others."""
+    random = np.random.default_rng(0)
+    samples = []
+    for _ in range(repetitions + 1):
+        ids = random.integers(llm.config.vocab, size=test.prompt).tolist()
+        before = clock()
+        next(iter(llm.stream(ids, max_tokens=1, stop_ids=[], temperature=0)))
+        samples.append(max(1, clock() - before))
+    return Result(test, samples[1:])  # the first one warms up
 
 
 def _side_by_side(backend: Backend, states: list[State], ids: list[int], count: int, sampling: Sampling | None) -> None:

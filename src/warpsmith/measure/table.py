@@ -31,6 +31,7 @@ def record(result: Result, facts: dict[str, Any]) -> dict[str, Any]:
         "avg_ts": result.avg_ts,
         "stddev_ts": result.stddev_ts,
         "median_ts": result.median_ts,
+        "first_token_ms": result.median_ns / 1e6 if result.test.first else None,
         "samples_ns": result.samples_ns,
         "samples_ts": result.samples_ts,
     }
@@ -55,6 +56,8 @@ def _markdown(records: Sequence[dict[str, Any]]) -> str:
     several = any(r["n_seq"] > 1 for r in records)
     header = ["model", "size", "params", "backend", "threads", *["sequences"] * several, "test", "t/s", "median"]
     trees, bandwidth = any(r["n_nodes"] for r in records), records[0].get("bandwidth")
+    first = any(r.get("first_token_ms") for r in records)
+    header += ["first token, ms"] * first
     header += ["x one node"] * trees
     header += [f"of {bandwidth / 1e9:.0f} GB/s"] if bandwidth else []
     rows = [
@@ -68,6 +71,7 @@ def _markdown(records: Sequence[dict[str, Any]]) -> str:
             r["test"],
             f"{r['avg_ts']:.2f} ± {r['stddev_ts']:.2f}",
             f"{r['median_ts']:.2f}",
+            *[_filled(r.get("first_token_ms"), ".2f")] * first,
             *[_filled(r.get("times_one_node"), ".2f")] * trees,
             *([_filled(r["bandwidth_reached"], ".1%")] if bandwidth else []),
         ]

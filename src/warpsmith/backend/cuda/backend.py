@@ -41,7 +41,8 @@ from warpsmith.backend.cuda.memory.driver import Buffer, Chip, Device, Event, Ke
 from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.cuda.memory.layout import Layout
 from warpsmith.backend.cuda.memory.plan import check_fit, memory_parts, pending_bytes
-from warpsmith.backend.cuda.prefill import Prefill, suits
+from warpsmith.backend.cuda.prefill import Prefill, RowTiles
+from warpsmith.backend.cuda.prefill.streams import PromptStream
 from warpsmith.backend.cuda.rows import CudaRows
 from warpsmith.backend.cuda.sampler import DeviceSampler
 from warpsmith.backend.cuda.schedule import busy_sms
@@ -141,10 +142,16 @@ class CudaBackend(Backend):
         self._top = Top(self.device, top_image.result(), self.logits)
         sampler = DeviceSampler(self.device, layout, self.context)
         self._decoder = Decoder(self.device, sampler, self.ring, self.logits, config.vocab)
-        if suits(layout, self.architecture):
+        self._prepare_prompts(RowTiles(layout))
+        self.undecided = 0  # sampled tokens that the device left to the host
+        self._launches = 0  # so far: rows of an output are overwritten by the next
+        self._weight_types = " ".join(sorted(set(stored.values())))
+
+    def _prepare_prompts(self, weights: PromptStream) -> None:
+        if weights.suits(self.architecture):
             self._prompts = Prefill(
                 self.device,
-                layout,
+                weights,
                 self.architecture,
                 stream=self.stream,
                 embedding=self.embedding,
@@ -153,9 +160,6 @@ class CudaBackend(Backend):
                 logits=self.logits,
                 sms=self.chip.sms,
             )
-        self.undecided = 0  # sampled tokens that the device left to the host
-        self._launches = 0  # so far: rows of an output are overwritten by the next
-        self._weight_types = " ".join(sorted(set(stored.values())))
 
     # -- the contract ---------------------------------------------------------------------------------------------
 

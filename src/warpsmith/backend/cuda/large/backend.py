@@ -21,6 +21,7 @@ from warpsmith.backend.cuda.large.structures import LargeParams, LargeRequest
 from warpsmith.backend.cuda.memory.driver import Device, Kernel, Pinned
 from warpsmith.backend.cuda.memory.layout import rope_table
 from warpsmith.backend.cuda.memory.plan import DRIVER_BYTES, pending_bytes, refuse_what_does_not_fit
+from warpsmith.backend.cuda.prefill import SlabStream, buffer_bytes
 from warpsmith.backend.cuda.shape import MAX_FEATURES
 from warpsmith.backend.cuda.structures import Draw, Path
 from warpsmith.backend.cuda.top import Top, top_bytes
@@ -83,6 +84,7 @@ class LargeBackend(CudaBackend):
         self.profile = device.zeros(layout.sms * marks * 8)
         self._top = Top(device, top_image.result(), self.logits)
         self._decoder = Decoder(device, None, self.ring, self.logits, config.vocab)
+        self._prepare_prompts(SlabStream(layout))
         self.undecided = 0
         self._launches = 0
         self._weight_types = " ".join(sorted(set(stored.values())))
@@ -101,8 +103,15 @@ class LargeBackend(CudaBackend):
             MemoryPart("rows of a tree", sequences * pending),
             MemoryPart("snapshots", snapshots),
             MemoryPart("scratch", scratch + outputs + tables),
+            MemoryPart("prompts", self._prompt_bytes()),
             MemoryPart("driver", DRIVER_BYTES),
         ]
+
+    def _prompt_bytes(self) -> int:
+        if not SlabStream(self.large).suits(self.architecture):
+            return 0
+        places = sum(stage.tiles * stage.blocks for stage in self.large.stages)
+        return sum(buffer_bytes(self.config).values()) + 8 * places
 
     def commit(self, state: State, path: Sequence[int]) -> None:
         assert isinstance(state, CudaState)

@@ -8,7 +8,8 @@ from typing import Protocol
 
 from warpsmith.backend.base import MemoryPart
 from warpsmith.backend.cuda.memory.layout import Layout
-from warpsmith.backend.cuda.prefill.plan import buffer_bytes, suits
+from warpsmith.backend.cuda.prefill.plan import buffer_bytes
+from warpsmith.backend.cuda.prefill.streams import RowTiles
 from warpsmith.backend.cuda.shape import MAX_FEATURES
 from warpsmith.backend.cuda.top import top_bytes
 from warpsmith.backend.cuda.weights.loading import STAGING_BYTES
@@ -45,7 +46,7 @@ def memory_parts(
         MemoryPart("rows of a tree", sequences * sum(pending_bytes(layout).values())),
         MemoryPart("snapshots", snapshots),
         MemoryPart("scratch", exchanges + outputs + tables),
-        MemoryPart("prompts", sum(buffer_bytes(c).values()) if suits(layout, architecture) else 0),
+        MemoryPart("prompts", sum(buffer_bytes(c).values()) if RowTiles(layout).suits(architecture) else 0),
         MemoryPart("driver", DRIVER_BYTES),
     ]
 

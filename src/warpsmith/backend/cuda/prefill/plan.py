@@ -1,44 +1,21 @@
-"""What the kernels of a prompt take: which models, which builds, how much memory, and where weights are."""
+"""What the kernels of a prompt take: which builds, how much memory."""
 
 from __future__ import annotations
 
-import numpy as np
-
 from warpsmith.backend.base import PREFILL_CHUNK
-from warpsmith.backend.cuda.memory.layout import Layout
-from warpsmith.backend.cuda.prefill.products import NARROW_TILES, PLAIN, RESIDUAL, SILU, WIDE_TILES
+from warpsmith.backend.cuda.prefill.streams import ENDINGS, SLOTS, PromptStream
 from warpsmith.backend.cuda.shape import HEAD_DIM, STATE_DIM
-from warpsmith.backend.cuda.weights.formats import Bf16
 from warpsmith.model.config import Config
 
 PIECE = 2048  # tokens that run together
 OVERRUN = 256  # tokens that a product's last tile may read past a piece
 SHORT, SHORTS, LONG = 512, 16, 2048  # keys whose attention is one part (attention.cuh)
 PARTS_BYTES = 128 << 20  # of attention's parts; more queries than fit take turns
-SHARED = 232_448  # bytes of shared memory a block may ask for
-PREP_SHARED, SCAN_SHARED, SLICE = 103_680, 196_864, 16  # of delta_prep.cu and delta_scan.cu
+PREP_SHARED, SLICE = 103_680, 16  # of delta_prep.cu and delta_scan.cu
+SCANS = (2, 5)  # chunks on their way in a scan of few and of many: few leave room for the next launch's blocks
+ROWS_A_CTA = 4  # of attention_rows.cu
 
-
-def suits(layout: Layout, architecture: str) -> bool:
-    """Whether these kernels take the model: all matrices in BF16, widths of whole steps, on sm_90a."""
-    c = layout.config
-    formats = [*(held.format for held in layout.stream.parts), layout.stream.embedding_format]
-    fits = all(isinstance(each, Bf16) for each in formats)  # the one their loader is written for
-    widths = c.hidden % 256 == 0 and c.ffn % 512 == 0 and c.value_dim % 512 == 0 and c.heads % 2 == 0
-    return architecture == "sm_90a" and fits and widths and c.heads + 2 * c.kv_heads <= 32
-
-
-def row_tile_starts(layout: Layout) -> list[np.ndarray]:
-    """Where every row tile of each stage that reads weights begins in the stream."""
-    stream = layout.stream
-    starts = {stage.names: np.zeros(stage.tiles, np.uint64) for stage in layout.schedule.weight_stages}
-    for held, part_start in zip(stream.parts, stream.part_start, strict=True):
-        first = stream.first_tiles[held.stage.names[-1]]
-        tiles = held.part.first_tile + np.arange(held.part.tiles)
-        sm = np.searchsorted(first, tiles, side="right") - 1
-        before = tiles - np.maximum(first[sm], held.part.first_tile)  # of the part, that the SM has before
-        starts[held.stage.names][tiles] = part_start[sm] + before * held.tile_bytes
-    return list(starts.values())
+Build = tuple[str, dict[str, object]]
 
 
 def segments_of(keys: int) -> int:
@@ -47,19 +24,37 @@ def segments_of(keys: int) -> int:
     return -(-keys // SHORT) if rest <= 0 else SHORTS + -(-rest // LONG)
 
 
-def kernels_of(layout: Layout) -> list[tuple[str, dict[str, object]]]:
-    """Files of kernels/prefill, and what each of their builds is told beside the model's constants."""
-    names = ("embed", "rows", "delta_prep", "delta_scan", "delta_output", "attention_rows", "attention_merge")
-    kernels: list[tuple[str, dict[str, object]]] = [(name, {}) for name in names]
+def scan_shared(ahead: int) -> int:
+    """SCAN_SHARED of delta_scan.cu."""
+    return ahead * 36_864 + 12_288 + 256
+
+
+def header(stream: PromptStream) -> dict[str, object]:
+    """prompt.cuh, what every build is told of the model."""
+    c = stream.config
+    numbers = {
+        "HIDDEN": c.hidden, "VOCAB": c.vocab, "HEADS": c.heads, "KV_HEADS": c.kv_heads, "KEY_HEADS": c.key_heads,
+        "VALUE_HEADS": c.value_heads, **stream.numbers(),
+    }  # fmt: skip
+    lines = [f"constexpr int {name} = {int(value)};" for name, value in numbers.items()]
+    return {"prompt.cuh": "\n".join(["#pragma once", *lines, f"constexpr float EPS = {c.eps!r}f;", ""])}
+
+
+def kernels_of(stream: PromptStream) -> list[Build]:
+    """Files of kernels/prefill, and what each of their builds is told beside the model's numbers."""
+    names = ("rows", "delta_prep", "delta_output", "attention_rows", "attention_merge")
+    kernels: list[Build] = [("embed", {"EMBEDDING_TYPE": stream.embedding_type}), *((name, {}) for name in names)]
+    kernels += [("delta_scan", {"AHEAD": ahead}) for ahead in SCANS]
     kernels += [("attention_flash", {"GROUPS": groups}) for groups in (1, 2)]
-    kernels += [("head", {"HEAD_OCTETS": octets}) for octets in sorted({1, head_octets(layout.config)})]
-    kernels += [("gemm", tile.constant(ending)) for tile in WIDE_TILES for ending in (PLAIN, SILU)]
-    return kernels + [("gemm", tile.constant(RESIDUAL)) for tile in NARROW_TILES]
-
-
-def head_octets(config: Config) -> int:
-    """Octets of tokens whose logits are made together: their activations lie in shared memory."""
-    return min(8, (SHARED - 4096) // (config.hidden * 16))
+    kernels += stream.heads()
+    slots = [(slot, layer) for layer in range(stream.config.layers) for slot in SLOTS]
+    for slot, layer in slots if stream.heads() else [*slots, ("HEAD", 0)]:
+        matrix = stream.matrix(slot, layer)
+        for tile in matrix.tiles:
+            constant = tile.constant(ENDINGS[slot], matrix.types)
+            if constant is not None and (tile.kernel, constant) not in kernels:
+                kernels.append((tile.kernel, constant))
+    return kernels
 
 
 def buffer_bytes(c: Config, piece: int = PIECE) -> dict[str, int]:

@@ -4,53 +4,139 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
+from warpsmith.backend.cuda.large.formats import SLAB_BYTES, SLABS
 from warpsmith.backend.cuda.memory.driver import Device
 from warpsmith.backend.cuda.prefill.structures import Gemm, Span
 
-PLAIN, SILU, RESIDUAL = range(3)  # Ending of gemm.cuh
+PLAIN, SILU, RESIDUAL, LOGITS = range(4)  # Ending of product.cuh
+SHARED = 232_448  # bytes of shared memory a block may ask for
+BLOCK_K = 256  # k of a slab
+
+
+class AnyTile(Protocol):
+    """A variant of the product: so many rows by so many tokens at a time."""
+
+    kernel: ClassVar[str]
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def rate(self) -> float: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def beside(self) -> int:
+        """CTAs that have the same tokens and share them out."""
+
+    def rows(self, ending: int) -> int: ...
+    def ctas(self, ending: int) -> int:
+        """That share a tile, and K."""
+
+    def shared(self, ending: int) -> int: ...
+    def constant(self, ending: int, types: int) -> dict[str, object] | None: ...
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A variant of the product: `Config`'s arguments (gemm.cuh), and which part of the full rate it reaches."""
+    """Over row tiles: `Config`'s arguments (gemm.cuh), and which part of the full rate it reaches."""
 
+    kernel: ClassVar[str] = "gemm"
+    beside: ClassVar[int] = 1
     tokens: int
-    row_blocks: int  # of 64 rows a warpgroup; of few rows: 2 where warpgroups have rows of their own
+    row_blocks: int  # of 64 rows a warpgroup, 0: one warpgroup; of few rows: 2 where warpgroups have their own
     stage_tiles: int
     stages: int
     step_tiles: int
     ahead: int
     rate: float  # measured on an H200, fixed costs apart
 
-    def constant(self, ending: int) -> dict[str, object]:
+    @property
+    def threads(self) -> int:
+        return 256 if self.row_blocks == 0 else 384
+
+    def constant(self, ending: int, types: int = 0) -> dict[str, object] | None:
         numbers = (self.tokens, self.row_blocks, self.stage_tiles, self.stages, self.step_tiles, self.ahead, ending)
-        return {"GEMM_VARIANT": ",".join(map(str, numbers))}
+        pairs: dict[str, object] = {"PAIRS": 1} if self.ctas(ending) == 2 else {}
+        return {"GEMM_VARIANT": ",".join(map(str, numbers)), **pairs}
 
     def rows(self, ending: int) -> int:
-        return 64 * self.row_blocks * (1 if ending == RESIDUAL else 2)
+        return 64 if self.row_blocks == 0 else 64 * self.row_blocks * (1 if ending == RESIDUAL else 2)
 
-    def tiles(self, ending: int, rows: int, octets: int) -> int:
-        return math.ceil(rows / self.rows(ending)) * math.ceil(octets * 8 / self.tokens)
+    def ctas(self, ending: int) -> int:
+        return 2 if ending == RESIDUAL and self.row_blocks == 0 else 1
 
-    def clocks(self, ending: int, rows: int, k: int, octets: int, sms: int) -> float:
-        waves = math.ceil(self.tiles(ending, rows, octets) / sms)
-        return waves * (3500 + k / 16 * self.rows(ending) * self.tokens / 128 / self.rate)
+    def shared(self, ending: int) -> int:
+        """`Config::SHARED`: where it is little, the next launch's blocks have room beside."""
+        n, residual, both = self.tokens, ending == RESIDUAL, self.row_blocks == 2
+        ring = self.row_blocks == 0 or (both and not residual)
+        stage = n * 64 * self.stage_tiles + (self.rows(ending) * 64 * self.stage_tiles if ring else 0)
+        sums = -(-n // 16) * 2048 * (1 + self.row_blocks) if residual and not both else 0
+        squares = n * 16 * (2 if both else 1) if residual else 0
+        results = 0 if residual or both else self.rows(ending) // (64 if ending == SILU else 32) * n * 64
+        scales = 0 if residual else -(-n * 8 // 128) * 128
+        return 1024 + scales + self.stages * stage + sums + squares + results
+
+
+@dataclass(frozen=True)
+class SlabTile:
+    """Over slabs: tokens and CTAs of a cluster of `SlabConfig` (slab_gemm.cuh), and which part of the full rate it
+    reaches."""
+
+    kernel: ClassVar[str] = "slab_gemm"
+    threads: ClassVar[int] = 384
+    tokens: int
+    beside: int
+    rate: float  # measured on an H200, fixed costs apart
+
+    def constant(self, ending: int, types: int) -> dict[str, object] | None:
+        """As many stages of activations and slots of weights as there is room for; none where that is too few."""
+        slot = 2 * 4 * max(SLAB_BYTES[name] for i, name in enumerate(SLABS) if types >> i & 1)
+        stage = self.tokens * 128
+        room = SHARED - 1024 - self.tokens * (32 if ending == RESIDUAL else 8) - 128
+        stages = min(8, (room - 2 * slot) // stage)
+        if stages < 3:
+            return None
+        slots = min(4, (room - stages * stage) // slot)
+        numbers = (self.tokens, stages, slots, ending, types, self.beside)
+        pairs: dict[str, object] = {"PAIRS": 1} if self.beside == 2 else {}
+        return {"SLAB_VARIANT": ",".join(map(str, numbers)), **pairs}
+
+    def rows(self, ending: int) -> int:
+        return 128
+
+    def ctas(self, ending: int) -> int:
+        return 1
+
+    def shared(self, ending: int) -> int:
+        return SHARED
 
 
 WIDE_TILES = (
-    Tile(64, 1, 2, 8, 1, 8, 0.5),
+    Tile(64, 0, 2, 5, 2, 2, 0.6),
     Tile(128, 1, 2, 8, 1, 8, 0.65),
     Tile(176, 1, 2, 7, 1, 8, 0.72),
     Tile(136, 2, 2, 4, 2, 2, 0.85),
     Tile(160, 2, 2, 4, 1, 2, 0.85),
 )
-NARROW_TILES = (Tile(72, 1, 4, 8, 2, 4, 0.4), Tile(128, 2, 4, 5, 1, 8, 0.6))
+NARROW_TILES = (Tile(64, 0, 4, 3, 2, 2, 0.6), Tile(72, 1, 4, 8, 2, 4, 0.4), Tile(128, 2, 4, 5, 1, 8, 0.6))
+SLAB_TILES = (SlabTile(64, 1, 0.4), SlabTile(128, 1, 0.6), SlabTile(232, 2, 0.78), SlabTile(256, 2, 0.8))
 
-Kernels = Callable[[Tile, int], Any]
+
+def tile_count(tile: AnyTile, ending: int, rows: int, octets: int) -> int:
+    return math.ceil(rows / tile.rows(ending) / tile.beside) * tile.beside * math.ceil(octets * 8 / tile.tokens)
+
+
+def tile_clocks(tile: AnyTile, ending: int, rows: int, k: int, octets: int, sms: int) -> float:
+    ctas = tile.ctas(ending)
+    waves = math.ceil(tile_count(tile, ending, rows, octets) * ctas / sms)
+    return waves * (3500 + k / ctas / 16 * tile.rows(ending) * tile.tokens / 128 / tile.rate)
+
+
+Kernels = Callable[[str, int, dict[str, object]], Any]  # by name, bytes of shared memory, what the build is told
 
 
 class Launcher:
@@ -95,18 +181,32 @@ class Step:
 class Product:
     """One matrix: its arguments, and the steps that multiply it by tiles of any width."""
 
-    def __init__(self, kernels: Kernels, launcher: Launcher, ending: int, gemm: Gemm, sms: int) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        launcher: Launcher,
+        tiles: Sequence[AnyTile],
+        types: int,
+        ending: int,
+        gemm: Gemm,
+        sms: int,
+    ) -> None:
         self.kernels, self.launcher, self.ending, self.gemm, self.sms = kernels, launcher, ending, gemm, sms
+        self.builds = {t: constant for t in tiles if (constant := t.constant(ending, types)) is not None}
         groups = gemm.row_groups + -(-gemm.gate_rows // 32)
         self.rows, self.k = groups * (64 if ending == SILU else 32), gemm.k_tiles * 32
-        self._steps: dict[tuple[Tile, int], Step] = {}
+        self._steps: dict[tuple[AnyTile, int], Step] = {}
 
     def on(self, span: Span, octets: int) -> Launch:
-        tiles = NARROW_TILES if self.ending == RESIDUAL else WIDE_TILES
-        tile = min(tiles, key=lambda t: t.clocks(self.ending, self.rows, self.k, octets, self.sms))
+        tile = min(self.builds, key=lambda t: tile_clocks(t, self.ending, self.rows, self.k, octets, self.sms))
         key = (tile, ctypes.addressof(span))
         if key not in self._steps:
-            self._steps[key] = Step(self.launcher, self.kernels(tile, self.ending), 384, self.gemm, span)
-        work = tile.tiles(self.ending, self.rows, octets)
-        # few tiles: the other SMs have the weights brought into L2
-        return self._steps[key].on(self.sms if 2 * work <= self.sms else min(self.sms, work))
+            kernel = self.kernels(tile.kernel, tile.shared(self.ending), self.builds[tile])
+            self._steps[key] = Step(self.launcher, kernel, tile.threads, self.gemm, span)
+        work = tile_count(tile, self.ending, self.rows, octets)
+        if tile.ctas(self.ending) == 2:
+            return self._steps[key].on(2 * work)  # a tile a pair
+        # few tiles of row tiles: the other SMs have the weights brought into L2
+        spread = tile.kernel == "gemm" and 2 * work <= self.sms
+        most = self.sms // tile.beside * tile.beside
+        return self._steps[key].on(self.sms if spread else min(most, work))

@@ -13,28 +13,30 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import ref
 
 import numpy as np
 
 from warpsmith.backend.base import PREFILL_CHUNK, Output, Want, join_outputs
 from warpsmith.backend.cuda.build.compiler import build
 from warpsmith.backend.cuda.memory.driver import Buffer, Device, check
-from warpsmith.backend.cuda.memory.layout import Layout
+from warpsmith.backend.cuda.prefill.heads import RowTileHead, SlabHead
 from warpsmith.backend.cuda.prefill.plan import (
     OVERRUN,
     PARTS_BYTES,
     PIECE,
     PREP_SHARED,
-    SCAN_SHARED,
-    SHARED,
+    ROWS_A_CTA,
+    SCANS,
     SLICE,
     buffer_bytes,
-    head_octets,
+    header,
     kernels_of,
-    row_tile_starts,
+    scan_shared,
     segments_of,
 )
-from warpsmith.backend.cuda.prefill.products import PLAIN, RESIDUAL, SILU, Launch, Launcher, Product, Step, Tile
+from warpsmith.backend.cuda.prefill.products import SILU, Launch, Launcher, Product, Step
+from warpsmith.backend.cuda.prefill.streams import ENDINGS, SLOTS, PromptStream, head_octets
 from warpsmith.backend.cuda.prefill.structures import (
     Attention,
     Delta,
@@ -70,7 +72,7 @@ class Prefill:
     def __init__(
         self,
         device: Device,
-        layout: Layout,
+        weights: PromptStream,
         architecture: str,
         *,
         stream: Buffer,
@@ -81,26 +83,21 @@ class Prefill:
         sms: int,
         piece: int = PIECE,
     ) -> None:
-        self.device, self.layout, self.architecture, self.sms, self.piece_tokens = (
-            device,
-            layout,
-            architecture,
-            sms,
-            piece,
-        )
+        self.device, self.weights, self.architecture, self.sms = device, weights, architecture, sms
+        self.piece_tokens = piece
         self.stream, self.embedding, self.vectors, self.rope, self.logits = stream, embedding, vectors, rope, logits
-        c = self.config = layout.config
+        c = self.config = weights.config
         self.launcher = Launcher(device)
         self._kernels: dict[tuple[str, tuple[tuple[str, object], ...]], Any] = {}
         self._images: dict[tuple[str, tuple[tuple[str, object], ...]], Future[bytes]] = {}
-        self.head_octets = head_octets(c)
         self._start_builds()
 
         self.capacity = (piece + OVERRUN) // 8
         self.attention_in = 2 * (c.heads + c.kv_heads) * c.head_dim
         self.buffers = {name: device.zeros(nbytes) for name, nbytes in buffer_bytes(c, piece).items()}
         self.piece = Piece(capacity=self.capacity)
-        self.whole, self.tail = Span(capacity=self.capacity), Span(capacity=self.capacity)
+        self.whole, self.tail, self.asked = (Span(capacity=self.capacity) for _ in range(3))
+        self._taken: Callable[[], DeviceSequence | None] = lambda: None  # the state that launches have
         self._queries: dict[tuple[int, int], Queries] = {}
         self._programs: dict[Shape, list[Launch | int]] = {}
         self._plan()
@@ -114,8 +111,9 @@ class Prefill:
     def _start_builds(self) -> None:
         """All at once, side by side."""
         pool = ThreadPoolExecutor(8)
-        for name, extra in kernels_of(self.layout):
-            job = pool.submit(build, f"prefill/{name}.cu", self.architecture, self.layout.headers() | extra)
+        model = header(self.weights)
+        for name, extra in kernels_of(self.weights):
+            job = pool.submit(build, f"prefill/{name}.cu", self.architecture, model | extra)
             self._images[name, tuple(extra.items())] = job
         pool.shutdown(wait=False)
 
@@ -125,27 +123,27 @@ class Prefill:
             self._kernels[key] = self.device.load(self._images[key].result()).kernel(name, shared)
         return self._kernels[key]
 
-    def _gemm_kernel(self, tile: Tile, ending: int) -> Any:
-        return self._kernel("gemm", SHARED, **tile.constant(ending))
+    def _product_kernel(self, name: str, shared: int, constants: dict[str, object]) -> Any:
+        return self._kernel(name, shared, **constants)
 
     # -- arguments ------------------------------------------------------------------------------------------------
 
     def _plan(self) -> None:
         """Every launch of a piece, with all arguments but the state's."""
-        c, layout, at = self.config, self.layout, {name: b.pointer for name, b in self.buffers.items()}
-        names, shapes = layout.schedule.vectors(), expected_shapes(c)
+        c, weights, at = self.config, self.weights, {name: b.pointer for name, b in self.buffers.items()}
+        names, shapes = weights.vectors(), expected_shapes(c)
         ends = np.cumsum([math.prod(shapes[n]) for n in names])
         vector = {n: self.vectors.pointer + 4 * int(e - math.prod(shapes[n])) for n, e in zip(names, ends, strict=True)}
-        stages = {(stage.slot, stage.layer): stage for stage in layout.schedule.weight_stages}
-        tables = row_tile_starts(layout)
+        places = [*((slot, layer) for layer in range(c.layers) for slot in SLOTS), ("HEAD", c.layers)]
+        matrices = {place: weights.matrix(*place) for place in places}
+        tables = [weights.starts(*place) for place in places]
         self._starts = self.device.upload(np.concatenate(tables))
-        before = np.cumsum([0, *(len(table) for table in tables)])
-        start = {key: self._starts.pointer + 8 * int(first) for key, first in zip(stages, before, strict=False)}
+        before = np.cumsum([0, *map(len, tables)])
+        start = {place: self._starts.pointer + 8 * int(first) for place, first in zip(places, before, strict=False)}
         piece = self.piece
 
-        def product(slot: str, layer: int, ending: int, rows: int, norm: str = "", **others: int) -> Product:
-            stage = stages[slot, layer]
-            into = {PLAIN: 0, SILU: c.ffn, RESIDUAL: c.hidden}[ending]
+        def product(slot: str, layer: int, rows: int, norm: str = "", **others: int) -> Product:
+            matrix, ending = matrices[slot, layer], ENDINGS[slot]
             gemm = Gemm(
                 stream=self.stream.pointer,
                 start=start[slot, layer],
@@ -153,25 +151,29 @@ class Prefill:
                 squares_out=at["squares"],
                 residual=at["residual"],
                 norm=vector[norm] if norm else 0,
-                row_tiles=stage.tiles,
-                k_tiles=stage.k // 32,
-                row_groups=rows // 32,
-                next_chunks=chunks_of(into),
+                row_tiles=matrix.row_tiles,
+                k_tiles=matrix.k // 32,
+                row_groups=-(-rows // 32),
+                next_chunks=chunks_of(c.ffn if ending == SILU else c.hidden),
                 gates=at["gates"],
+                logits=self.logits.pointer,
+                second=matrix.second,
+                third=matrix.third,
+                types=matrix.part_types,
                 **others,
             )
-            return Product(self._gemm_kernel, self.launcher, ending, gemm, self.sms)
+            return Product(self._product_kernel, self.launcher, matrix.tiles, matrix.types, ending, gemm, self.sms)
 
         def step(kernel: Any, threads: int, *arguments: ctypes.Structure) -> Step:
             return Step(self.launcher, kernel, threads, *arguments)
 
         self.embed = step(
-            self._kernel("embed"),
+            self._kernel("embed", EMBEDDING_TYPE=weights.embedding_type),
             128,
             Embed(
                 ids=at["ids"],
                 stream=self.stream.pointer,
-                head_start=start["HEAD", None],
+                head_start=start["HEAD", c.layers],
                 table=self.embedding.pointer,
                 norm=vector["blk.0.attn_norm.weight"],
                 residual=at["residual"],
@@ -196,7 +198,10 @@ class Prefill:
                 mixer = _DeltaMixer(
                     delta,
                     prep=step(self._kernel("delta_prep", PREP_SHARED), 256, delta, piece),
-                    scan=step(self._kernel("delta_scan", SCAN_SHARED), 256, delta, piece),
+                    scans={
+                        ahead: step(self._kernel("delta_scan", scan_shared(ahead), AHEAD=ahead), 256, delta, piece)
+                        for ahead in SCANS
+                    },
                     output=step(self._kernel("delta_output"), 256, delta, piece),
                 )
                 rows, gate_rows = c.conv_channels + c.value_dim, 2 * c.value_heads
@@ -204,40 +209,36 @@ class Prefill:
                 names_here = ("raw", "queries", "parts", "stats", "y")
                 attention = Attention(vectors=vectors, rope=self.rope.pointer, **{n: at[n] for n in names_here})
                 mixer = _AttentionMixer(
-                    attention,
-                    rows=step(self._kernel("attention_rows"), (c.heads + 2 * c.kv_heads) * 32, attention, piece),
+                    attention, rows=step(self._kernel("attention_rows"), ROWS_A_CTA * 32, attention, piece)
                 )
                 rows, gate_rows = self.attention_in, 0
             self.layers.append(
                 _Layer(
                     mixer=mixer,
-                    enter=product("MIX_IN", layer, PLAIN, rows, x=at["x"], out=at["raw"], gate_rows=gate_rows),
+                    enter=product("MIX_IN", layer, rows, x=at["x"], out=at["raw"], gate_rows=gate_rows),
                     leave=product(
-                        "MIX_OUT",
-                        layer,
-                        RESIDUAL,
-                        c.hidden,
-                        block + "post_attention_norm.weight",
-                        x=at["y"],
-                        out=at["x"],
+                        "MIX_OUT", layer, c.hidden, block + "post_attention_norm.weight", x=at["y"], out=at["x"]
                     ),
-                    mlp_in=product("MLP_IN", layer, SILU, c.ffn, x=at["x"], out=at["h"]),
-                    mlp_out=product("MLP_OUT", layer, RESIDUAL, c.hidden, after, x=at["h"], out=at["x"]),
+                    mlp_in=product("MLP_IN", layer, c.ffn, x=at["x"], out=at["h"]),
+                    mlp_out=product("MLP_OUT", layer, c.hidden, after, x=at["h"], out=at["x"]),
                 )
             )
-        self.head_arguments = Head(
-            stream=self.stream.pointer,
-            start=start["HEAD", None],
-            x=at["x"],
-            squares=at["squares"],
-            logits=self.logits.pointer,
-        )
-        self.head = {
-            octets: step(
-                self._kernel("head", octets * c.hidden * 16, HEAD_OCTETS=octets), 512, self.head_arguments, piece
+        self.head: RowTileHead | SlabHead
+        if weights.heads():
+            arguments = Head(
+                stream=self.stream.pointer,
+                start=start["HEAD", c.layers],
+                x=at["x"],
+                squares=at["squares"],
+                logits=self.logits.pointer,
             )
-            for octets in {1, self.head_octets}
-        }
+            steps = {
+                octets: step(self._kernel("head", octets * c.hidden * 16, HEAD_OCTETS=octets), 512, arguments, piece)
+                for octets in {1, head_octets(c)}
+            }
+            self.head = RowTileHead(head_octets(c), arguments, steps, self.sms)
+        else:
+            self.head = SlabHead(product("HEAD", c.layers, c.vocab, x=at["x"]), self.asked)
         self.rows_arguments = Rows(residual=at["residual"], squares=at["squares"], out=at["rows"], stride=c.hidden)
         self.rows = step(self._kernel("rows"), 256, self.rows_arguments, piece)
         self.final_norm = vector["output_norm.weight"]
@@ -252,7 +253,7 @@ class Prefill:
             first = rows.first if want.every_row else end - 1
             part = Output()
             while want.tokens != "none" and first < end and (want.every_row or rows.last):
-                count = min(end, (first // 8 + self.head_octets) * 8) - first
+                count = min(end, (first // 8 + self.head.octets) * 8) - first
                 self.make_logits(first, count)
                 parts.append(read(count, want))
                 first += count
@@ -281,6 +282,10 @@ class Prefill:
             yield PieceRows(lead, count, last, features)
 
     def _take(self, state: DeviceSequence) -> None:
+        """Have the launches read and write this state. An agent's next turn is short: nothing is set twice."""
+        if self._taken() is state:
+            return
+        self._taken = ref(state)
         c = self.config
         deltas = attentions = 0
         for layer in self.layers:
@@ -325,10 +330,11 @@ class Prefill:
             if isinstance(layer.mixer, _DeltaMixer):
                 items = -(-octets // 8) * c.value_heads
                 yield layer.mixer.prep.on(items)
-                yield layer.mixer.scan.on(c.value_heads * (STATE_DIM // SLICE))
+                scan = layer.mixer.scans[SCANS[0] if octets <= 8 * SCANS[0] else SCANS[1]]
+                yield scan.on(c.value_heads * (STATE_DIM // SLICE))
                 yield layer.mixer.output.on(items)
             else:
-                yield layer.mixer.rows.on(octets)
+                yield layer.mixer.rows.on(octets * -(-(c.heads + 2 * c.kv_heads) // ROWS_A_CTA))
                 if not ends or shape.last:
                     yield from self._attend(layer.mixer, shape, octets - 1 if ends else 0)
             if not ends or shape.last:  # of the last layer nobody asks for more than the states and the last token
@@ -366,9 +372,7 @@ class Prefill:
 
     def make_logits(self, first: int, count: int) -> None:
         """Queue the head for tokens of the piece, into the first rows of `logits`."""
-        octets = (first + count + 7) // 8 - first // 8
-        self.head_arguments.first, self.head_arguments.count = first, count
-        self._launch(self.head[1 if octets == 1 else self.head_octets].on(self.sms))
+        self._launch(self.head.on(first, count))
 
     def _launch(self, launch: Launch) -> None:
         check(self.device.cu.cuLaunchKernelEx(*launch, 0))
@@ -394,7 +398,7 @@ class Shape:
 class _DeltaMixer:
     arguments: Delta
     prep: Step
-    scan: Step
+    scans: dict[int, Step]  # by chunks that are on their way
     output: Step
 
 

@@ -32,8 +32,8 @@ class Gemm(ctypes.Structure):
     """`Gemm` of prefill/gemm.cuh."""
 
     _fields_ = _fields(
-        "stream start x out squares_in squares_out residual norm gates",
-        "row_tiles k_tiles row_groups next_chunks gate_rows",
+        "stream start x out squares_in squares_out residual norm gates logits",
+        "row_tiles k_tiles row_groups next_chunks gate_rows first_token tokens second third types",
     )
 
 

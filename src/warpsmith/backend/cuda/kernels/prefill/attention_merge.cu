@@ -5,7 +5,8 @@
 // 32 of one token. Bytes: 512 a segment and row, and 512 of gates, read; 512 written.
 #include "prefill/attention.cuh"
 
-constexpr int EACH = DIM_TILES / 4;  // tiles of 32 dimensions
+constexpr int EACH = DIM_TILES / 4;  // tiles of 32 dimensions: two, which are operands together
+static_assert(EACH == 2, "");
 
 extern "C" __global__ void __launch_bounds__(HEADS * 32)
     attention_merge(const __grid_constant__ Attention a, const __grid_constant__ Piece p,
@@ -40,6 +41,7 @@ extern "C" __global__ void __launch_bounds__(HEADS * 32)
         }
     }
     const float inverse = 1.0f / weight;
+    uint4 out[EACH];
 #pragma unroll
     for (int d = 0; d < EACH; d++) {
         const int gate_tile = (head * 2 + 1) * DIM_TILES + first_tile + d;
@@ -50,7 +52,8 @@ extern "C" __global__ void __launch_bounds__(HEADS * 32)
         for (int j = 0; j < 4; j++)
             y[j] = pack_bf16(sum[d][2 * j] * inverse * sigmoid(bf16_low(gate[j])),
                              sum[d][2 * j + 1] * inverse * sigmoid(bf16_high(gate[j])));
-        const u32 tile = stream_place(head * DIM_TILES + first_tile + d, chunks_of(ATTENTION_DIM));
-        ((uint4*)a.y)[((size_t)p.capacity * tile + octet) * 32 + lane] = {y[0], y[1], y[2], y[3]};
+        out[d] = {y[0], y[1], y[2], y[3]};
     }
+    store_operands(a.y, (head * DIM_TILES + first_tile) / 2, chunks_of(ATTENTION_DIM), (size_t)p.capacity * 32,
+                   (size_t)octet * 32 + lane, out[0], out[1]);
 }

@@ -3,18 +3,21 @@
 //
 // Maths: x / rms(x) * weight, then RoPE on the first 64 dimensions; queries times the scale of scores. Values are as
 // they are. A warp has a head of eight tokens; a lane has 8 dimensions of every 32 of one token. Dimension j and its
-// partner j + 32 of the rotation are the same lane's. Grid: an octet a CTA, a warp a row. Bytes: 512 read and 512
-// written a row.
+// partner j + 32 of the rotation are the same lane's. Grid: four rows of an octet a CTA, a warp each. Bytes: 512 read
+// and 512 written a row.
 #include "prefill/attention.cuh"
 
 constexpr float ATTENTION_SCALE = 0.0625f * 1.44269504f;  // 256 ** -0.5, and scores are to base 2
 constexpr float LARGEST_HALF = 65504.0f;
 
-extern "C" __global__ void __launch_bounds__((HEADS + 2 * KV_HEADS) * 32)
+constexpr int ROWS = HEADS + 2 * KV_HEADS, ROWS_A_CTA = 4, SHARES = (ROWS + ROWS_A_CTA - 1) / ROWS_A_CTA;
+
+extern "C" __global__ void __launch_bounds__(ROWS_A_CTA * 32)
     attention_rows(const __grid_constant__ Attention a, const __grid_constant__ Piece p) {
     let_next_start();
-    const int row = threadIdx.x / 32, lane = threadIdx.x % 32, o = lane / 8, octet = blockIdx.x,
-              token = octet * 8 + lane % 8;
+    const int row = blockIdx.x % SHARES * ROWS_A_CTA + threadIdx.x / 32, lane = threadIdx.x % 32, o = lane / 8,
+              octet = blockIdx.x / SHARES, token = octet * 8 + lane % 8;
+    if (row >= ROWS) return;
     const bool is_query = row < HEADS, is_value = row >= HEADS + KV_HEADS, live = token >= p.lead && token < p.end;
     const int first_tile = is_query ? row * 2 * DIM_TILES : 2 * HEADS * DIM_TILES + (row - HEADS) * DIM_TILES;
     const int position = p.base + token;

@@ -52,11 +52,12 @@ extern "C" __global__ void __launch_bounds__(256, 2)
         const int row = m * 16 + g + i * 8, octet = chunk * 8 + m * 2 + i;
         const float scale = inverse_root((squares[0][row] + squares[1][row]) / STATE_DIM + EPS);
         if (octet * 8 < p.end) {
+            const size_t inside = (size_t)octet * 32 + q * 8 + g, tile_pieces = (size_t)p.capacity * 32;
+            const int pair = head * (DELTA_TILES / 2) + half;
+            uint4 out[2];
 #pragma unroll
             for (int tile = 0; tile < 2; tile++) {
-                const int channels = head * DELTA_TILES + half * 2 + tile;
-                const size_t inside = (size_t)octet * 32 + q * 8 + g, tile_pieces = (size_t)p.capacity * 32;
-                const uint4 z = ((const uint4*)a.raw)[(CONV_CHANNELS / 32 + channels) * tile_pieces + inside];
+                const uint4 z = ((const uint4*)a.raw)[(CONV_CHANNELS / 32 + pair * 2 + tile) * tile_pieces + inside];
                 const u32 gate[4] = {z.x, z.y, z.z, z.w};
                 u32 y[4];
 #pragma unroll
@@ -66,15 +67,15 @@ extern "C" __global__ void __launch_bounds__(256, 2)
                     y[n] = pack_bf16(x[0] * scale * w.x * silu(bf16_low(gate[n])),
                                      x[1] * scale * w.y * silu(bf16_high(gate[n])));
                 }
-                const u32 place = stream_place(channels, chunks_of(VALUE_DIM));
-                ((uint4*)a.y)[place * tile_pieces + inside] = {y[0], y[1], y[2], y[3]};
+                out[tile] = {y[0], y[1], y[2], y[3]};
             }
+            store_operands(a.y, pair, chunks_of(VALUE_DIM), tile_pieces, inside, out[0], out[1]);
         }
     }
     if (chunk == chunks_in(p) - 1) {
-        constexpr int EACH = CONV_CHANNELS / VALUE_HEADS;
-        for (int i = threadIdx.x; i < HISTORY * EACH; i += 256) {
-            const int token = p.end - 1 - i / EACH, channel = head * EACH + i % EACH;
+        const int low = CONV_CHANNELS * head / VALUE_HEADS, each = CONV_CHANNELS * (head + 1) / VALUE_HEADS - low;
+        for (int i = threadIdx.x; i < HISTORY * each; i += 256) {
+            const int token = p.end - 1 - i / each, channel = low + i % each;
             if (token < p.lead) break;
             const size_t piece =
                 ((size_t)p.capacity * (channel / 32) + token / 8) * 32 + channel % 8 / 2 * 8 + token % 8;

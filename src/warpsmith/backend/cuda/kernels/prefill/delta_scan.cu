@@ -3,10 +3,10 @@
 // Grid: a CTA of 256 threads a value head and 16 columns of its state; a warp has 16 rows, in f32 registers. S in bf16
 // goes through shared memory as the product's operand, and out for the output. N and B come ahead through a ring: a
 // thread copies what it will itself use, so nobody waits for anybody. Bytes: 36 KB read and 4 KB written a chunk and
-// CTA.
+// CTA. Given with -D: AHEAD, chunks on their way.
 #include "prefill/delta.cuh"
 
-constexpr int AHEAD = 5, PIECES = 9;  // chunks on their way; 16-byte pieces of a thread
+constexpr int PIECES = 9;             // of 16 bytes, a thread's
 constexpr int S_ROW = 24;             // elements between rows of the operand
 constexpr int MAX_CHUNKS_HERE = 64;   // of a piece
 constexpr int SCAN_SHARED = AHEAD * PIECES * 256 * 16 + 2 * STATE_DIM * S_ROW * 2 + MAX_CHUNKS_HERE * 4;

@@ -5,10 +5,12 @@
 // are zeros. Grid: a CTA of 128 threads a token; a thread has eight channels at a time. Bytes: 2 read and 6 written a
 // channel.
 #include "prefill/common.cuh"
+// after the model's numbers
+#include "large/embedding.cuh"
 
 struct Embed {
     const int* ids;         // of tokens lead .. end
-    const u8* stream;       // tied: the LM head's rows are the table
+    const u8* stream;       // row tiles and tied: the LM head's rows are the table
     const u64* head_start;  // [HEAD_TILES] where each of the head's row tiles begins
     const u8* table;        // else its own rows
     const float* norm;
@@ -17,18 +19,28 @@ struct Embed {
     float* squares;  // [HIDDEN / 64][tokens]
 };
 
-// Eight channels from k on, a multiple of 8, in bf16 (see pack.cu).
-__device__ __forceinline__ uint4 embedding(const Embed& a, int id, int k) {
-    if constexpr (TIED) {
-        constexpr int CHUNKS = chunks_of(HIDDEN);
-        const int lane = id % 8 * 4 + k % 32 / 8, warp = k / (CHUNKS * 32), chunk = k % (CHUNKS * 32) / 32;
-        const u8* row_tile = a.stream + __ldg(a.head_start + id / WIDE);
-        const uint4* at = (const uint4*)(row_tile + (chunk * WARPS + warp) * 1024) + lane;
-        const bool upper = id % WIDE >= 8;
-        const uint4 early = __ldg(at), late = __ldg(at + 32);
-        return upper ? uint4{early.y, early.w, late.y, late.w} : uint4{early.x, early.z, late.x, late.z};
+// Eight channels from k on, a multiple of 8.
+__device__ __forceinline__ void embedding(const Embed& a, int id, int k, float (&x)[8]) {
+    if constexpr (SLABS) {
+        const u8* row = a.table + id * embedding_row_bytes();
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[i] = embedding_value(row, k + i);
+    } else {
+        uint4 v;
+        if constexpr (TIED) {  // see formats/bf16.cuh
+            constexpr int CHUNKS = chunks_of(HIDDEN);
+            const int lane = id % 8 * 4 + k % 32 / 8, warp = k / (CHUNKS * 32), chunk = k % (CHUNKS * 32) / 32;
+            const u8* row_tile = a.stream + __ldg(a.head_start + id / WIDE);
+            const uint4* at = (const uint4*)(row_tile + (chunk * WARPS + warp) * 1024) + lane;
+            const uint4 early = __ldg(at), late = __ldg(at + 32);
+            v = id % WIDE >= 8 ? uint4{early.y, early.w, late.y, late.w} : uint4{early.x, early.z, late.x, late.z};
+        } else {
+            v = __ldg((const uint4*)(a.table + ((size_t)id * HIDDEN + k) * 2));
+        }
+        const u32 pair[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[2 * i] = bf16_low(pair[i]), x[2 * i + 1] = bf16_high(pair[i]);
     }
-    return __ldg((const uint4*)(a.table + ((size_t)id * HIDDEN + k) * 2));
 }
 
 extern "C" __global__ void __launch_bounds__(128)
@@ -39,18 +51,18 @@ extern "C" __global__ void __launch_bounds__(128)
     const bool live = token >= p.lead && token < p.end;
     const int id = live ? a.ids[token - p.lead] : 0;
     for (int k = threadIdx.x * 8; k < HIDDEN; k += 1024) {
-        const uint4 v = live ? embedding(a, id, k) : uint4{};
-        const u32 pair[4] = {v.x, v.y, v.z, v.w};
+        float v[8] = {};
+        if (live) embedding(a, id, k, v);
         float square = 0.0f;
 #pragma unroll
         for (int o = 0; o < 4; o++) {
-            const float x = bf16_low(pair[o]), y = bf16_high(pair[o]);
+            const float x = v[2 * o], y = v[2 * o + 1];
             const float2 n = __ldg((const float2*)(a.norm + k) + o);
             const size_t piece = ((size_t)p.capacity * (k / 32) + token / 8) * 32 + o * 8 + token % 8;
             ((float2*)a.residual)[piece * 4 + k % 32 / 8] = {x, y};
-            const u32 tile = stream_place(k / 32, chunks_of(HIDDEN));
-            const size_t to = ((size_t)p.capacity * tile + token / 8) * 32 + o * 8 + token % 8;
-            ((u32*)a.out)[to * 4 + k % 32 / 8] = pack_bf16(x * n.x, y * n.y);
+            const OperandPlace place(k, chunks_of(HIDDEN));
+            const size_t to = ((size_t)p.capacity * place.tile + token / 8) * 32 + o * 8 + token % 8;
+            ((u32*)a.out)[to * 4 + place.word] = pack_bf16(x * n.x, y * n.y);
             square = fmaf(x, x, fmaf(y, y, square));
         }
 #pragma unroll

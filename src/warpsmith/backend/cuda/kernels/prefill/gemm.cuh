@@ -5,59 +5,42 @@
 // their loads into L2, the tokens' scales, and results out. A step is 32 or 64 k of a block of 64 rows: fence, wgmmas,
 // commit, wait for the step before, load weights of a later step into the registers that have come free. Weights come
 //     LDG   16 bytes a lane from L2, some steps ahead;
-//     RING  through shared memory, with the activations of the same stage; two blocks of 64 rows a warpgroup.
-// Where a matrix has few rows, sums of even and of odd stages of 128 k are kept apart and added at the end. Few tokens:
-// both warpgroups have the same 64 rows and take turns at stages (SPLIT). Many: each has rows of its own, and two sets
-// of sums (TWICE). The order of sums is a matrix's own and never depends on the number of tokens. Bytes: weights once
-// for every tile of tokens, activations once for every tile of rows, mostly from L2.
+//     RING  through shared memory, with the activations of the same stage; two blocks of 64 rows a warpgroup, or few
+//           tokens: most bytes on their way, and before the launch that makes the activations has ended.
+// Where a matrix has few rows, sums of even and of odd stages of 128 k are kept apart and added at the end. Some
+// tokens: both warpgroups have the same 64 rows and take turns at stages (SPLIT). Few: so do two CTAs of a cluster,
+// with one warpgroup each (PAIR). Many: each warpgroup has rows of its own, and two sets of sums (TWICE). The order of
+// sums is a matrix's own and never depends on the number of tokens. Bytes: weights once for every tile of tokens,
+// activations once for every tile of rows, mostly from L2.
 //
 // What ptxas wants of the consumers' code, or it gives them the launch's 168 registers (C7512, spills): no wait for
 // bulk stores, no trap in a branch. The build must have neither spills nor C75xx.
 #pragma once
 #include "prefill/bf16.cuh"
-#include "prefill/common.cuh"
+#include "prefill/product.cuh"
 
 enum From { LDG, RING };
-enum Ending {
-    PLAIN,  // times the token's scale, in bf16; tiles in the order of rows
-    // The same, then silu(gate) up: eight rows of a unit's sixteen; tiles in the order of the next product's k.
-    SILU,
-    RESIDUAL  // added to the residual stream; that times the next norm's weight in bf16; and sums of its squares
-};
 
-struct Gemm {
-    const u8* stream;  // packed weights
-    const u64* start;  // [row_tiles] where each of the matrix begins in the stream
-    const u8* x;       // tiles, K in the stream's order
-    u8* out;           // tiles; RESIDUAL: of the residual times the next norm's weight
-    // [HIDDEN / 64][tokens] of the residual stream that x came from: its norm is applied to the sums.
-    const float* squares_in;
-    float* squares_out;           // RESIDUAL: of the new one
-    float* residual;              // RESIDUAL: f32 tiles, in the order of rows
-    const float* norm;            // RESIDUAL: the next norm's weight
-    float* gates;                 // PLAIN: rows behind the others stay in f32 [gate_rows][tokens]
-    int row_tiles, k_tiles;       // of the matrix in the stream; K / 32
-    int row_groups, next_chunks;  // groups of 32 rows of results; the next product's K / 256
-    int gate_rows;
-};
-
-// N: tokens of a tile. MB: blocks of 64 rows of a warpgroup. TS: tiles of 32 k of a stage. G: of a step. NB: steps
-// whose weights are in registers or on their way.
+// N: tokens of a tile. MB: blocks of 64 rows of a warpgroup; 0: one block, and one warpgroup. TS: tiles of 32 k of a
+// stage. G: of a step. NB: steps whose weights are in registers or on their way.
 template <int N_, int MB_, int TS_, int STAGES_, int G_, int NB_, int ENDING_>
 struct Config {
     typedef Bf16Weights Weights;
-    static constexpr int N = N_, MB = ENDING_ == RESIDUAL ? 1 : MB_, SETS = MB_, TS = TS_, STAGES = STAGES_, G = G_,
-                         NB = NB_, ENDING = ENDING_;
-    static constexpr int FROM = MB == 2 ? RING : LDG;  // SETS: of sums, a block of rows each, or TWICE
+    static constexpr int N = N_, WGS = MB_ == 0 ? 1 : 2, MB = MB_ == 0 || ENDING_ == RESIDUAL ? 1 : MB_,
+                         SETS = MB_ == 0 ? 1 : MB_, TS = TS_, STAGES = STAGES_, G = G_, NB = NB_, ENDING = ENDING_;
+    static constexpr int FROM = MB == 2 || WGS == 1 ? RING : LDG;  // SETS: of sums, a block of rows each, or TWICE
     static constexpr bool NARROW_UNITS = ENDING == RESIDUAL, TWICE = ENDING == RESIDUAL && MB_ == 2,
-                          SPLIT = ENDING == RESIDUAL && !TWICE;
-    static constexpr int ROWS = 64 * MB * (SPLIT ? 1 : 2), UNITS = ROWS / (NARROW_UNITS ? NARROW : WIDE);
-    static constexpr int TILE_BYTES = Weights::tile_bytes(NARROW_UNITS), THREADS = 384, CONSUMER_REGISTERS = 232;
-    static constexpr int W_WARPS = FROM == RING ? 2 : 1;
+                          SPLIT = ENDING == RESIDUAL && !TWICE, PAIR = SPLIT && WGS == 1;
+    static constexpr int ROWS = 64 * MB * (SPLIT ? 1 : WGS), UNITS = ROWS / (NARROW_UNITS ? NARROW : WIDE);
+    static constexpr int TILE_BYTES = Weights::tile_bytes(NARROW_UNITS), THREADS = 128 * (WGS + 1),
+                         CONSUMER_REGISTERS = WGS == 1 ? 216 : 232;
+    // One warpgroup: a CTA leaves room for one of the next launch, which may begin early.
+    static constexpr int CTAS = WGS == 1 ? 2 : 1;
+    static constexpr int W_WARPS = MB == 2 ? 2 : 1;
     static constexpr int X_BYTES = N * 64 * TS, W_BYTES = FROM == RING ? UNITS * TILE_BYTES * TS : 0;
     static constexpr int STAGE_BYTES = X_BYTES + W_BYTES;
     static constexpr int HALF = (N / 8 + 1) / 2;  // octets that a warpgroup finishes, where both have sums of all
-    static constexpr int SUMS = SPLIT ? HALF * 4 * 128 * 4 * 2 : 0;
+    static constexpr int SUMS = SPLIT ? HALF * 4 * 128 * 4 * WGS : 0;
     static constexpr int PARTIAL_SQUARES = ENDING == RESIDUAL ? (TWICE ? 2 : 1) * N * 4 * 4 : 0;
     static constexpr int GROUPS = ENDING == SILU ? ROWS / 64 : ROWS / 32;  // of 32 rows of results
     static constexpr bool SENDS = ENDING != RESIDUAL && MB == 1;           // results leave through shared memory
@@ -68,8 +51,11 @@ struct Config {
                          SHARED = OUT_AT + OUT;
     // Steps in k of a round, which the loop unrolls.
     static constexpr int U = TWICE ? 2 * TS / G : NB / MB > TS / G ? NB / MB : TS / G;
-    static constexpr bool SCALED = ENDING != RESIDUAL;
-    static_assert(SHARED <= 232448 && STAGES >= (SPLIT ? 4 : 2) && (!TWICE || U * G % (2 * TS) == 0), "");
+    static constexpr bool SCALED = ENDING != RESIDUAL, TWO_ROWS = false;
+    static constexpr int CLUSTER = PAIR ? 2 : 1, ITEM_GROUPS = GROUPS;
+    static constexpr int BATCH = NB >= 8 ? 1 : 4;  // octets of the residual that are asked for together
+    static_assert(SHARED <= 232448 / CTAS - (CTAS - 1) * 1024, "");
+    static_assert(STAGES >= (SPLIT && !PAIR ? 4 : 2) && (!TWICE || U * G % (2 * TS) == 0), "");
     static_assert(TS % G == 0 && U * G % TS == 0 && U * MB % NB == 0, "");
 };
 
@@ -78,42 +64,7 @@ __device__ __forceinline__ const u8* row_tile_at(const Gemm& a, int tile) {
     return a.stream + __ldg(a.start + min(tile, a.row_tiles - 1));
 }
 
-template <class C>
-struct Work {
-    int token_tiles, tiles;
-    __device__ Work(const Gemm& a, const Span& s)
-        : token_tiles((s.octets + C::N / 8 - 1) / (C::N / 8)),
-          tiles((a.row_groups + (a.gate_rows + 31) / 32 + C::GROUPS - 1) / C::GROUPS * token_tiles) {}
-    __device__ int row(int i) const { return i / token_tiles; }
-    __device__ int token(int i) const { return i % token_tiles; }
-};
-
-struct Barriers {
-    u32 full, empty, leave, scales;  // [STAGES], [STAGES], [warpgroups][2], [2][2]
-};
-
 // --- the warps that bring and take -----------------------------------------------------------------------------------
-
-template <class C>
-__device__ __forceinline__ void bring_x(const Gemm& a, const Span& s, u32 ring, const Barriers& at) {
-    const Work<C> work(a, s);
-    const u64 stride = (u64)s.capacity * 512;
-    StagePlace place;
-    wait_for_previous();
-    if (threadIdx.x % 32) return;
-    for (int i = blockIdx.x; i < work.tiles; i += gridDim.x) {
-        const u8* x = a.x + (u64)(s.first + work.token(i) * (C::N / 8)) * 512;
-        for (int stage = 0; stage < a.k_tiles / C::TS; stage++) {
-            wait_on(at.empty + place.slot * 8, place.parity ^ 1);
-            const u32 to = ring + place.slot * C::STAGE_BYTES, sign = at.full + place.slot * 8;
-            barrier_expect(sign, C::X_BYTES);
-#pragma unroll
-            for (int j = 0; j < C::TS; j++)
-                copy_in(to + j * C::N * 64, x + (u64)(stage * C::TS + j) * stride, C::N * 64, sign);
-            place.step<C::STAGES>();
-        }
-    }
-}
 
 // Weights into the ring, or into L2 some chunks of 256 k ahead of the loads; CTAs with the same rows share the units
 // out.
@@ -122,7 +73,7 @@ __device__ __forceinline__ void bring_w(const Gemm& a, const Span& s, u32 ring, 
     constexpr int EACH = C::UNITS / C::W_WARPS, PIECE = C::TS * C::TILE_BYTES, CHUNK_BYTES = 8 * C::TILE_BYTES;
     const int lane = threadIdx.x % 32, unit = part * EACH + lane;
     const Work<C> work(a, s);
-    int ahead_tile = blockIdx.x, ahead_chunk = 0;
+    int ahead_tile = work.first, ahead_chunk = 0;
     const u8* ahead = nullptr;
     const auto ask = [&] {
         if (ahead_tile >= work.tiles) return;
@@ -130,14 +81,15 @@ __device__ __forceinline__ void bring_w(const Gemm& a, const Span& s, u32 ring, 
             if (ahead_chunk == 0) ahead = row_tile_at(a, work.row(ahead_tile) * C::UNITS + unit);
             prefetch_bulk(ahead + ahead_chunk * CHUNK_BYTES, CHUNK_BYTES);
         }
-        if (++ahead_chunk == a.k_tiles / 8) ahead_chunk = 0, ahead_tile += gridDim.x;
+        if (++ahead_chunk == a.k_tiles / 8) ahead_chunk = 0, ahead_tile += work.step;
     };
-    if (C::FROM == LDG)
-        for (int i = 0; i < 2; i++) ask();
+    // Few tokens: all of them, while the launch before still works.
+    if (C::FROM == LDG || C::WGS == 1)
+        for (int i = 0; i < (C::WGS == 1 ? a.k_tiles / 8 : 2); i++) ask();
     StagePlace place;
-    for (int i = blockIdx.x; i < work.tiles; i += gridDim.x) {
+    for (int i = work.first; i < work.tiles; i += work.step) {
         const u8* from = C::FROM == RING && lane < EACH ? row_tile_at(a, work.row(i) * C::UNITS + unit) : nullptr;
-        for (int stage = 0; stage < a.k_tiles / C::TS; stage++) {
+        for (int stage = C::PAIR ? cta_rank() : 0; stage < a.k_tiles / C::TS; stage += C::PAIR ? 2 : 1) {
             wait_on(at.empty + place.slot * 8, place.parity ^ 1);
             const u32 to = ring + place.slot * C::STAGE_BYTES + C::X_BYTES, sign = at.full + place.slot * 8;
             if (C::FROM == RING) {
@@ -154,47 +106,18 @@ __device__ __forceinline__ void bring_w(const Gemm& a, const Span& s, u32 ring, 
     }
 }
 
-// 1 / rms of a tile's tokens; the next tile's go to the other place.
-template <class C>
-__device__ __forceinline__ void bring_scales(const Gemm& a, const Span& s, u32 scales, const Barriers& at) {
-    const int lane = threadIdx.x % 32;
-    const Work<C> work(a, s);
-    const size_t stride = (size_t)s.capacity * 8;
-    StagePlace place;
-    wait_for_previous();
-    for (int i = blockIdx.x; i < work.tiles; i += gridDim.x) {
-        wait_on(at.scales + place.slot * 16 + 8, place.parity ^ 1);
-        const float* from = a.squares_in + (s.first + work.token(i) * (C::N / 8)) * 8;
-        for (int token = lane; token < C::N; token += 32) {
-            float sum = 0.0f;
-#pragma unroll 8
-            for (int part = 0; part < HIDDEN / 64; part++) sum += from[part * stride + token];
-            store_shared(scales + (place.slot * C::N + token) * 4, inverse_root(sum / HIDDEN + EPS));
-        }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(at.scales + place.slot * 16);
-        place.step<2>();
-    }
-}
-
-// Where a group of 32 rows of results lies.
-template <class C>
-__device__ __forceinline__ u8* group_at(const Gemm& a, const Span& s, int group) {
-    return a.out + (u64)(C::ENDING == PLAIN ? group : stream_place(group, a.next_chunks)) * s.capacity * 512;
-}
-
 // Results from shared memory to where they lie.
 template <class C>
 __device__ __forceinline__ void send(const Gemm& a, const Span& s, u32 out, const Barriers& at) {
-    constexpr int EACH = C::GROUPS / 2;  // groups of a warpgroup
+    constexpr int EACH = C::GROUPS / C::WGS;  // groups of a warpgroup
     const int lane = threadIdx.x % 32;
     const Work<C> work(a, s);
     u32 parity = 0;
     wait_for_previous();
-    for (int i = blockIdx.x; i < work.tiles; i += gridDim.x, parity ^= 1) {
+    for (int i = work.first; i < work.tiles; i += work.step, parity ^= 1) {
         const int octet = work.token(i) * (C::N / 8), octets = min(C::N / 8, s.octets - octet);
 #pragma unroll
-        for (int g = 0; g < 2; g++) {
+        for (int g = 0; g < C::WGS; g++) {
             wait_on(at.leave + g * 16, parity);
             if (lane < EACH) {
                 const int group = work.row(i) * C::GROUPS + g * EACH + lane;
@@ -211,91 +134,14 @@ __device__ __forceinline__ void send(const Gemm& a, const Span& s, u32 out, cons
 
 // --- the consumers ---------------------------------------------------------------------------------------------------
 
-// Two rows that are neighbours for one token, of one row for two tokens: lanes trade with lane ^ 4.
-__device__ __forceinline__ float2 trade_rows(float a, float b, bool odd) {
-    const float other = __shfl_xor_sync(~0u, odd ? a : b, 4);
-    return odd ? float2{other, b} : float2{a, other};
-}
-__device__ __forceinline__ u32 pack_bf16_pair(float2 v) { return pack_bf16(v.x, v.y); }
-__device__ __forceinline__ float gated(float gate, float up) { return silu(gate) * up; }
-
-// This lane's part of the residual stream of 64 rows, from an octet of tokens on; the next octet's is 64 further.
-__device__ __forceinline__ float4* residual_at(const Gemm& a, const Span& s, int row_tile, int octet) {
-    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, piece = lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;
-    return (float4*)a.residual + (((u64)(row_tile * 2 + warp / 2) * s.capacity + s.first + octet) * 32 + piece) * 2 +
-           warp % 2;
-}
-
-// A warpgroup gives the other one its sums of octets [GIVE, GIVE_END) if both have the same rows, and finishes [LOW,
-// HIGH). SPLIT: `early` is the residual of those octets, asked for before the sums were made.
-template <class C, int GIVE, int GIVE_END, int LOW, int HIGH>
-__device__ __forceinline__ void add_to_residual(const Gemm& a, const Span& s, u32 base, const float* acc,
-                                                const float4* early, int row_tile, int octet, int octets) {
-    const u32 thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32, group = threadIdx.x / 128;
-    const u32 mine = base + C::SUMS_AT + group * (C::HALF * 4 * 512) + thread * 4;
-    const u32 others = base + C::SUMS_AT + (group ^ 1) * (C::HALF * 4 * 512) + thread * 4;
-    const u32 squares = base + C::SUMS_AT + C::SUMS + (C::TWICE ? group * (C::N * 16) : 0);  // [octet][warp][8 tokens]
-    const u32 piece = lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;
-    const bool odd = lane & 4;
-#pragma unroll
-    for (int i = GIVE * 4; i < GIVE_END * 4; i++) store_shared(mine + (i - GIVE * 4) * 512, acc[i]);
-    if (C::SPLIT) sync_some<256>(5);
-    wait_for_previous();
-    const int tile = row_tile * 2 + warp / 2, row = tile * 32 + warp % 2 * 16 + lane / 8 * 2;  // a tile has 32 rows
-    const float2 n0 = __ldg((const float2*)(a.norm + row)), n1 = __ldg((const float2*)(a.norm + row + 8));
-    float4* residual = residual_at(a, s, row_tile, octet);
-    u8* to = group_at<C>(a, s, tile) + (u64)(s.first + octet) * 512 + piece * 16 + warp % 2 * 8;
-    constexpr int BATCH = C::SPLIT ? HIGH - LOW : C::NB >= 8 ? 1 : 4;  // octets whose residual is on its way together
-    static_assert((HIGH - LOW) % BATCH == 0, "");
-#pragma unroll
-    for (int first = LOW; first < HIGH; first += BATCH) {
-        float4 kept[BATCH];
-#pragma unroll
-        for (int i = 0; i < BATCH; i++)
-            if (first + i < octets) kept[i] = C::SPLIT ? early[i] : residual[(first + i) * 64];
-#pragma unroll
-        for (int n = first; n < first + BATCH; n++) {
-            float d[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                d[i] = acc[n * 4 + i];
-                if (C::SPLIT) d[i] += load_shared_float(others + (n * 4 + i - LOW * 4) * 512);
-            }
-            const float2 x0 = trade_rows(d[0], d[1], odd), x1 = trade_rows(d[2], d[3], odd);
-            float square = 0.0f;
-            if (n < octets) {
-                float4 r = kept[n - first];
-                r.x += x0.x, r.y += x0.y, r.z += x1.x, r.w += x1.y;
-                residual[n * 64] = r;
-                *(uint2*)(to + n * 512) = {pack_bf16(r.x * n0.x, r.y * n0.y), pack_bf16(r.z * n1.x, r.w * n1.y)};
-                square = fmaf(r.x, r.x, fmaf(r.y, r.y, fmaf(r.z, r.z, r.w * r.w)));
-            }
-            square += __shfl_xor_sync(~0u, square, 8);
-            square += __shfl_xor_sync(~0u, square, 16);
-            if (lane < 8) store_shared(squares + (n * 32 + warp * 8 + piece) * 4, square);
-        }
-    }
-    if (C::SPLIT)
-        sync_some<256>(5);
-    else
-        sync_some<128>(6 + group);
-    static_assert((HIGH - LOW) * 8 <= 128, "a token a thread");
-    const int token = thread + LOW * 8;  // its squares of four warps
-    if (token < min(HIGH, octets) * 8) {
-        const u32 from = squares + (token / 8 * 32 + token % 8) * 4;
-        const float low = load_shared_float(from) + load_shared_float(from + 32);
-        a.squares_out[(size_t)row_tile * s.capacity * 8 + (s.first + octet) * 8 + token] =
-            low + load_shared_float(from + 64) + load_shared_float(from + 96);
-    }
-}
-
 template <class C>
 __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, const Barriers& at) {
     constexpr int N = C::N, MB = C::MB, G = C::G, NB = C::NB, TS = C::TS, HALVES = C::NARROW_UNITS ? 2 : 1;
     constexpr int GS = TS / G, U = C::U, S = U * MB;  // steps in k of a stage, of a round; steps of a round
     constexpr int TURNS = C::SPLIT ? 2 : 1, ROUND = U * G * TURNS * C::TILE_BYTES;  // bytes of a unit
     const u32 ring = base + C::RING_AT, thread = threadIdx.x % 128, lane = thread % 32;
-    const u32 group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, thread / 32, 0);
+    const u32 group = C::PAIR ? cta_rank() : __shfl_sync(~0u, threadIdx.x / 128, 0),
+              warp = __shfl_sync(~0u, thread / 32, 0);
     const Work<C> work(a, s);
     const int steps = a.k_tiles / G / TURNS;
 
@@ -306,7 +152,7 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
     const u8 *from[HALVES], *next[HALVES];
     const auto find = [&](const u8*(&to)[HALVES], int tile) {
         const int unit16 = (C::SPLIT ? 0 : group * 4) + warp,
-                  row = work.row(tile < work.tiles ? tile : (int)blockIdx.x);
+                  row = work.row(tile < work.tiles ? tile : work.first);
 #pragma unroll
         for (int h = 0; h < HALVES; h++)
             to[h] = row_tile_at(a, row * C::UNITS + unit16 * HALVES + h) + lane * 16 +
@@ -318,13 +164,15 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
         const int u = v / MB, b = v % MB, in_stage = u % GS;
         if constexpr (C::FROM == RING) {
             if (in_stage == 0 && b == 0) wait_on(at.full + loading.slot * 8, loading.parity);
-            const u32 unit16 = (group * 4 + warp) * MB + b,
+            const u32 unit16 = ((C::PAIR ? 0 : group * 4) + warp) * MB + b,
                       tile = ring + loading.slot * C::STAGE_BYTES + C::X_BYTES + lane * 16;
 #pragma unroll
             for (int i = 0; i < G; i++)
-                C::Weights::template load<false>(to + i * C::Weights::REGISTERS, [&](u32* d, u32 offset, int) {
-                    load_shared_words(d, tile + (unit16 * TS + in_stage * G + i) * C::TILE_BYTES + offset);
-                });
+                C::Weights::template load<C::NARROW_UNITS>(
+                    to + i * C::Weights::REGISTERS, [&](u32* d, u32 offset, int half) {
+                        const u32 unit = unit16 * HALVES + half;
+                        load_shared_words(d, tile + (unit * TS + in_stage * G + i) * C::TILE_BYTES + offset);
+                    });
             if (in_stage == GS - 1 && b == MB - 1) loading.template step<C::STAGES>();
         } else {
             const int tile = u / GS * TURNS * TS + in_stage * G;
@@ -342,18 +190,18 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
             }
         }
     };
-    if constexpr (C::FROM == LDG) find(from, blockIdx.x);
+    if constexpr (C::FROM == LDG) find(from, work.first);
 #pragma unroll
     for (int v = 0; v < NB - 1; v++) load(w[v], v);
 
     StagePlace place;
-    if (C::SPLIT) place.step<C::STAGES>(group);
+    if (C::SPLIT && !C::PAIR) place.step<C::STAGES>(group);
     StagePlace scaled;
     u32 turn = 0;
-    for (int t = blockIdx.x; t < work.tiles; t += gridDim.x, turn ^= 1) {
+    for (int t = work.first; t < work.tiles; t += work.step, turn ^= 1) {
         const int octet = work.token(t) * (N / 8), octets = min(N / 8, s.octets - octet);
-        float4 early[C::SPLIT ? C::HALF : 1];
-        if constexpr (C::SPLIT) {
+        float4 early[C::SPLIT && !C::PAIR ? C::HALF : 1];
+        if constexpr (C::SPLIT && !C::PAIR) {
             wait_for_previous();
             const float4* residual = residual_at(a, s, work.row(t), octet + group * C::HALF);
 #pragma unroll
@@ -377,14 +225,15 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
                                   descriptor(x + k / 2 * (N * 64) + k % 2 * 256),
                                   k > 0 || (C::TWICE ? u % GS > 0 || u >= 2 * GS : v >= MB) || k0 > 0);
                 wgmma_commit();
-                if (C::FROM == LDG && v == 0 && k0 == 0) find(next, t + gridDim.x);
+                if (C::FROM == LDG && v == 0 && k0 == 0) find(next, t + work.step);
                 // The step before has ended: its operand's registers are free, and its stage if this is the next.
                 wgmma_wait<1>();
                 if (u % GS == 0 && b == 0 && (v > 0 || k0 > 0)) release();
-                if (u % GS == GS - 1 && b == MB - 1) before = place.slot, place.template step<C::STAGES>(TURNS);
+                if (u % GS == GS - 1 && b == MB - 1)
+                    before = place.slot, place.template step<C::STAGES>(C::PAIR ? 1 : TURNS);
                 // Nothing comes into the ring after the last tile. From L2 some steps are loaded in vain then: without
                 // those loads (behind a branch) the whole loop is 5% slower.
-                if (C::FROM != RING || v + NB - 1 < S || k0 + U < steps || t + (int)gridDim.x < work.tiles)
+                if (C::FROM != RING || v + NB - 1 < S || k0 + U < steps || t + work.step < work.tiles)
                     load(w[(v + NB - 1) % NB], (v + NB - 1) % S);
             }
         }
@@ -480,9 +329,11 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
                 for (int i = 0; i < N / 2; i++) acc[0][i] += acc[1][i];
                 add_to_residual<C, 0, 0, 0, N / 8>(a, s, base, acc[0], early, work.row(t) * 2 + group, octet, octets);
             } else if (group == 0) {  // each warpgroup finishes half of the tokens
-                add_to_residual<C, C::HALF, N / 8, 0, C::HALF>(a, s, base, acc[0], early, work.row(t), octet, octets);
+                add_to_residual<C, C::HALF, N / 8, 0, C::HALF>(a, s, base, acc[0], early, work.row(t), octet, octets,
+                                                               at.leave);
             } else {
-                add_to_residual<C, 0, C::HALF, C::HALF, N / 8>(a, s, base, acc[0], early, work.row(t), octet, octets);
+                add_to_residual<C, 0, C::HALF, C::HALF, N / 8>(a, s, base, acc[0], early, work.row(t), octet, octets,
+                                                               at.leave);
             }
         }
     }
@@ -504,7 +355,7 @@ __device__ __forceinline__ void ask_for_residual(const Gemm& a, const Span& s) {
     const int lane = threadIdx.x % 32;
     wait_for_previous();
     if (lane >= C::GROUPS) return;
-    for (int i = blockIdx.x; i < work.tiles; i += gridDim.x) {
+    for (int i = work.first; i < work.tiles; i += work.step) {
         const int octet = work.token(i) * (C::N / 8), octets = min(C::N / 8, s.octets - octet);
         const u64 at = (u64)(work.row(i) * C::GROUPS + lane) * s.capacity + s.first + octet;
         prefetch_bulk((const u8*)a.residual + at * 1024, octets * 1024);
@@ -514,7 +365,7 @@ __device__ __forceinline__ void ask_for_residual(const Gemm& a, const Span& s) {
 template <class C>
 __device__ __forceinline__ void multiply(const Gemm& a, const Span& s) {
     let_next_start();
-    if ((int)blockIdx.x >= Work<C>(a, s).tiles) {
+    if (!C::PAIR && (int)blockIdx.x >= Work<C>(a, s).tiles) {
         ask_for_all<C>(a, blockIdx.x - Work<C>(a, s).tiles, gridDim.x - Work<C>(a, s).tiles);
         return;
     }
@@ -524,23 +375,27 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Span& s) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::STAGES; i++) {
             barrier_init(at.full + i * 8, 1 + C::W_WARPS);
-            barrier_init(at.empty + i * 8, C::SPLIT ? 4 : 8);
+            barrier_init(at.empty + i * 8, C::SPLIT ? 4 : 4 * C::WGS);
         }
         for (int i = 0; i < 2; i++) barrier_init(at.leave + i * 16, 4), barrier_init(at.leave + i * 16 + 8, 1);
-        for (int i = 0; i < 2; i++) barrier_init(at.scales + i * 16, 1), barrier_init(at.scales + i * 16 + 8, 8);
+        for (int i = 0; i < 2; i++)
+            barrier_init(at.scales + i * 16, 1), barrier_init(at.scales + i * 16 + 8, 4 * C::WGS);
         show_barriers();
     }
-    __syncthreads();
-    if (threadIdx.x >= 256) {
+    if (C::PAIR)
+        sync_cluster();
+    else
+        __syncthreads();
+    if (threadIdx.x >= C::WGS * 128) {
         leave_registers<40>();
-        const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 8;
+        const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4 * C::WGS;
         if (warp == 0) {
             bring_x<C>(a, s, ring, at);
-        } else if (warp == (C::FROM == RING ? 1 : 3)) {
+        } else if (warp == (C::W_WARPS == 2 ? 1 : 3)) {
             if (C::SCALED) bring_scales<C>(a, s, base + C::SCALES_AT, at);
         } else if (warp == 1) {
             if (C::SENDS) send<C>(a, s, base + C::OUT_AT, at);
-            if (C::TWICE) ask_for_residual<C>(a, s);
+            if (C::TWICE || C::PAIR) ask_for_residual<C>(a, s);
         } else {
             bring_w<C>(a, s, ring, at, warp - 2);
         }
