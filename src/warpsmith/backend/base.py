@@ -300,9 +300,9 @@ def check_batch(backend: Backend, batch: Batch) -> None:
         raise BadRequest(f"A forward pass takes 1 to {backend.largest_tree} nodes on this device, not {nodes}.")
     if len({id(state) for state, _ in batch}) < len(batch):
         raise BadRequest("A forward pass takes one tree of a sequence.", "Run the other in the next pass.")
+    check_tokens(backend.config, np.concatenate([tree.tokens for _, tree in batch]))
     for state, tree in batch:
-        check_tokens(backend.config, tree.tokens)
-        check_room(state, int(tree.depths().max()) + 1)
+        check_room(state, tree.height)
     for state, _ in batch:
         state.drafted = None
 
@@ -311,7 +311,8 @@ def keep_drafted(batch: Batch, output: Output) -> Output:
     """Give each state its tree and its rows of the output; returns the output."""
     first = 0
     for state, tree in batch:
-        state.drafted = Drafted(tree, output[first : first + len(tree)])
+        own = output[first : first + len(tree)] if len(batch) > 1 else output
+        state.drafted = Drafted(tree, own)
         first += len(tree)
     return output
 
