@@ -409,6 +409,8 @@ class CudaBackend(Backend):
         """Queue a pass whose first node's outputs are row number `row` of all that is computed together."""
         self._decoder.let_go_of_ring()
         self._launches += 1
+        # before the rest is made ready: the device does it meanwhile
+        self.exchange.fill_starts(NOT_YET, 2, -(-len(tree) // 8) * self.layout.exchange.tile_words)
         params = at_row(state.params, row, self.config, want)
         request = Request(
             nodes=len(tree),
@@ -421,7 +423,6 @@ class CudaBackend(Backend):
             want_hidden=want.hidden,
         )
         fill_request(request, tree, stop, want)
-        self.exchange.fill_starts(NOT_YET, 2, -(-len(tree) // 8) * self.layout.exchange.tile_words)
         arguments = (params, request, draw or Draw())  # kernels for trees know of no draw
         self._kernel(len(tree)).launch(self.layout.sms, threads_of(self.architecture), *arguments, cooperative=True)
 
