@@ -12,7 +12,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
-from warpsmith.backend.cuda.backend import VARIANTS, build_constants
+from warpsmith.backend.cuda.backend import VARIANTS, build_constants, build_options
 from warpsmith.backend.cuda.build.compiler import compile_source, sources, target
 from warpsmith.backend.cuda.build.profiles import load_profiles
 from warpsmith.backend.cuda.memory.driver import Chip
@@ -29,8 +29,9 @@ def row(chip_name: str, size: str, kind: str, nodes: int) -> str:
     chip = Chip(profile.name, profile.capability, profile.sms, profile.shared_memory)
     layout = Layout(model, min(profile.sms, busy_sms(model)), dict.fromkeys(expected_shapes(model), kind))
     constants = build_constants(layout, chip, profile, nodes)
-    options = ("--ptxas-options=-v",)
-    image, log = compile_source(sources()[KERNEL], KERNEL, target(profile.capability), constants, options)
+    architecture = target(profile.capability)
+    options = ("--ptxas-options=-v", *build_options(KERNEL, layout, architecture))
+    image, log = compile_source(sources()[KERNEL], KERNEL, architecture, constants, options)
 
     def number(pattern: str) -> int:
         found = re.search(pattern, log)

@@ -29,7 +29,7 @@ ONE_BY_ONE = ("top",)  # blocks that share static memory, of which there is one 
 FLAGS = ["-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-ffp-contract=off"]
 
 
-def build(name: str, architecture: str, constants: Mapping[str, Any]) -> bytes:
+def build(name: str, architecture: str, constants: Mapping[str, Any], options: tuple[str, ...] = ()) -> bytes:
     """The path of a library with the kernel."""
     kernel = Path(name).stem
     if kernel not in ARGUMENTS:

@@ -307,8 +307,8 @@ def check_batch(backend: Backend, batch: Batch) -> None:
     if len({id(state) for state, _ in batch}) < len(batch):
         raise BadRequest("A forward pass takes one tree of a sequence.", "Run the other in the next pass.")
     for state, tree in batch:
-        check_tokens(backend.config, tree.tokens)
-        check_room(state, int(tree.depths().max()) + 1)
+        check_ids(backend.config, tree.tokens.tolist())
+        check_room(state, tree.height)
     for state, _ in batch:
         state.drafted = None
 
@@ -317,7 +317,8 @@ def keep_drafted(batch: Batch, output: Output) -> Output:
     """Give each state its tree and its rows of the output; returns the output."""
     first = 0
     for state, tree in batch:
-        state.drafted = Drafted(tree, output[first : first + len(tree)])
+        own = output[first : first + len(tree)] if len(batch) > 1 else output
+        state.drafted = Drafted(tree, own)
         first += len(tree)
     return output
 
@@ -359,7 +360,13 @@ def check_snapshot(state: State, snapshot: Snapshot) -> None:
 
 
 def check_tokens(config: Config, ids: np.ndarray) -> None:
-    if len(ids) and (ids.min() < 0 or ids.max() >= config.vocab):
+    if len(ids):
+        check_ids(config, (int(ids.min()), int(ids.max())))
+
+
+def check_ids(config: Config, ids: Sequence[int]) -> None:
+    """The same of a few numbers, for which an array takes longer than they do."""
+    if min(ids) < 0 or max(ids) >= config.vocab:
         raise BadRequest(f"Token ids must be in [0, {config.vocab}).", "The prompt was made with another tokenizer.")
 
 

@@ -54,6 +54,11 @@ class Tree:
             depths.append(depths[parent] + 1)
         return np.array(depths, dtype=np.int32)
 
+    @cached_property
+    def height(self) -> int:
+        """Nodes of the longest path."""
+        return max(self._depths.tolist()) + 1
+
     def path(self, node: int) -> list[int]:
         """Node indices from the root to `node`, both included."""
         path = [node]
