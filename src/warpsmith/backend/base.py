@@ -112,6 +112,8 @@ class BlockMemory(ABC):  # noqa: B024  every backend keeps its own
 class BlockDraft(ABC):
     """A network that guesses a block of positions at once (DFlash): weights that any number of sequences share."""
 
+    at_once: bool = False  # rows are best appended as soon as they are committed, where they are; else they may wait
+
     @abstractmethod
     def new_memory(self) -> BlockMemory:
         """Of a sequence that has not begun."""

@@ -80,8 +80,11 @@ class DFlash(Draft[DFlashMemory]):
         memory.position = position + len(tokens)
         if features is None:
             return  # a gap: the rows before it still stand where they stood
-        kept = features[-self._longest :].keep()  # what no layer could see any more is not worth projecting
-        memory.waiting.append((memory.position - len(kept), kept))
+        seen = features[-self._longest :]  # what no layer could see any more is not worth projecting
+        if self.network.at_once:
+            self.network.append(memory.network, seen, memory.position - len(seen))
+            return
+        memory.waiting.append((memory.position - len(seen), seen.keep()))
         while sum(len(rows) for _, rows in memory.waiting[1:]) >= self._longest:
             del memory.waiting[0]
         if sum(rows.nbytes for _, rows in memory.waiting) > WAITING_BYTES:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from statistics import median
@@ -15,6 +15,7 @@ from warpsmith.backend.base import (
     ARGMAX,
     Backend,
     Batch,
+    BlockDraft,
     MemoryPart,
     Output,
     Snapshot,
@@ -37,6 +38,8 @@ from warpsmith.backend.cuda.build.profiles import Profile
 from warpsmith.backend.cuda.build.profiles import choose as choose_profile
 from warpsmith.backend.cuda.debug.trace import read_stage, stage_number
 from warpsmith.backend.cuda.decoding import BURST, Decoder
+from warpsmith.backend.cuda.draft.layout import takes as draft_fits
+from warpsmith.backend.cuda.draft.network import CudaDraft, Lent, lend_copies
 from warpsmith.backend.cuda.memory.driver import Buffer, Chip, Device, Event, Kernel, Pinned
 from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.cuda.memory.layout import Layout
@@ -58,9 +61,11 @@ from warpsmith.backend.cuda.shape import (
 from warpsmith.backend.cuda.structures import Draw, Params, Path, Request, Stream
 from warpsmith.backend.cuda.top import MAX_TOP, Top
 from warpsmith.backend.cuda.weights.loading import Progress, load_weights
+from warpsmith.backend.cuda.weights.stream import EMBEDDING
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.checkpoint.dflash import DFlashConfig
 from warpsmith.errors import BadRequest, NoDevice
 from warpsmith.model.config import Config
 
@@ -90,6 +95,7 @@ class CudaBackend(Backend):
 
     name = "cuda"
     _prompts: Prefill | None = None  # where the model and the chip suit its kernels
+    _lent: Lent | None = None  # once a draft has asked
 
     def __init__(
         self,
@@ -146,6 +152,7 @@ class CudaBackend(Backend):
         self.undecided = 0  # sampled tokens that the device left to the host
         self._launches = 0  # so far: rows of an output are overwritten by the next
         self._weight_types = " ".join(sorted(set(stored.values())))
+        self._lendable = {n: tensors[n] for n in (EMBEDDING, "output.weight") if n in tensors}
 
     def _prepare_prompts(self, weights: PromptStream) -> None:
         if weights.suits(self.architecture):
@@ -201,7 +208,7 @@ class CudaBackend(Backend):
             state.drafted = None
             self._decoder.let_go_of_ring()
             self._launches += 1
-            return self._prompts.run(state, ids, want, self._tokens_of)
+            return self._prompts.run(state, ids, want, self.tokens_of)
         parts = []
         for start in range(0, len(ids), self.largest_tree):
             chunk = ids[start : start + self.largest_tree]
@@ -252,13 +259,20 @@ class CudaBackend(Backend):
             output.hidden = rows(self.hidden, np.arange(nodes)[:, None] * hidden, hidden)
         return output
 
-    def _tokens_of(self, rows: int, want: Want) -> Output:
-        """What is wanted of the first rows of logits on the device."""
+    def tokens_of(self, rows: int, want: Want, offset: int = 0) -> Output:
+        """What is wanted of some rows of logits on the device, `offset` floats from their beginning on."""
         if want.tokens == "argmax":
-            return Output(argmax=self._top.of(rows, 1).argmax)
+            return Output(argmax=self._top.of(rows, 1, offset).argmax)
         if want.tokens == "top" and 1 <= (count := min(want.top, self.config.vocab)) <= MAX_TOP:
-            return self._top.of(rows, count)
-        return output_from_logits(self.logits.read(np.float32, (rows, self.config.vocab)), want)
+            return self._top.of(rows, count, offset)
+        return output_from_logits(self.logits.read(np.float32, (rows, self.config.vocab), 4 * offset), want)
+
+    def overwrite_outputs(self) -> Callable[[], bool]:
+        """Before a launch that writes logits and the like. Tells later whether they are still those of this launch."""
+        self._decoder.let_go_of_ring()
+        self._launches += 1
+        launches = self._launches
+        return lambda: self._launches == launches
 
     def verify(
         self, state: State, tree: Tree, sampling: Sampling | None = None, history: Sequence[int] = ()
@@ -292,6 +306,19 @@ class CudaBackend(Backend):
         blocks += self.layout.attention_layers * self.config.kv_heads
         self._commit.launch(blocks, COLUMNS * 32, state.params, argument)
         state.length += len(nodes)
+
+    def block_draft(
+        self, config: DFlashConfig, tensors: Mapping[str, Tensor], capacity: Sequence[int]
+    ) -> BlockDraft | None:
+        if self.architecture != "sm_90a" or not draft_fits(config):
+            return None
+        return CudaDraft(self, config, tensors, capacity, self.lend)
+
+    def lend(self) -> Lent:
+        """What a draft needs of the model."""
+        if self._lent is None:
+            self._lent = lend_copies(self, self._lendable)
+        return self._lent
 
     def decode(
         self,

@@ -15,6 +15,7 @@ from warpsmith.backend.cuda.build.compiler import build, target
 from warpsmith.backend.cuda.build.profiles import Profile
 from warpsmith.backend.cuda.build.profiles import choose as choose_profile
 from warpsmith.backend.cuda.decoding import BURST, Decoder
+from warpsmith.backend.cuda.draft.network import Lent
 from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.large.loading import load_weights
 from warpsmith.backend.cuda.large.structures import LargeParams, LargeRequest
@@ -120,6 +121,11 @@ class LargeBackend(CudaBackend):
         blocks = self.large.delta_layers * (self.config.value_dim // 8) + self.large.caches
         self._commit.launch(blocks, 256, state.params, argument)
         state.length += len(nodes)
+
+    def lend(self) -> Lent:
+        layout = self.large
+        start = layout.stage_start[-1]
+        return Lent(self.stream, layout.deals[-1], start, self.embedding, layout.embedding_type)
 
     def trace(self, state: State, tree: Tree, stop_after: str) -> dict[str, np.ndarray]:
         raise BadRequest(
