@@ -166,16 +166,12 @@ class CudaDraft(BlockDraft):
 
     def fill(self, memory: BlockMemory, root: int, position: int, rows: int, want: Want) -> Output:
         assert isinstance(memory, CudaMemory)
-        backend, vocab = self.backend, self.layout.vocab
+        backend = self.backend
         valid = backend.overwrite_outputs()
-        request = self._request
-        request.nodes, request.length, request.want_hidden = self.config.block, position, want.hidden
-        request.want_logits = want.tokens != "none"
-        request.tokens[: self.config.block] = (root, *[self.config.mask_token] * (self.config.block - 1))
-        self._launch(memory, request)
+        self.launch(memory, self.request(root, position, want))
         output = Output()
         if want.tokens != "none":
-            output = backend.tokens_of(rows, want, offset=vocab)
+            output = backend.tokens_of(rows, want, offset=self.layout.vocab)  # nobody asks about the root
         if want.hidden:
             width = self.config.hidden
             output.hidden = CudaRows(backend.hidden, np.arange(rows + 1)[:, None] * width, width, valid)
@@ -197,7 +193,7 @@ class CudaDraft(BlockDraft):
         while done < len(features):
             follows = memory.position + memory.waiting == position + done
             if memory.waiting == most or (memory.waiting and not follows):
-                self._project(memory)
+                self.project(memory)
             if not memory.waiting:
                 memory.position = position + done
             count = min(most - memory.waiting, len(features) - done)
@@ -210,11 +206,20 @@ class CudaDraft(BlockDraft):
             memory.waiting += count
             done += count
 
-    def _project(self, memory: CudaMemory) -> None:
-        self._request.nodes = 0
-        self._launch(memory, self._request)
+    def request(self, root: int, position: int, want: Want) -> DraftRequest:
+        request, c = self._request, self.config
+        request.nodes, request.length, request.want_hidden = c.block, position, want.hidden
+        request.want_logits = want.tokens != "none"
+        request.tokens[: c.block] = (root, *[c.mask_token] * (c.block - 1))
+        return request
 
-    def _launch(self, memory: CudaMemory, request: DraftRequest) -> None:
+    def project(self, memory: CudaMemory) -> None:
+        """Queue what waits."""
+        self._request.nodes = 0
+        self.launch(memory, self._request)
+
+    def launch(self, memory: CudaMemory, request: DraftRequest) -> None:
+        """Queue what waits, and what is requested."""
         request.rows, request.first_position, request.appended = memory.waiting, memory.position, memory.appended
         counter = self._scratch["counter"]
         counter.fill_starts(0, 1, counter.nbytes // 4)

@@ -12,17 +12,19 @@ from warpsmith.backend.cuda.shape import MAX_FEATURES
 class DraftParams(LargeParams):
     """`DraftParams` of kernels/draft/shape.cuh."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("head_stream", "head_start", "waiting", "positions"))
+    _fields_ = [  # noqa: RUF012
+        (name, ctypes.c_void_p) for name in ("head_stream", "head_start", "waiting", "positions")
+    ]
 
 
 class DraftRequest(LargeRequest):
     """`DraftRequest` of kernels/draft/shape.cuh."""
 
-    _fields_ = (
+    _fields_ = [  # noqa: RUF012
         *((name, ctypes.c_int) for name in ("rows", "first_position", "appended")),
         ("window", ctypes.c_int * MAX_LAYERS),
         ("causal", ctypes.c_int * MAX_LAYERS),
-    )
+    ]
 
 
 class Gather(ctypes.Structure):
