@@ -130,12 +130,13 @@ def test_rows_of_a_pass_are_taken_where_they_are() -> None:
 
 def test_shapes_that_are_taken() -> None:
     large = draft_of_the_27b()
-    assert takes(large)
+    assert takes(large, 248_320)
+    assert not takes(large, 248_321)
     stream = DraftStream(large, 132, dict.fromkeys(expected_shapes(large), "BF16 to Q8_0"))
     assert 1.8e9 < stream.stream_bytes < 2.0e9  # 1.73 billion weights, keys' and values' twice
-    assert not takes(shaped(head_dim=64))
-    assert not takes(shaped(ffn=320))
-    assert not takes(shaped(block=17))
+    assert not takes(shaped(head_dim=64), 480)
+    assert not takes(shaped(ffn=320), 480)
+    assert not takes(shaped(block=17), 480)
 
 
 def draft_of_the_27b() -> DFlashConfig:

@@ -310,7 +310,7 @@ class CudaBackend(Backend):
     def block_draft(
         self, config: DFlashConfig, tensors: Mapping[str, Tensor], capacity: Sequence[int]
     ) -> BlockDraft | None:
-        if self.architecture != "sm_90a" or not draft_fits(config):
+        if self.architecture != "sm_90a" or not draft_fits(config, self.config.vocab):
             return None
         return CudaDraft(self, config, tensors, capacity, self.lend)
 

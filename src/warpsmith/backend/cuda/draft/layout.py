@@ -26,8 +26,8 @@ MAX_LAYERS = 32
 BATCH = 64  # rows of queries at a time
 
 
-def takes(config: DFlashConfig) -> bool:
-    """Whether the kernels are written for this shape."""
+def takes(config: DFlashConfig, vocab: int) -> bool:
+    """Whether the kernels are written for this shape beside a target of this vocabulary."""
     c = config
     widths = (c.hidden, c.ffn, c.heads * c.head_dim)
     return (
@@ -38,6 +38,7 @@ def takes(config: DFlashConfig) -> bool:
         and c.layers <= MAX_LAYERS
         and len(c.target_layers) <= MAX_FEATURES
         and c.heads // c.kv_heads <= COLUMNS
+        and vocab % 4 == 0
     )
 
 
@@ -134,7 +135,6 @@ class DraftLayout:
             "queries": COLUMNS * c.heads * DIM * 2,
             "parts": parts * DIM * 2,
             "part_stats": parts * 8,
-            "best": COLUMNS * self.sms * 8,
             "pending_keys": kv,
             "pending_values": kv,
         }
@@ -164,5 +164,5 @@ class DraftLayout:
             "SLAB_TYPE_MASK": sum(1 << i for i, slab in enumerate(SLABS) if slab in kinds),
             "EMBEDDING_TYPE": embedding, "GROUP_BLOCKS": GROUP_BLOCKS, "SMS": self.sms, "NODES": COLUMNS,
             "TABLE_ENTRIES": 1 + max(deal.tables.size for deal in self.deals[:-1]),
-            "FEATURES": len(c.target_layers),
+            "FEATURES": len(c.target_layers), "ROUND_Q8_0": 1,
         }  # fmt: skip

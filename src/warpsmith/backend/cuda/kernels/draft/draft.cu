@@ -17,6 +17,32 @@ __device__ __forceinline__ void to_residual(Block& b, const float* norm) {
     });
 }
 
+// What is asked about the positions after the root: logits. And the rows they are made from.
+__device__ __forceinline__ void give_out(Block& b) {
+    const Stage stage = b.p.stages[HEAD];
+    const Sums<HIDDEN_GROUPS> sums(b, b.p.tiles + stage.tiles_at, stage);
+    const int first = first_of(stage.tile_rows, b.sm), quads = (first_of(stage.tile_rows, b.sm + 1) - first) * (ROWS / 4);
+    if (b.r.want_logits) {
+#pragma unroll 2
+        for (int i = threadIdx.x; i < quads * (b.nodes - 1); i += CONSUMERS) {
+            const int node = 1 + i / quads, row = first * ROWS + i % quads * 4;
+            if (row < VOCAB) {
+                static_assert(VOCAB % 4 == 0, "four logits at a time");
+                *(float4*)(b.p.out_logits + (size_t)node * VOCAB + row) = sums.at(node, row);
+            }
+        }
+    }
+    if (b.r.want_hidden) {
+        const int own = first_of(PIECES, b.sm) * 8, rows = first_of(PIECES, b.sm + 1) * 8 - own;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < b.nodes * rows; i += CONSUMERS) {
+            const int node = i / rows, row = i % rows;
+            b.p.out_hidden[(size_t)node * HIDDEN + own + row] =
+                b.s.residual[node][row] * b.s.inverse[node] * __ldg(b.vectors + own + row);
+        }
+    }
+}
+
 // A layer's attention, apart from the rest: the compiler would give the products worse code beside it. Returns the
 // steps done so far.
 __device__ __noinline__ u32 block_mix(const DraftParams& p, const DraftRequest& r, u8* memory, int layer,
@@ -99,7 +125,8 @@ __device__ __forceinline__ void draft_pass(Block& b, const DraftParams& p, const
         b.mark();
     }
     b.wait_for_all();
-    rank_logits(b);
+    b.mark();
+    give_out(b);
     b.mark();
 }
 
