@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Iterator
 from functools import cache
@@ -9,7 +10,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from cuda_draft_cases import CLOSE, SHAPES, TOP, both, check_rings, check_same, features_of, file_of, shaped
+from cuda_draft_cases import CLOSE, SHAPES, TOP, both, check_rings, check_same, distance, features_of, file_of, shaped
 from draft_cases import OneBlock, run
 from emulator.gpu import emulated_gpu
 from large_cases import MIXED, SHAPE, tensors_of
@@ -113,6 +114,37 @@ def test_beside_a_model_of_the_other_pass() -> None:
     for draft in (native, numpy):
         draft.append(HostRows(features_of(9, config)), 0)
     check_same(native, numpy, 5, 9, config.block - 1)
+
+
+def test_the_head_is_lent() -> None:
+    """Of rows that are normed already, more than a launch takes."""
+    cuda, reference = targets()
+    rows = np.random.default_rng(0).standard_normal((19, SHAPE.hidden)).astype(np.float32)
+    got, expected = cuda.head(rows, Want("top", top=3)), reference.head(rows, Want("top", top=3))
+    assert distance(got.top_logits, expected.top_logits) < CLOSE
+    assert distance(got.logsumexp, expected.logsumexp) < CLOSE
+    tokens = [3, 1, 479]
+    np.testing.assert_allclose(cuda.embed(tokens), reference.embed(tokens), rtol=1e-6)
+
+
+def test_the_mtp_head_is_the_reference_s() -> None:
+    """Rows in pieces, each over what was there before from its position on."""
+    config = dataclasses.replace(SHAPE, mtp_layers=1)
+    tensors = tensors_of(config, MIXED)
+    cuda, reference = LargeBackend(config, tensors), ReferenceBackend(config, tensors)
+    assert cuda.runs_mtp
+    rng = np.random.default_rng(0)
+    state, expected_state = cuda.new_state(64), reference.new_state(64)
+    for position, count in ((0, 11), (11, 1), (9, 2)):
+        tokens = rng.integers(0, SHAPE.vocab, count).tolist()
+        hidden = rng.standard_normal((count, SHAPE.hidden)).astype(np.float32)
+        want = Want("top", top=4, hidden=True)
+        got = cuda.mtp(state, tokens, hidden, position, want)
+        expected = reference.mtp(expected_state, tokens, hidden, position, want)
+        assert got.top_ids is not None
+        assert got.top_ids.shape == (1, 4)
+        assert distance(got.hidden.numpy(), expected.hidden.numpy()) < CLOSE
+        assert distance(got.top_logits, expected.top_logits) < CLOSE
 
 
 def test_rows_of_a_pass_are_taken_where_they_are() -> None:

@@ -7,6 +7,7 @@ PYTHONPATH=src python bench/lab/spec_assumed.py [--assume 8.31] [--sweep 15 22] 
 from __future__ import annotations
 
 import argparse
+from copy import copy
 from pathlib import Path
 
 import numpy as np
@@ -37,8 +38,8 @@ def main() -> None:
     first, *others = given.sweep
     drafts = {first: DFlash(random_draft(draft_of(config)), backend, first)}
     for nodes in others:  # the same weights
-        drafts[nodes] = DFlash.__new__(DFlash)
-        vars(drafts[nodes]).update(vars(drafts[first]) | {"nodes": nodes, "_tree_seconds": 0.0})
+        drafts[nodes] = copy(drafts[first])
+        drafts[nodes].nodes = nodes
     random = np.random.default_rng(0)
     prompts = [random.integers(0, 50_000, given.depth).tolist() for _ in range(given.samples)]
     options = {"max_tokens": given.n, "temperature": 0.0, "stop_ids": []}

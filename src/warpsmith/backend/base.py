@@ -259,6 +259,11 @@ class Backend(ABC):
         Held against `bytes_a_token`, it says how fast decoding could be at best."""
         return None
 
+    @property
+    def runs_mtp(self) -> bool:
+        """Whether it can run an MTP block of this model's shape."""
+        return type(self).mtp is not Backend.mtp
+
     def mtp(
         self, state: State, tokens: Sequence[int], hidden: np.ndarray, position: int, want: Want = ARGMAX
     ) -> Output:

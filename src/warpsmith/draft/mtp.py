@@ -53,7 +53,7 @@ class MTP(Draft[MTPMemory]):
     def __init__(self, backend: Backend, nodes: int = MAX_NODES - 1) -> None:
         if not backend.config.mtp_layers:
             raise BadRequest("This model has no MTP head to draft with.", "Use --draft ngram, or a draft model.")
-        if type(backend).mtp is Backend.mtp:
+        if not backend.runs_mtp:
             raise BadRequest(f"The {backend.name} backend does not run MTP heads.", "Use --draft ngram.")
         self.backend, self.nodes = backend, nodes
         self._row_seconds = self._tree_seconds = 0.0

@@ -39,7 +39,9 @@ from warpsmith.backend.cuda.build.profiles import choose as choose_profile
 from warpsmith.backend.cuda.debug.trace import read_stage, stage_number
 from warpsmith.backend.cuda.decoding import BURST, Decoder
 from warpsmith.backend.cuda.draft.layout import takes as draft_fits
-from warpsmith.backend.cuda.draft.network import CudaDraft, Lent, lend_copies
+from warpsmith.backend.cuda.draft.lent import HeadProgram, Lent, lend_copies, lendable
+from warpsmith.backend.cuda.draft.mtp import MtpProgram, block_config
+from warpsmith.backend.cuda.draft.network import CudaDraft
 from warpsmith.backend.cuda.memory.driver import Buffer, Chip, Device, Event, Kernel, Pinned
 from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.cuda.memory.layout import Layout
@@ -62,8 +64,10 @@ from warpsmith.backend.cuda.structures import Draw, Params, Path, Request, Strea
 from warpsmith.backend.cuda.top import MAX_TOP, Top
 from warpsmith.backend.cuda.weights.loading import Progress, load_weights
 from warpsmith.backend.cuda.weights.stream import EMBEDDING
+from warpsmith.backend.rows import HostRows
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
+from warpsmith.checkpoint.blocks import dequantize
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.checkpoint.dflash import DFlashConfig
 from warpsmith.errors import BadRequest, NoDevice
@@ -88,6 +92,7 @@ class CudaState(State):
         self.kept_delta = device.allocate(layout.delta_bytes)
         self.kept_history = device.allocate(layout.history_bytes)
         self.params = backend.params_for(self)  # the same for every launch
+        self.mtp: CudaState | None = None  # of the MTP block, once it has run
 
 
 class CudaBackend(Backend):
@@ -95,7 +100,9 @@ class CudaBackend(Backend):
 
     name = "cuda"
     _prompts: Prefill | None = None  # where the model and the chip suit its kernels
-    _lent: Lent | None = None  # once a draft has asked
+    _lent: Lent | None = None  # these once a draft has asked
+    _head: HeadProgram | None = None
+    _mtp: MtpProgram | None = None
 
     def __init__(
         self,
@@ -152,7 +159,7 @@ class CudaBackend(Backend):
         self.undecided = 0  # sampled tokens that the device left to the host
         self._launches = 0  # so far: rows of an output are overwritten by the next
         self._weight_types = " ".join(sorted(set(stored.values())))
-        self._lendable = {n: tensors[n] for n in (EMBEDDING, "output.weight") if n in tensors}
+        self._lendable = lendable(config, tensors)
 
     def _prepare_prompts(self, weights: PromptStream) -> None:
         if weights.suits(self.architecture):
@@ -313,6 +320,42 @@ class CudaBackend(Backend):
         if self.architecture != "sm_90a" or not draft_fits(config, self.config.vocab):
             return None
         return CudaDraft(self, config, tensors, capacity, self.lend)
+
+    def embed(self, tokens: Sequence[int]) -> np.ndarray:
+        table = self._lendable[EMBEDDING]
+        return dequantize(table.type, table.raw()[list(tokens)])
+
+    def head(self, hidden: np.ndarray, want: Want = ARGMAX) -> Output:
+        return self._head_program().of(HostRows(hidden), want)
+
+    def _head_program(self) -> HeadProgram:
+        if self.architecture != "sm_90a":
+            raise BadRequest("On this GPU the model does not lend its LM head.", "Use --draft ngram.")
+        if self._head is None:
+            self._head = HeadProgram(self, self.lend())
+        return self._head
+
+    @property
+    def runs_mtp(self) -> bool:
+        from warpsmith.backend.cuda.large.layout import takes
+
+        return self.architecture == "sm_90a" and takes(block_config(self.config)) and self.config.vocab % 4 == 0
+
+    def mtp(
+        self, state: State, tokens: Sequence[int], hidden: np.ndarray, position: int, want: Want = ARGMAX
+    ) -> Output:
+        if not self.runs_mtp or not self.config.mtp_layers:
+            return super().mtp(state, tokens, hidden, position, want)
+        assert isinstance(state, CudaState)
+        check_tokens(self.config, np.asarray(tokens))
+        if self._mtp is None:
+            from warpsmith.backend.cuda.large.backend import LargeBackend
+
+            def make(config: Config, tensors: Mapping[str, Tensor]) -> CudaBackend:
+                return LargeBackend(config, tensors, context=self.context, options=self.options)
+
+            self._mtp = MtpProgram(self, self._lendable, self._head_program(), make)
+        return self._mtp.run(state, tokens, hidden, position, want)
 
     def lend(self) -> Lent:
         """What a draft needs of the model."""

@@ -11,16 +11,15 @@ import numpy as np
 
 from warpsmith.backend.base import BlockDraft, BlockMemory, Output, Want
 from warpsmith.backend.cuda.build.compiler import build
-from warpsmith.backend.cuda.draft.layout import COLUMNS, DIM, DraftLayout, DraftStream, HeadStream, handed_over
+from warpsmith.backend.cuda.draft.layout import COLUMNS, DIM, DraftLayout, DraftStream, handed_over
+from warpsmith.backend.cuda.draft.lent import THREADS, Lent
 from warpsmith.backend.cuda.draft.structures import DraftParams, DraftRequest, Gather
-from warpsmith.backend.cuda.large.formats import EMBEDDINGS, ROUNDED
-from warpsmith.backend.cuda.large.layout import Deal
-from warpsmith.backend.cuda.large.loading import copies_of, held_as, load_slabs, load_table
+from warpsmith.backend.cuda.large.formats import EMBEDDINGS
+from warpsmith.backend.cuda.large.loading import copies_of, load_slabs
 from warpsmith.backend.cuda.memory.driver import Buffer, Device
 from warpsmith.backend.cuda.memory.layout import turns
 from warpsmith.backend.cuda.rows import CudaRows
 from warpsmith.backend.cuda.weights.loading import STAGING_BYTES, StagedRows, held_bytes
-from warpsmith.backend.cuda.weights.stream import EMBEDDING
 from warpsmith.backend.rows import Rows
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.checkpoint.dflash import DFlashConfig
@@ -29,19 +28,7 @@ from warpsmith.errors import DoesNotFit
 if TYPE_CHECKING:
     from warpsmith.backend.cuda.backend import CudaBackend
 
-THREADS = 384
 ABREAST = 64  # rows from the host that are brought over together
-
-
-@dataclass(frozen=True)
-class Lent:
-    """What a target lends a draft: its LM head as slabs, and the rows of its embeddings."""
-
-    stream: Buffer
-    deal: Deal
-    start: np.ndarray  # [sms] where each SM's share of the head begins
-    embedding: Buffer
-    embedding_type: str
 
 
 class CudaMemory(BlockMemory):
@@ -234,19 +221,3 @@ def check_room(device: Device, needed: int, config: DFlashConfig) -> None:
             f"The draft {config.source} needs {needed / 2**30:.2f} GiB, and the GPU has {free / 2**30:.2f} GiB free.",
             "Use --draft none or --draft ngram.",
         )
-
-
-def lend_copies(backend: CudaBackend, tensors: Mapping[str, Tensor]) -> Lent:
-    """Of a target whose own pass has them in other layouts: copies of its LM head, in 8 bits, and of its embeddings."""
-    c, device = backend.config, backend.device
-    name = EMBEDDING if c.tied else "output.weight"
-    stored = {name: handed_over(tensors[name].type.name)}
-    head = HeadStream(name.removesuffix(".weight"), c.vocab, c.hidden, backend.chip.sms, stored)
-    kind = tensors[EMBEDDING].type.name
-    kind = kind if kind in EMBEDDINGS else ROUNDED
-    pack = device.load(build("large/pack.cu", backend.architecture, {})).kernel("pack")
-    rows = StagedRows(device, 0, None)
-    stream = load_slabs(device, pack, head, tensors, rows)
-    return Lent(
-        stream, head.deals[0], head.stream_start, load_table(device, tensors[EMBEDDING], held_as(kind), rows), kind
-    )

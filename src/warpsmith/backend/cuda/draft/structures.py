@@ -27,6 +27,12 @@ class DraftRequest(LargeRequest):
     ]
 
 
+class Enter(ctypes.Structure):
+    """`Enter` of kernels/draft/enter.cu."""
+
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("weights", "rows", "out")), ("count", ctypes.c_int)]
+
+
 class Gather(ctypes.Structure):
     """`Gather` of kernels/draft/gather.cu."""
 

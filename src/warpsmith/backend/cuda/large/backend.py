@@ -15,7 +15,7 @@ from warpsmith.backend.cuda.build.compiler import build, target
 from warpsmith.backend.cuda.build.profiles import Profile
 from warpsmith.backend.cuda.build.profiles import choose as choose_profile
 from warpsmith.backend.cuda.decoding import BURST, Decoder
-from warpsmith.backend.cuda.draft.network import Lent
+from warpsmith.backend.cuda.draft.lent import Lent, lendable
 from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.large.loading import load_weights
 from warpsmith.backend.cuda.large.structures import LargeParams, LargeRequest
@@ -89,6 +89,7 @@ class LargeBackend(CudaBackend):
         self.undecided = 0
         self._launches = 0
         self._weight_types = " ".join(sorted(set(stored.values())))
+        self._lendable = lendable(config, tensors)
 
     def memory(self, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
         c, layout = self.config, self.large

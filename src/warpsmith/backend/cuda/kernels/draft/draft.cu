@@ -6,6 +6,7 @@
 // mlp_in, activate, mlp_out, residual; then the target's head. Bytes: the draft's weights once, those of keys and
 // values twice, the target's head once, and what the draft remembers.
 #include "draft/attention.cuh"
+#include "draft/output.cuh"
 
 // The sums of a stage added to the residual stream, or in its place.
 template <int GROUPS, bool ADD>
@@ -15,32 +16,6 @@ __device__ __forceinline__ void to_residual(Block& b, const float* norm) {
         const float4 v = sums.at(node, k);
         return ADD ? Sums<GROUPS>::add(x, v) : v;
     });
-}
-
-// What is asked about the positions after the root: logits. And the rows they are made from.
-__device__ __forceinline__ void give_out(Block& b) {
-    const Stage stage = b.p.stages[HEAD];
-    const Sums<HIDDEN_GROUPS> sums(b, b.p.tiles + stage.tiles_at, stage);
-    const int first = first_of(stage.tile_rows, b.sm), quads = (first_of(stage.tile_rows, b.sm + 1) - first) * (ROWS / 4);
-    if (b.r.want_logits) {
-#pragma unroll 2
-        for (int i = threadIdx.x; i < quads * (b.nodes - 1); i += CONSUMERS) {
-            const int node = 1 + i / quads, row = first * ROWS + i % quads * 4;
-            if (row < VOCAB) {
-                static_assert(VOCAB % 4 == 0, "four logits at a time");
-                *(float4*)(b.p.out_logits + (size_t)node * VOCAB + row) = sums.at(node, row);
-            }
-        }
-    }
-    if (b.r.want_hidden) {
-        const int own = first_of(PIECES, b.sm) * 8, rows = first_of(PIECES, b.sm + 1) * 8 - own;
-#pragma unroll 1
-        for (int i = threadIdx.x; i < b.nodes * rows; i += CONSUMERS) {
-            const int node = i / rows, row = i % rows;
-            b.p.out_hidden[(size_t)node * HIDDEN + own + row] =
-                b.s.residual[node][row] * b.s.inverse[node] * __ldg(b.vectors + own + row);
-        }
-    }
 }
 
 // A layer's attention, apart from the rest: the compiler would give the products worse code beside it. Returns the
@@ -126,7 +101,7 @@ __device__ __forceinline__ void draft_pass(Block& b, const DraftParams& p, const
     }
     b.wait_for_all();
     b.mark();
-    give_out(b);
+    give_out(b, 1);  // nobody asks about the root
     b.mark();
 }
 
