@@ -257,6 +257,19 @@ def test_a_draft_of_another_model_is_refused_in_one_sentence(tmp_path: Path) -> 
     assert len(result.stderr.strip().splitlines()) <= 3
 
 
+@pytest.mark.parametrize(("format", "held"), [("safetensors", "as Q8_0"), ("lucebox", "as Q8_0")])
+def test_show_tells_what_a_draft_is_and_how_it_is_held(format: str, held: str, tmp_path: Path) -> None:
+    config = draft_config(SMALL, windows=(7, None), causal=(True, False))
+    path = write_draft(tmp_path / "draft", format, config, random_weights(config))
+    result = command("show", path, cache=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "a DFlash draft" in result.stdout
+    assert "each sees: 7 tokens, causal; all" in result.stdout
+    assert f"on cuda     its matrices are held {held}" in result.stdout
+    facts = json.loads(command("show", path, "--json", cache=tmp_path).stdout)
+    assert (facts["held_on_cuda"], facts["draft"]["block"]) == ("Q8_0", config.block)
+
+
 # -- stats ------------------------------------------------------------------------------------------------------------
 
 

@@ -322,6 +322,8 @@ class CudaBackend(Backend):
         return CudaDraft(self, config, tensors, capacity, self.lend)
 
     def embed(self, tokens: Sequence[int]) -> np.ndarray:
+        if self.architecture != "sm_90a":
+            return super().embed(tokens)  # it would have to lend its LM head too
         table = self._lendable[EMBEDDING]
         return dequantize(table.type, table.raw()[list(tokens)])
 
