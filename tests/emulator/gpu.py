@@ -25,7 +25,7 @@ from warpsmith.backend.cuda.build.compiler import sources
 
 HERE = Path(__file__).parent
 ARGUMENTS = {"forward": ["Params", "Request"], "commit": ["Params", "Path"], "pack": ["Pack"], "top": ["Top"],
-             "draft": ["DraftParams", "DraftRequest"], "gather": ["Gather"], "head": ["DraftParams", "DraftRequest"],
+             "draft": ["Params", "Request"], "gather": ["Gather"], "head": ["Params", "Request"],
              "enter": ["Enter"]}  # fmt: skip
 ONE_BY_ONE = ("top",)  # blocks that share static memory, of which there is one here, run one after another
 FLAGS = ["-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-ffp-contract=off"]

@@ -116,7 +116,7 @@ class DraftLayout:
 
     @property
     def splits(self) -> int:
-        """DRAFT_SPLITS."""
+        """SPLITS."""
         c = self.config
         batches = -(-COLUMNS * (c.heads // c.kv_heads) // BATCH)
         return max(1, min(self.sms // (c.kv_heads * batches), 32))
@@ -135,8 +135,8 @@ class DraftLayout:
             "queries": COLUMNS * c.heads * DIM * 2,
             "parts": parts * DIM * 2,
             "part_stats": parts * 8,
-            "pending_keys": kv,
-            "pending_values": kv,
+            "block_keys": kv,
+            "block_values": kv,
         }
 
     def memory_bytes(self) -> dict[str, int]:
@@ -160,9 +160,8 @@ class DraftLayout:
         kinds = {part.type for deal in self.deals for part in deal.stage.parts}
         return {
             "HIDDEN": c.hidden, "FFN": c.ffn, "VOCAB": self.vocab, "LAYERS": c.layers, "HEADS": c.heads,
-            "KV_HEADS": c.kv_heads, "KEY_HEADS": 1, "VALUE_HEADS": 1, "DELTA_LAYERS": 0, "EPS": f"{c.eps!r}f",
+            "KV_HEADS": c.kv_heads, "EPS": f"{c.eps!r}f", "FEATURES": len(c.target_layers), "ROUND_Q8_0": 1,
             "SLAB_TYPE_MASK": sum(1 << i for i, slab in enumerate(SLABS) if slab in kinds),
-            "EMBEDDING_TYPE": embedding, "GROUP_BLOCKS": GROUP_BLOCKS, "SMS": self.sms, "NODES": COLUMNS,
+            "EMBEDDING_TYPE": embedding, "GROUP_BLOCKS": GROUP_BLOCKS, "SMS": self.sms,
             "TABLE_ENTRIES": 1 + max(deal.tables.size for deal in self.deals[:-1]),
-            "FEATURES": len(c.target_layers), "ROUND_Q8_0": 1,
         }  # fmt: skip

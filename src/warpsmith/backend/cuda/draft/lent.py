@@ -71,14 +71,14 @@ class HeadProgram:
         kinds = {part.type for part in lent.deal.stage.parts}
         constants = {
             "HIDDEN": c.hidden, "FFN": c.hidden, "VOCAB": c.vocab, "LAYERS": 0, "HEADS": 1, "KV_HEADS": 1,
-            "KEY_HEADS": 1, "VALUE_HEADS": 1, "DELTA_LAYERS": 0, "EPS": f"{c.eps!r}f", "FEATURES": 1, "ROUND_Q8_0": 1,
+            "EPS": f"{c.eps!r}f", "FEATURES": 1, "ROUND_Q8_0": 1,
             "SLAB_TYPE_MASK": sum(1 << i for i, slab in enumerate(SLABS) if slab in kinds),
             "EMBEDDING_TYPE": EMBEDDINGS.index(lent.embedding_type), "GROUP_BLOCKS": GROUP_BLOCKS, "SMS": sms,
-            "NODES": COLUMNS, "TABLE_ENTRIES": 2, "IN_FLIGHT": 4, "SHARED_MEMORY": backend.chip.shared_memory,
+            "TABLE_ENTRIES": 2, "IN_FLIGHT": 4, "SHARED_MEMORY": backend.chip.shared_memory,
         } | backend.options  # fmt: skip
         image = build("draft/head.cu", backend.architecture, constants)
         self._kernel = device.load(image).kernel("head", backend.chip.shared_memory)
-        sizes = {name: constants[name] for name in ("HIDDEN", "FEATURES", "NODES")}
+        sizes = {"HIDDEN": c.hidden, "FEATURES": 1, "NODES": COLUMNS}
         self._gather = device.load(build("draft/gather.cu", backend.architecture, sizes)).kernel("gather")
         self._tables = [device.upload(table) for table in kernel_tables([lent.deal])]
         self._start = device.upload(lent.start.astype(np.uint64))

@@ -77,7 +77,7 @@ class CudaDraft(BlockDraft):
         self.layout = layout = DraftLayout(config, stream, lent.deal, max(capacity))
         constants = layout.constants(EMBEDDINGS.index(lent.embedding_type))
         constants |= {"IN_FLIGHT": 4, "SHARED_MEMORY": backend.chip.shared_memory} | backend.options
-        sizes = {name: constants[name] for name in ("HIDDEN", "FEATURES", "NODES")}
+        sizes = {"HIDDEN": config.hidden, "FEATURES": len(config.target_layers), "NODES": COLUMNS}
         with ThreadPoolExecutor(3) as compilers:
             image = compilers.submit(build, "draft/draft.cu", backend.architecture, constants)
             gather = compilers.submit(build, "draft/gather.cu", backend.architecture, sizes)
@@ -108,7 +108,7 @@ class CudaDraft(BlockDraft):
         return DraftParams(
             stream=self.stream.pointer, stream_start=self._starts.pointer, stages=stages + 2 * 16,
             runs=runs + 2 * self.layout.sms * 48, tiles=tiles, embedding=self._lent.embedding.pointer,
-            vectors=self._vectors.pointer, rope=self._rope.pointer, context=self.layout.capacity,
+            vectors=self._vectors.pointer, rope=self._rope.pointer, capacity=self.layout.capacity,
             head_stream=self._lent.stream.pointer, head_start=self._head_start.pointer,
             out_logits=self.backend.logits.pointer, out_hidden=self.backend.hidden.pointer,
             profile=self.backend.profile.pointer, **pointers,
@@ -195,7 +195,7 @@ class CudaDraft(BlockDraft):
 
     def request(self, root: int, position: int, want: Want) -> DraftRequest:
         request, c = self._request, self.config
-        request.nodes, request.length, request.want_hidden = c.block, position, want.hidden
+        request.nodes, request.position, request.want_hidden = c.block, position, want.hidden
         request.want_logits = want.tokens != "none"
         request.tokens[: c.block] = (root, *[c.mask_token] * (c.block - 1))
         return request

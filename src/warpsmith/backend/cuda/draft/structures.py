@@ -5,26 +5,33 @@ from __future__ import annotations
 import ctypes
 
 from warpsmith.backend.cuda.draft.layout import COLUMNS, MAX_LAYERS
-from warpsmith.backend.cuda.large.structures import LargeParams, LargeRequest
 from warpsmith.backend.cuda.shape import MAX_FEATURES
 
 
-class DraftParams(LargeParams):
-    """`DraftParams` of kernels/draft/shape.cuh."""
+class DraftParams(ctypes.Structure):
+    """`Params` of kernels/draft/shape.cuh."""
 
-    _fields_ = [  # noqa: RUF012
-        (name, ctypes.c_void_p) for name in ("head_stream", "head_start", "waiting", "positions")
-    ]
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in
+          ("stream", "stream_start", "head_stream", "head_start", "stages", "runs", "tiles", "embedding", "vectors",
+           "rope", "keys", "values", "positions", "waiting")),
+        ("capacity", ctypes.c_longlong),
+        *((name, ctypes.c_void_p) for name in
+          ("counter", "sums", "x", "x_squares", "y", "h", "queries", "block_keys", "block_values", "parts",
+           "part_stats", "out_logits", "out_hidden", "profile")),
+    ]  # fmt: skip
 
 
-class DraftRequest(LargeRequest):
-    """`DraftRequest` of kernels/draft/shape.cuh."""
+class DraftRequest(ctypes.Structure):
+    """`Request` of kernels/draft/shape.cuh."""
 
-    _fields_ = [  # noqa: RUF012
-        *((name, ctypes.c_int) for name in ("rows", "first_position", "appended")),
+    _fields_ = [
+        *((name, ctypes.c_int) for name in
+          ("nodes", "position", "rows", "first_position", "appended", "want_logits", "want_hidden")),
+        ("tokens", ctypes.c_int * COLUMNS),
         ("window", ctypes.c_int * MAX_LAYERS),
         ("causal", ctypes.c_int * MAX_LAYERS),
-    ]
+    ]  # fmt: skip
 
 
 class Enter(ctypes.Structure):

@@ -7,7 +7,7 @@
 // x 8 keys x 16 dimensions a product, a warp 8 keys of a chunk. Sums: 16 queries x 8 dimensions x 16 keys, a warp 16
 // dimensions.
 #pragma once
-#include "draft/shape.cuh"
+#include "draft/steps.cuh"
 
 static_assert(DIM == 16 * WARPS && CHUNK == 8 * WARPS && NODES <= CHUNK, "a warp has 16 dimensions, or 8 keys");
 constexpr float DRAFT_SCALE = 0.088388347648f * 1.44269504f;  // 128 ** -0.5, and scores are to base 2
@@ -44,7 +44,7 @@ __device__ __forceinline__ uint2 as_halves(float4 row) {
 }
 
 // What every layer keeps of the appended rows.
-__device__ __forceinline__ void keep_context(Block& b, const DraftParams& p, const DraftRequest& r) {
+__device__ __forceinline__ void keep_context(Block& b, const Params& p, const Request& r) {
     const Sums<HIDDEN_GROUPS> sums(b, CONTEXT_ROWS);
     constexpr int EACH = LAYERS * 2 * KV_HEADS;
 #pragma unroll 1
@@ -52,10 +52,10 @@ __device__ __forceinline__ void keep_context(Block& b, const DraftParams& p, con
         const int node = task / EACH, row = task % EACH, layer = row / (2 * KV_HEADS), head = row % KV_HEADS;
         const bool is_value = row % (2 * KV_HEADS) >= KV_HEADS;
         const float4 v = sums.at(node, row * DIM + b.lane * 4);
-        const float* norm = p.vectors + layer * DRAFT_VECTORS + DRAFT_K_NORM;
-        const int position = r.first_position + node, slot = (int)((u32)(r.appended + node) % (u32)p.context);
+        const float* norm = p.vectors + layer * VECTORS + K_NORM;
+        const int position = r.first_position + node, slot = (int)((u32)(r.appended + node) % (u32)p.capacity);
         const uint2 kept = is_value ? as_halves(v) : turned(b, v, norm, position, 1.0f);
-        u32* to = (is_value ? p.values : p.keys) + ((size_t)(layer * KV_HEADS + head) * p.context + slot) * (DIM / 2);
+        u32* to = (is_value ? p.values : p.keys) + ((size_t)(layer * KV_HEADS + head) * p.capacity + slot) * (DIM / 2);
         *(uint2*)(to + b.lane * 2) = kept;
         if (row == 0 && b.lane == 0) p.positions[slot] = position;
     }
@@ -70,11 +70,11 @@ __device__ __forceinline__ void block_rows(Block& b) {
         const int node = task / EACH, row = task % EACH, head = (row - HEADS) % KV_HEADS;
         const bool is_query = row < HEADS, is_value = row >= HEADS + KV_HEADS;
         const float4 v = sums.at(node, row * DIM + b.lane * 4);
-        const float* norm = b.vectors + (is_query ? DRAFT_Q_NORM : DRAFT_K_NORM);
+        const float* norm = b.vectors + (is_query ? Q_NORM : K_NORM);
         const uint2 packed =
-            is_value ? as_halves(v) : turned(b, v, norm, b.length + node, is_query ? DRAFT_SCALE : 1.0f);
+            is_value ? as_halves(v) : turned(b, v, norm, b.r.position + node, is_query ? DRAFT_SCALE : 1.0f);
         u32* to = is_query ? b.p.queries + ((size_t)node * HEADS + row) * (DIM / 2)
-                           : (is_value ? b.p.pending_values : b.p.pending_keys) +
+                           : (is_value ? b.p.block_values : b.p.block_keys) +
                                  ((size_t)head * NODES + node) * (DIM / 2);
         *(uint2*)(to + b.lane * 2) = packed;
     }
@@ -82,26 +82,15 @@ __device__ __forceinline__ void block_rows(Block& b) {
 
 // --- parts ----------------------------------------------------------------------------------------------------------
 
-constexpr int DRAFT_QUERY_ROW = DIM / 2 + 4;
-struct DraftScratch {
-    alignas(16) u32 values[CHUNK][DIM / 2];
-    u32 queries[BATCH][DRAFT_QUERY_ROW];
-    float scores[BATCH][SCORE_ROW];
-    u16 weights[BATCH][WEIGHT_ROW];
-    int position[CHUNK];
-    float peak[BATCH], weight[BATCH], factor[BATCH];
-};
-static_assert(sizeof(DraftScratch) <= SCRATCH_BYTES, "the scratch is that of the products");
-
-// Rows of queries `first_row` .. of a key head, (node, head in its group) in order, against every DRAFT_SPLITS-th
+// Rows of queries `first_row` .. of a key head, (node, head in its group) in order, against every SPLITS-th
 // chunk.
-__device__ __forceinline__ void attend(Block& b, const DraftParams& p, int layer, int window, bool causal, int kv_head,
+__device__ __forceinline__ void attend(Block& b, const Params& p, int layer, int window, bool causal, int kv_head,
                                        int first_row, int rows, int remembered, int split) {
-    DraftScratch& at = *(DraftScratch*)b.scratch;
+    AttentionScratch& at = *(AttentionScratch*)b.scratch;
     first_row = uniform(first_row), rows = uniform(rows);
     const int tiles = (rows + 15) / 16, g = b.lane >> 2, q = b.lane & 3;
     const int past = (remembered + CHUNK - 1) / CHUNK;
-    const size_t head = (size_t)(layer * KV_HEADS + kv_head) * p.context * (DIM / 2);
+    const size_t head = (size_t)(layer * KV_HEADS + kv_head) * p.capacity * (DIM / 2);
     b.sync();  // what the scratch holds may still be read
 #pragma unroll 1
     for (int i = threadIdx.x; i < tiles * 16 * 16; i += CONSUMERS) {
@@ -112,20 +101,20 @@ __device__ __forceinline__ void attend(Block& b, const DraftParams& p, int layer
     if (threadIdx.x < BATCH) at.peak[threadIdx.x] = LEAST_SCORE, at.weight[threadIdx.x] = 0.0f;
     float sum[BATCH / 16][2][4] = {};
 #pragma unroll 1
-    for (int chunk = split; chunk <= past; chunk += DRAFT_SPLITS) {
+    for (int chunk = split; chunk <= past; chunk += SPLITS) {
         const bool own = chunk == past;
         const int first = chunk * CHUNK, last = own ? b.nodes - 1 : remembered - 1;  // keys there are
-        const u32 *keys = own ? b.p.pending_keys + (size_t)kv_head * NODES * (DIM / 2) : p.keys + head,
-                  *values = own ? b.p.pending_values + (size_t)kv_head * NODES * (DIM / 2) : p.values + head;
+        const u32 *keys = own ? b.p.block_keys + (size_t)kv_head * NODES * (DIM / 2) : p.keys + head,
+                  *values = own ? b.p.block_values + (size_t)kv_head * NODES * (DIM / 2) : p.values + head;
         // Past the end, any row does: nobody sees it.
         const auto place = [&](int key) { return (size_t)min(own ? key : first + key, last) * (DIM / 2); };
         const auto position_of = [&](int key) {
             const int at = own ? key : first + key;
-            return at > last ? -1 : own ? b.length + at : __ldcg(p.positions + at);
+            return at > last ? -1 : own ? b.r.position + at : __ldcg(p.positions + at);
         };
         if (window && !own) {  // all of it may be out of sight, even to the first row
             const float newest = warp_max(fmaxf((float)position_of(b.lane), (float)position_of(b.lane + 32)));
-            if (uniform((int)newest + window <= b.length ? 1 : 0)) continue;
+            if (uniform((int)newest + window <= b.r.position ? 1 : 0)) continue;
         }
         uint4 key[4];
         {
@@ -162,7 +151,7 @@ __device__ __forceinline__ void attend(Block& b, const DraftParams& p, int layer
         for (int tile = 0; tile < tiles; tile++) {
             const int row = tile * 16 + (threadIdx.x >> 4), keys_at = (threadIdx.x & 15) * 4;
             const float4 scores = *(const float4*)(at.scores[row] + keys_at);
-            const int here = b.length + min(first_row + row, first_row + rows - 1) / GROUP;
+            const int here = b.r.position + min(first_row + row, first_row + rows - 1) / GROUP;
             float v[4] = {scores.x, scores.y, scores.z, scores.w};
 #pragma unroll
             for (int j = 0; j < 4; j++) {
@@ -220,7 +209,7 @@ __device__ __forceinline__ void attend(Block& b, const DraftParams& p, int layer
             const int row = tile * 16 + upper * 8 + g;
             if (row >= rows) continue;
             const int query = first_row + row, of = kv_head * GROUP + query % GROUP;
-            const size_t to = ((size_t)(query / GROUP) * HEADS + of) * DRAFT_SPLITS + split;
+            const size_t to = ((size_t)(query / GROUP) * HEADS + of) * SPLITS + split;
             const float inverse = reciprocal(fmaxf(at.weight[row], 1e-30f));
 #pragma unroll
             for (int o = 0; o < 2; o++)
@@ -231,14 +220,14 @@ __device__ __forceinline__ void attend(Block& b, const DraftParams& p, int layer
     }
 }
 
-__device__ __forceinline__ int remembered_rows(const DraftParams& p, const DraftRequest& r) {
-    return min(r.appended + r.rows, (int)p.context);
+__device__ __forceinline__ int remembered_rows(const Params& p, const Request& r) {
+    return min(r.appended + r.rows, (int)p.capacity);
 }
 __device__ __forceinline__ int splits_of(int remembered) {
-    return min((remembered + CHUNK - 1) / CHUNK + 1, DRAFT_SPLITS);
+    return min((remembered + CHUNK - 1) / CHUNK + 1, SPLITS);
 }
 
-__device__ __forceinline__ void draft_parts(Block& b, const DraftParams& p, const DraftRequest& r, int layer) {
+__device__ __forceinline__ void draft_parts(Block& b, const Params& p, const Request& r, int layer) {
     const int remembered = uniform(remembered_rows(p, r)), splits = splits_of(remembered), all_rows = b.nodes * GROUP;
     const int batches = (all_rows + BATCH - 1) / BATCH;
 #pragma unroll 1
@@ -252,12 +241,12 @@ __device__ __forceinline__ void draft_parts(Block& b, const DraftParams& p, cons
 // --- merge ----------------------------------------------------------------------------------------------------------
 
 // A warp a row's head, a lane four dimensions.
-__device__ __forceinline__ void draft_merge(Block& b, const DraftParams& p, const DraftRequest& r) {
+__device__ __forceinline__ void draft_merge(Block& b, const Params& p, const Request& r) {
     const int splits = splits_of(uniform(remembered_rows(p, r)));
 #pragma unroll 1
     for (int task = b.warp * SMS + b.sm; task < b.nodes * HEADS; task += WARPS * SMS) {
         const int node = task / HEADS, head = task % HEADS;
-        const size_t at = (size_t)task * DRAFT_SPLITS;
+        const size_t at = (size_t)task * SPLITS;
         float peak = b.lane < splits ? __ldcg(b.p.part_stats + at + b.lane).x : LEAST_SCORE;
         peak = warp_max(peak);
         float sum[4] = {}, weight = 0.0f;

@@ -1,10 +1,10 @@
 // A DFlash draft in one dispatch: what was committed goes into its memory, and a block of positions is filled.
 //
-// The parts are those of the activations-first pass (large/): the ring, the products, the residual stream. Grid: one
-// block an SM, all resident (cooperative launch). Steps, each ended by all SMs. Rows to append: fc (their features),
-// norm, keys and values of all layers, keep. The block: embed; per layer: in, rows, parts, merge, out, residual,
-// mlp_in, activate, mlp_out, residual; then the target's head. Bytes: the draft's weights once, those of keys and
-// values twice, the target's head once, and what the draft remembers.
+// The parts are those of the activations-first pass (large/), with barriers between steps: the ring, the products, the
+// residual stream. Grid: one block an SM, all resident (cooperative launch). Steps, each ended by all SMs. Rows to
+// append: fc (their features), norm, keys and values of all layers, keep. The block: embed; per layer: in, rows, parts,
+// merge, out, residual, mlp_in, activate, mlp_out, residual; then the target's head. Bytes: the draft's weights once,
+// those of keys and values twice, the target's head once, and what the draft remembers.
 #include "draft/attention.cuh"
 #include "draft/output.cuh"
 
@@ -12,7 +12,7 @@
 template <int GROUPS, bool ADD>
 __device__ __forceinline__ void to_residual(Block& b, const float* norm) {
     const Sums<GROUPS> sums(b, RESIDUAL_ROWS);
-    update_residual(b, norm, nullptr, [&](float4 x, int node, int k) {
+    update_residual(b, norm, [&](float4 x, int node, int k) {
         const float4 v = sums.at(node, k);
         return ADD ? Sums<GROUPS>::add(x, v) : v;
     });
@@ -20,7 +20,7 @@ __device__ __forceinline__ void to_residual(Block& b, const float* norm) {
 
 // A layer's attention, apart from the rest: the compiler would give the products worse code beside it. Returns the
 // steps done so far.
-__device__ __noinline__ u32 block_mix(const DraftParams& p, const DraftRequest& r, u8* memory, int layer,
+__device__ __noinline__ u32 block_mix(const Params& p, const Request& r, u8* memory, int layer,
                                       const float* vectors, u32 steps_done) {
     Block b(p, r, memory);
     b.vectors = vectors, b.steps_done = steps_done;
@@ -35,7 +35,7 @@ __device__ __noinline__ u32 block_mix(const DraftParams& p, const DraftRequest& 
 }
 
 // Features of committed rows to what every layer keeps of them. The last step is left to who comes next.
-__device__ __noinline__ u32 append_rows(const DraftParams& p, const DraftRequest& r, u8* memory, u32 steps_done,
+__device__ __noinline__ u32 append_rows(const Params& p, const Request& r, u8* memory, u32 steps_done,
                                         int stage) {
     Block b(p, r, memory);
     b.nodes = r.rows, b.steps_done = steps_done;
@@ -48,7 +48,7 @@ __device__ __noinline__ u32 append_rows(const DraftParams& p, const DraftRequest
     return b.steps_done;
 }
 
-__device__ __forceinline__ void draft_pass(Block& b, const DraftParams& p, const DraftRequest& r) {
+__device__ __forceinline__ void draft_pass(Block& b, const Params& p, const Request& r) {
     enum { IN, OUT, MLP_IN, MLP_OUT };
     const int first = r.rows ? FC : 0, end = r.nodes ? HEAD : CONTEXT;
     b.vectors = p.vectors;
@@ -64,10 +64,10 @@ __device__ __forceinline__ void draft_pass(Block& b, const DraftParams& p, const
         const int kind = i & 3, layer = i >> 2;
         const bool head = i == HEAD, appends = i < 0;
         const Run run = run_of(p, i);
-        const Source from = i == FC                      ? Source{p.waiting, false, false}
-                            : !appends && kind == OUT     ? Source{p.y, false, false}
-                            : !appends && kind == MLP_OUT ? Source{p.h, false, false}
-                                                          : Source{p.x, true, false};
+        const Source from = i == FC                      ? Source{p.waiting, false}
+                            : !appends && kind == OUT     ? Source{p.y, false}
+                            : !appends && kind == MLP_OUT ? Source{p.h, false}
+                                                          : Source{p.x, true};
         b.nodes = appends ? r.rows : r.nodes;
         if (i != FC) b.wait_for_all();
         b.mark();
@@ -92,7 +92,7 @@ __device__ __forceinline__ void draft_pass(Block& b, const DraftParams& p, const
         } else if (kind == MLP_IN) {
             activate(b);
         } else {
-            b.vectors += DRAFT_VECTORS;
+            b.vectors += VECTORS;
             to_residual<INNER_GROUPS, true>(b, b.vectors + MIX_NORM);
         }
         b.mark();
@@ -106,12 +106,11 @@ __device__ __forceinline__ void draft_pass(Block& b, const DraftParams& p, const
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    draft(const __grid_constant__ DraftParams params, const __grid_constant__ DraftRequest request) {
+    draft(const __grid_constant__ Params params, const __grid_constant__ Request request) {
     extern __shared__ __align__(128) u8 memory[];
     Block block(params, request, memory);
     if (threadIdx.x == 0) {
         Barriers(block.base).init();
-        block.s.stopped = 0;
         show_barriers();
     }
     __syncthreads();
@@ -124,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         leave_registers<OTHERS_REGISTERS>();
         const int other = block.warp - WARPS;
         if (other == 0 && block.lane == 0) {
-            Producer producer(block.base, block.s);
+            Producer producer(block.base);
             producer.source = params.stream + params.stream_start[blockIdx.x] +
                               (first == FC ? 0 : params.stream_start[SMS + blockIdx.x]);
 #pragma unroll 1

@@ -5,12 +5,11 @@
 #include "draft/output.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    head(const __grid_constant__ DraftParams params, const __grid_constant__ DraftRequest request) {
+    head(const __grid_constant__ Params params, const __grid_constant__ Request request) {
     extern __shared__ __align__(128) u8 memory[];
     Block block(params, request, memory);
     if (threadIdx.x == 0) {
         Barriers(block.base).init();
-        block.s.stopped = 0;
         show_barriers();
     }
     __syncthreads();
@@ -18,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (block.warp < WARPS) {
         take_registers<CONSUMER_REGISTERS>();
         const Run run = run_of(params, HEAD);
-        prepare_operands(block, run, Source{params.waiting, false, false});
+        prepare_operands(block, run, Source{params.waiting, false});
         multiply(block, run);
         block.wait_for_all();
         give_out(block, 0);
@@ -26,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         leave_registers<OTHERS_REGISTERS>();
         const int other = block.warp - WARPS;
         if (other == 0 && block.lane == 0) {
-            Producer producer(block.base, block.s);
+            Producer producer(block.base);
             producer.source = params.head_stream + params.head_start[blockIdx.x];
             producer.stage(params.runs[blockIdx.x]);
             producer.drain();

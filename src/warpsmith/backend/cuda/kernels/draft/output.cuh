@@ -1,6 +1,6 @@
 // What a draft's program gives out: the logits of rows from `first_node` on, and the rows that the head was given.
 #pragma once
-#include "draft/shape.cuh"
+#include "draft/steps.cuh"
 
 __device__ __forceinline__ void give_out(Block& b, int first_node) {
     const Stage stage = b.p.stages[HEAD];

@@ -26,7 +26,7 @@ struct Barriers {
 
 // An SM's run of a stage, the same for all its threads.
 __device__ __forceinline__ Run run_of(const Params& p, int stage) {
-    const Run& at = p.runs[stage * SMS + (int)blockIdx.x];
+    const Run& at = p.runs[stage * SMS + blockIdx.x];
     return {uniform(at.first_block), uniform(at.blocks), uniform(at.tile),
             uniform(at.block),       uniform(at.count),  uniform(at.result),
             uniform(at.second),      uniform(at.third),  (u32)uniform((int)at.types)};
