@@ -17,6 +17,7 @@ from warpsmith.draft.base import Context, Draft, ScoredTree
 from warpsmith.errors import BadRequest
 
 DEEPEST = 15  # levels of a tree: a block of 16 positions
+GOLDEN = (5**0.5 - 1) / 2  # multiples of it, without their whole parts, fill [0, 1) evenly from the first few on
 
 
 class Assumed(Draft[Any]):
@@ -29,7 +30,7 @@ class Assumed(Draft[Any]):
         self.name, self.wants, self.nodes, self.left_out = draft.name, draft.wants, draft.nodes, draft.left_out
         self._depth = min(DEEPEST, draft.nodes)
         self._chance = chance_of(length, self._depth)
-        self._random = np.random.default_rng(seed)
+        self._random = float(np.random.default_rng(seed).random())
         self._prompt, self._answer = 0, list[int]()
 
     def expect(self, prompt: int, answer: Sequence[int]) -> None:
@@ -39,8 +40,9 @@ class Assumed(Draft[Any]):
     def propose(self, memory: Any, context: Context) -> ScoredTree:
         self.draft.propose(memory, context)
         ahead = self._answer[len(context.ids) - self._prompt :][: self._depth]
+        self._random = (self._random + GOLDEN) % 1.0
         right = 0
-        while right < len(ahead) and self._random.random() < self._chance:
+        while right < len(ahead) and self._random < self._chance ** (right + 1):
             right += 1
         ahead += [0] * (self._depth - len(ahead))  # the text ends
         levels = np.arange(self.nodes) % self._depth

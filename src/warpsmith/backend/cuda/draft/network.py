@@ -72,7 +72,8 @@ class CudaDraft(BlockDraft):
         stored = {name: handed_over(tensor.type.name, held) for name, tensor in tensors.items()}
         stream = DraftStream(config, sms, stored)
         copied = copies_of(stream, tensors)
-        check_room(device, stream.stream_bytes + STAGING_BYTES, config)
+        rings = 2 * config.layers * config.kv_heads * max(capacity) * DIM * 2  # of one sequence
+        check_room(device, stream.stream_bytes + rings + STAGING_BYTES, config)
         lent = lend()
         self.layout = layout = DraftLayout(config, stream, lent.deal, max(capacity))
         constants = layout.constants(EMBEDDINGS.index(lent.embedding_type))

@@ -112,6 +112,42 @@ struct Sums {
         }
         return total;
     }
+    // The same of every node from `first` on: `use(node, sum)`. Four nodes are asked for at once.
+    template <class Use>
+    __device__ __forceinline__ void each(int first, int nodes, int row, Use use) const {
+        const u16* from = tiles + row / ROWS;
+        int tile[GROUPS], end[GROUPS];
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) tile[g] = from[g * stride], end[g] = from[g * stride + 1];
+#pragma unroll 1
+        for (int at = first; at < nodes; at += 4) {
+            float4 v[4][GROUPS][2];
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                const float4* to = (const float4*)(sums + min(at + n, nodes - 1) * ROWS + row % ROWS);
+#pragma unroll
+                for (int g = 0; g < GROUPS; g++) {
+                    v[n][g][0] = __ldcg(to + (size_t)tile[g] * (NODES * ROWS / 4));
+                    v[n][g][1] = float4{};
+                    if (tile[g] + 1 < end[g]) v[n][g][1] = __ldcg(to + (size_t)(tile[g] + 1) * (NODES * ROWS / 4));
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                if (at + n >= nodes) break;
+                const float4* to = (const float4*)(sums + (at + n) * ROWS + row % ROWS);
+                float4 total = {};
+#pragma unroll
+                for (int g = 0; g < GROUPS; g++) {
+                    total = add(add(total, v[n][g][0]), v[n][g][1]);
+#pragma unroll 1
+                    for (int i = tile[g] + 2; i < end[g]; i++)
+                        total = add(total, __ldcg(to + (size_t)i * (NODES * ROWS / 4)));
+                }
+                use(at + n, total);
+            }
+        }
+    }
     static __device__ __forceinline__ float4 add(float4 a, float4 b) {
         return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
     }

@@ -7,15 +7,14 @@ __device__ __forceinline__ void give_out(Block& b, int first_node) {
     const Sums<HIDDEN_GROUPS> sums(b, b.p.tiles + stage.tiles_at, stage);
     const int first = first_of(stage.tile_rows, b.sm),
               quads = (first_of(stage.tile_rows, b.sm + 1) - first) * (ROWS / 4);
-    if (b.r.want_logits) {
-#pragma unroll 2
-        for (int i = threadIdx.x; i < quads * (b.nodes - first_node); i += CONSUMERS) {
-            const int node = first_node + i / quads, row = first * ROWS + i % quads * 4;
-            if (row < VOCAB) {
-                static_assert(VOCAB % 4 == 0, "four logits at a time");
-                *(float4*)(b.p.out_logits + (size_t)node * VOCAB + row) = sums.at(node, row);
-            }
-        }
+    static_assert(VOCAB % 4 == 0, "four logits at a time");
+#pragma unroll 1
+    for (int i = b.r.want_logits ? threadIdx.x : quads; i < quads; i += CONSUMERS) {
+        const int row = first * ROWS + i * 4;
+        if (row < VOCAB)
+            sums.each(first_node, b.nodes, row, [&](int node, float4 logits) {
+                *(float4*)(b.p.out_logits + (size_t)node * VOCAB + row) = logits;
+            });
     }
     if (b.r.want_hidden) {
         const int own = first_of(PIECES, b.sm) * 8, rows = first_of(PIECES, b.sm + 1) * 8 - own;

@@ -119,6 +119,8 @@ __device__ __forceinline__ void measure_residual(Block& b) {
     }
 }
 
+constexpr bool MINS = has_type(SLAB_Q4_K) || has_type(SLAB_Q5_K);  // sums of activations are wanted
+
 // The group's activations as fp16 operands. A lane has 16 k of one token in a tile of 64 k.
 __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Source from) {
     constexpr int EACH = GROUP_BLOCKS * 4 * OCTETS / WARPS;
@@ -177,9 +179,12 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Sourc
                 const u32 low = pack_half(bf16_low(early) * full, bf16_high(early) * full);
                 const u32 high = pack_half(bf16_low(late) * part, bf16_high(late) * part);
                 *(u32*)(to + j * STEP_BYTES) = low, *(u32*)(to + j * STEP_BYTES + 128) = high;
-                const float2 a = unpack_half(low), c = unpack_half(high);
-                sum += fmaf(16.0f, c.x + c.y, a.x + a.y);
+                if (MINS) {
+                    const float2 a = unpack_half(low), c = unpack_half(high);
+                    sum += fmaf(16.0f, c.x + c.y, a.x + a.y);
+                }
             }
+            if (!MINS) continue;
             sum += __shfl_xor_sync(~0u, sum, 1);
             if ((q & 1) == 0) {  // block 2 (tile mod 4) + q / 2 of the superblock
                 u16* sums = (u16*)(b.scratch + (tile / 4 * 17 + 16) * STEP_BYTES + octet * 256 + in_octet * 16) +
