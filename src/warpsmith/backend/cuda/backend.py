@@ -103,6 +103,7 @@ class CudaBackend(Backend):
     _lent: Lent | None = None  # these once a draft has asked
     _head: HeadProgram | None = None
     _mtp: MtpProgram | None = None
+    _rows_of_table: np.ndarray | None = None  # the embedding's, in the file
 
     def __init__(
         self,
@@ -324,8 +325,9 @@ class CudaBackend(Backend):
     def embed(self, tokens: Sequence[int]) -> np.ndarray:
         if self.architecture != "sm_90a":
             return super().embed(tokens)  # it would have to lend its LM head too
-        table = self._lendable[EMBEDDING]
-        return dequantize(table.type, table.raw()[list(tokens)])
+        if self._rows_of_table is None:
+            self._rows_of_table = self._lendable[EMBEDDING].raw()  # which is looked through whole
+        return dequantize(self._lendable[EMBEDDING].type, self._rows_of_table[list(tokens)])
 
     def head(self, hidden: np.ndarray, want: Want = ARGMAX) -> Output:
         return self._head_program().of(HostRows(hidden), want)
