@@ -25,7 +25,7 @@ from warpsmith.backend.rows import HostRows
 from warpsmith.backend.sampling import Sampling
 from warpsmith.checkpoint.dflash import DFlashConfig, expected_shapes
 from warpsmith.draft.dflash import DFlash
-from warpsmith.engine.conversation import Conversation
+from warpsmith.engine.scheduler import Scheduler
 from warpsmith.model.config import SIZES
 
 SMS = 3
@@ -104,8 +104,8 @@ def test_text_with_a_draft_is_plain_text() -> None:
     assert isinstance(draft.network, CudaDraft)
     prompt, texts = [3, 1, 4, 1, 5], []
     for proposer in (None, draft):
-        conversation = Conversation(cuda, 64, proposer)
-        texts.append(run(conversation, prompt, Sampling(temperature=0), max_tokens=5))
+        scheduler = Scheduler(cuda, 64, proposer)
+        texts.append(run(scheduler, prompt, Sampling(temperature=0), max_tokens=5))
     assert texts[0] == texts[1]
 
 
