@@ -356,7 +356,7 @@ class CudaBackend(Backend):
             from warpsmith.backend.cuda.large.backend import LargeBackend
 
             def make(config: Config, tensors: Mapping[str, Tensor]) -> CudaBackend:
-                return LargeBackend(config, tensors, context=self.context, options=self.options)
+                return LargeBackend(config, tensors, context=self.context, options=self.options, prompts=False)
 
             self._mtp = MtpProgram(self, self._lendable, self._head_program(), make)
         return self._mtp.run(state, tokens, hidden, position, want)

@@ -14,7 +14,7 @@ from warpsmith.backend.cuda.large.layout import (
     ROWS,
     Deal,
     LargeStage,
-    SlabStream,
+    SlabStages,
     kernel_tables,
 )
 from warpsmith.backend.cuda.shape import MAX_FEATURES
@@ -52,7 +52,7 @@ def handed_over(kind: str, held: str | None = "Q8_0") -> str:
     return kind if kind in SOURCES else "Q8_0" if held else "BF16"
 
 
-class DraftStream(SlabStream):
+class DraftStream(SlabStages):
     """The draft's own weights: fc; keys and values of all layers, for the context; four stages a layer."""
 
     rounded = "Q8_0"
@@ -81,7 +81,7 @@ class DraftStream(SlabStream):
         return stages
 
 
-class HeadStream(SlabStream):
+class HeadStream(SlabStages):
     """A copy of the target's LM head, where the target has it in another layout."""
 
     def __init__(self, name: str, vocab: int, hidden: int, sms: int, stored: Mapping[str, str]) -> None:

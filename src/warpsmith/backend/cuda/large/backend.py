@@ -48,7 +48,9 @@ class LargeBackend(CudaBackend):
         progress: Progress | None = None,
         profile: Profile | None = None,
         options: Mapping[str, object] | None = None,
+        prompts: bool = True,
     ) -> None:
+        """`prompts`: kernels of their own for long chains are made ready too."""
         self.config, self.device = config, Device()
         self.chip = self.device.chip
         self.chip_profile = profile or choose_profile(self.chip.name, self.chip.capability)[0]
@@ -85,7 +87,8 @@ class LargeBackend(CudaBackend):
         self.profile = device.zeros(layout.sms * marks * 8)
         self._top = Top(device, top_image.result(), self.logits)
         self._decoder = Decoder(device, None, self.ring, self.logits, config.vocab)
-        self._prepare_prompts(SlabStream(layout))
+        if prompts:
+            self._prepare_prompts(SlabStream(layout))
         self.undecided = 0
         self._launches = 0
         self._weight_types = " ".join(sorted(set(stored.values())))

@@ -137,7 +137,7 @@ class Deal:
         self.results = results
 
 
-class SlabStream:
+class SlabStages:
     """Stages of products on one number of SMs: what each SM reads, in order, and where its results go."""
 
     sms: int
@@ -231,7 +231,7 @@ def kernel_tables(deals: Sequence[Deal]) -> tuple[np.ndarray, np.ndarray, np.nda
     return stages, runs, np.concatenate(tiles)
 
 
-class LargeLayout(SlabStream):
+class LargeLayout(SlabStages):
     """Sizes and offsets for one model on one number of SMs."""
 
     def __init__(self, config: Config, sms: int, stored: Mapping[str, str]) -> None:

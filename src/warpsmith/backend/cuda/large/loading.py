@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from warpsmith.backend.cuda.large.formats import SOURCES
-from warpsmith.backend.cuda.large.layout import LargeLayout, SlabStream
+from warpsmith.backend.cuda.large.layout import LargeLayout, SlabStages
 from warpsmith.backend.cuda.large.structures import LargePack
 from warpsmith.backend.cuda.memory.driver import Buffer, Device, Kernel
 from warpsmith.backend.cuda.weights.loading import (
@@ -49,14 +49,14 @@ def held_as(source: str) -> Blocks:
     return Blocks(TYPES[SOURCES[source].type if source in SOURCES else source])
 
 
-def copies_of(stream: SlabStream, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Blocks]]:
+def copies_of(stream: SlabStages, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Blocks]]:
     """The tensors of a stream, and what each is handed over as."""
     pieces = [piece for stage in stream.stages for part in stage.parts for piece in part.pieces]
     return [(tensors[piece.tensor], held_as(piece.source)) for piece in pieces]
 
 
 def load_slabs(
-    device: Device, pack: Kernel, planned: SlabStream, tensors: Mapping[str, Tensor], rows: StagedRows
+    device: Device, pack: Kernel, planned: SlabStages, tensors: Mapping[str, Tensor], rows: StagedRows
 ) -> Buffer:
     """Matrices as slabs, each SM's in the order it reads them."""
     stream, staging = device.zeros(planned.stream_bytes), device.allocate(STAGING_BYTES)
