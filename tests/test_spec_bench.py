@@ -23,6 +23,7 @@ from warpsmith.engine.loop import Step
 from warpsmith.engine.stats import Stats
 from warpsmith.errors import BadFile, BadRequest, ModelNotFound
 from warpsmith.llm import LLM
+from warpsmith.measure.assumed import Assumed
 from warpsmith.measure.prompts import read_prompts
 from warpsmith.measure.speculation import Comparison, compare, comparison_table
 from warpsmith.model.config import SIZES
@@ -172,7 +173,43 @@ def test_numbers_are_medians_over_prompts_and_steps_are_pooled() -> None:
     assert (result.plain_rate, result.drafted_rate, result.speedup) == (10, 20, 2)
     assert result.acceptance_length == 300 / 160
     row = [cell.strip() for cell in comparison_table([result]).splitlines()[2].strip("|").split("|")]
-    assert row == ["x.jsonl", "3", "d", "8", "10.00", "20.00", "1.88", "2.00x", "3 of 3"]
+    assert row == ["x.jsonl", "3", "d", "8", "10.00", "20.00", "1.88", *["0.000"] * 5, "2.00x", "3 of 3"]
+
+
+def test_a_table_says_where_the_time_of_a_step_goes() -> None:
+    spent = Stats(steps=10, draft_seconds=0.5, verify_seconds=3.0, forward_seconds=2.0, commit_seconds=0.4)
+    result = Comparison("x", "d", 8, plain=[Stats()], drafted=[spent], tree_seconds=0.1)
+    expected = {"draft": 40, "tree": 10, "forward": 200, "commit": 40, "host": 100}
+    assert result.step_milliseconds == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("length", [1.0, 2.5, 8.31, 15.9])
+def test_an_assumed_length_is_reached_in_the_mean(length: float) -> None:
+    """Not by luck of the draft's: n-grams have nothing to say here."""
+    text = np.random.default_rng(0).integers(0, 500, 40_000).tolist()
+    draft = Assumed(NGram(22), length, 512)
+    draft.expect(10, text)
+    at, decided = 1, []
+    while at < 30_000:
+        tree = draft.propose(draft.new_memory(), Context([0] * 10 + text[:at], None, 99))  # type: ignore[arg-type]
+        assert len(tree) == 23
+        assert len({*zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)}) == 23, "no token twice"
+        node, count = 0, 1
+        while (node := tree.child.get((node, text[at + count - 1]), -1)) > 0:
+            count += 1
+        decided.append(count)
+        at += count
+    assert np.mean(decided) == pytest.approx(length, rel=0.06)
+
+
+def test_a_comparison_with_an_assumed_length_says_so_and_its_texts_agree() -> None:
+    with warpsmith.load(device="cpu", context=256) as llm:
+        options = {"max_tokens": 60, "temperature": 0.0, "stop_ids": []}
+        (result,) = compare(llm, {"a": ["xyz", "def f"]}, {22: NGram(22)}, options, assume=5.0)
+    assert result.same == 2
+    assert 3.0 < result.acceptance_length < 7.0
+    assert "(assumed)" in comparison_table([result])
+    assert result.to_dict()["assumed_acceptance_length"] == 5.0
 
 
 def test_the_command_prints_a_row_for_each_budget(prompts: Path, tmp_path: Path) -> None:
@@ -196,6 +233,9 @@ def test_the_command_prints_a_row_for_each_budget(prompts: Path, tmp_path: Path)
         ["--prompts", "FILE", "--sweep", "0,4"],
         ["--prompts", "FILE", "--sweep", "99"],
         ["--prompts", "FILE", "--thinking", "on"],
+        ["--prompts", "FILE", "--assume", "4", "--sweep", "8,auto"],
+        ["--prompts", "FILE", "--assume", "0.5", "--sweep", "8"],
+        ["--prompts", "FILE", "--assume", "12", "--sweep", "8", "--draft", "ngram"],
         ["--prompts", "FILE", "-m", "MODEL", "--draft", "mtp"],
     ],
 )
@@ -215,6 +255,19 @@ def test_a_draft_of_another_model_is_refused_in_one_sentence(tmp_path: Path) -> 
     assert "hidden size of 64, and the model of" in result.stderr
     assert "Traceback" not in result.stderr
     assert len(result.stderr.strip().splitlines()) <= 3
+
+
+@pytest.mark.parametrize(("format", "held"), [("safetensors", "as Q8_0"), ("lucebox", "as Q8_0")])
+def test_show_tells_what_a_draft_is_and_how_it_is_held(format: str, held: str, tmp_path: Path) -> None:
+    config = draft_config(SMALL, windows=(7, None), causal=(True, False))
+    path = write_draft(tmp_path / "draft", format, config, random_weights(config))
+    result = command("show", path, cache=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "a DFlash draft" in result.stdout
+    assert "each sees: 7 tokens, causal; all" in result.stdout
+    assert f"on cuda     its matrices are held {held}" in result.stdout
+    facts = json.loads(command("show", path, "--json", cache=tmp_path).stdout)
+    assert (facts["held_on_cuda"], facts["draft"]["block"]) == ("Q8_0", config.block)
 
 
 # -- stats ------------------------------------------------------------------------------------------------------------

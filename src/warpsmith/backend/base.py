@@ -112,6 +112,8 @@ class BlockMemory(ABC):  # noqa: B024  every backend keeps its own
 class BlockDraft(ABC):
     """A network that guesses a block of positions at once (DFlash): weights that any number of sequences share."""
 
+    at_once: bool = False  # rows are best appended as soon as they are committed, where they are; else they may wait
+
     @abstractmethod
     def new_memory(self) -> BlockMemory:
         """Of a sequence that has not begun."""
@@ -256,6 +258,11 @@ class Backend(ABC):
         """Bytes a second that this device reads while it does nothing else, measured now; None where that is unknown.
         Held against `bytes_a_token`, it says how fast decoding could be at best."""
         return None
+
+    @property
+    def runs_mtp(self) -> bool:
+        """Whether it can run an MTP block of this model's shape."""
+        return type(self).mtp is not Backend.mtp
 
     def mtp(
         self, state: State, tokens: Sequence[int], hidden: np.ndarray, position: int, want: Want = ARGMAX

@@ -18,6 +18,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--n-gen", type=natural, default=256, metavar="N", help="tokens generated (256)")
     parser.add_argument("--samples", type=natural, default=10, metavar="N", help="prompts of each set (10)")
     parser.add_argument("--sweep", type=_budgets, metavar="N,...", help="compare these budgets; auto may be one")
+    parser.add_argument(
+        "--assume", type=_length, metavar="AL", help="make the draft right so often that a step decides AL tokens"
+    )
     parser.add_argument("--chat", action="store_true", help="ask through the model's chat template")
     parser.add_argument("--thinking", choices=("auto", "on", "off"), default="auto", help="with --chat")
     parser.add_argument("--temp", type=float, default=0.0, metavar="T", help="temperature (0: greedy)")
@@ -35,6 +38,8 @@ def main(args: argparse.Namespace) -> int:
     budgets = args.sweep or [args.spec_budget]
     if args.draft == "none" or 0 in budgets:
         raise BadRequest("Without a draft there is nothing to compare.", "Leave --draft none and budgets of 0 out.")
+    if args.assume is not None and "auto" in budgets:
+        raise BadRequest("With --assume a budget is a number of nodes.", "Use --sweep 15,22, or --spec-budget 22.")
     if args.thinking != "auto" and not args.chat:
         raise BadRequest("--thinking is for chats.", "Add --chat.")
     for each in budgets:
@@ -48,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
         if args.thinking != "auto":
             options["enable_thinking"] = args.thinking == "on"
         useful = {each: proposer for each, proposer in proposers.items() if proposer is not None}
-        comparisons = compare(llm, sets, useful, options, aside)
+        comparisons = compare(llm, sets, useful, options, aside, args.assume)
     if args.output == "json":
         print(json.dumps([c.to_dict() for c in comparisons], indent=2))
     else:
@@ -58,6 +63,14 @@ def main(args: argparse.Namespace) -> int:
 
 def _prompts(texts: list[str], chat: bool) -> list[Any]:
     return [[{"role": "user", "content": text}] for text in texts] if chat else list(texts)
+
+
+def _length(text: str) -> float:
+    """An argparse type: tokens a step."""
+    length = float(text)
+    if not 1 <= length < 17:
+        raise argparse.ArgumentTypeError(f"{text} tokens a step are not 1 to 16")
+    return length
 
 
 def _budgets(text: str) -> list[Any]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from warpsmith.checkpoint.canonical import Checkpoint
     from warpsmith.model.config import Config
 
+WHOLE = ("F32", "F16", "BF16")  # on CUDA a draft's matrices of these are held as Q8_0: it cannot change the text
 # Lists as long as the vocabulary: named, not printed, and not even read.
 VOCABULARY = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges", "tokenizer.ggml.scores")
 
@@ -31,6 +32,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     from warpsmith.llm import DEFAULT_CONTEXT
 
+    if (draft := _draft(args.model, args.offline)) is not None:
+        print(json.dumps(draft, indent=2) if args.json else _draft_page(draft))
+        return 0
     checkpoint, config = _open(args.model, args.offline)
     facts = describe(checkpoint, config, args.ctx_size or min(DEFAULT_CONTEXT, config.context))
     print(json.dumps(facts, indent=2) if args.json else _page(facts))
@@ -45,6 +49,46 @@ def _open(name: str | None, offline: bool) -> tuple[Checkpoint, Config]:
 
     checkpoint = open_checkpoint(WISP if name is None else resolve(name, offline))
     return checkpoint, read_config(checkpoint)
+
+
+def _draft(name: str | None, offline: bool) -> dict[str, Any] | None:
+    """What there is to say of a DFlash draft; None if it is none."""
+    from warpsmith.checkpoint.dflash import is_draft, open_draft
+    from warpsmith.checkpoint.hub import resolve
+
+    if name is None or not is_draft(path := resolve(name, offline)):
+        return None
+    file = open_draft(path)
+    matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) == 2]
+    parameters = sum(tensor.elements for tensor in file.tensors.values())
+    return {
+        "path": str(path),
+        "parameters": parameters,
+        "bytes": sum(tensor.nbytes for tensor in file.tensors.values()),
+        "types": sorted({tensor.type.name for tensor in matrices}),
+        "draft": asdict(file.config),
+        "held_on_cuda": "Q8_0" if any(tensor.type.name in WHOLE for tensor in matrices) else "as in the file",
+    }
+
+
+def _draft_page(facts: dict[str, Any]) -> str:
+    c, whole = facts["draft"], facts["held_on_cuda"] == "Q8_0"
+    seen = [
+        ("all" if window is None else f"{window} tokens") + (", causal" if causal else "")
+        for window, causal in zip(c["windows"], c["causal"], strict=True)
+    ]
+    types = ", ".join(facts["types"])
+    lines = [
+        facts["path"],
+        f"  a DFlash draft: {count(facts['parameters'])} parameters, {size(facts['bytes'])}, {types}",
+        f"  layers      {c['layers']}, each sees: {'; '.join(dict.fromkeys(seen))}",
+        f"  hidden      {c['hidden']}, MLP {c['ffn']}",
+        f"  attention   {c['heads']} query heads, {c['kv_heads']} key/value heads of {c['head_dim']}",
+        f"  block       {c['block']} positions, masked with token {c['mask_token']}",
+        f"  reads       layers {', '.join(map(str, c['target_layers']))} of its target",
+        f"  on cuda     its matrices are held {'as Q8_0' if whole else 'as they are in the file'}",
+    ]
+    return "\n".join(map(printable, lines))
 
 
 def describe(checkpoint: Checkpoint, config: Config, context: int) -> dict[str, Any]:

@@ -89,6 +89,10 @@ class Proposer(ABC, Generic[Memory]):
         """Why nothing is being guessed at present, in a few words; None while it is."""
         return None
 
+    def tree_seconds(self) -> float:
+        """Of the time of `propose` so far: what making trees of beliefs took."""
+        return 0.0
+
     def new_memory(self) -> Memory:
         """What is known of a sequence that has not begun; None if nothing ever is."""
         return cast("Memory", None)

@@ -80,6 +80,9 @@ class Budgeted(Proposer[BudgetMemory]):
         """Whether plain decoding has to be seen again before anything can be said about it."""
         return self.account.open and self._unchecked >= self._check_after
 
+    def tree_seconds(self) -> float:
+        return self.draft.tree_seconds()
+
     def propose(self, memory: BudgetMemory, context: Context) -> ScoredTree | None:
         memory.guess = None
         if not self.account.open:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ class DFlash(Draft[DFlashMemory]):
         self.wants = Want(tokens="none", features=file.config.target_layers)
         capacity = [context_rows if w is None else min(w, context_rows) for w in file.config.windows]
         self._longest = max(capacity)
+        self._tree_seconds = 0.0
         self.network = backend.block_draft(file.config, file.tensors, capacity) or NumpyDraft(file, backend, capacity)
 
     # -- what was committed -------------------------------------------------------------------------------------------
@@ -80,8 +82,11 @@ class DFlash(Draft[DFlashMemory]):
         memory.position = position + len(tokens)
         if features is None:
             return  # a gap: the rows before it still stand where they stood
-        kept = features[-self._longest :].keep()  # what no layer could see any more is not worth projecting
-        memory.waiting.append((memory.position - len(kept), kept))
+        seen = features[-self._longest :]  # what no layer could see any more is not worth projecting
+        if self.network.at_once:
+            self.network.append(memory.network, seen, memory.position - len(seen))
+            return
+        memory.waiting.append((memory.position - len(seen), seen.keep()))
         while sum(len(rows) for _, rows in memory.waiting[1:]) >= self._longest:
             del memory.waiting[0]
         if sum(rows.nbytes for _, rows in memory.waiting) > WAITING_BYTES:
@@ -103,7 +108,13 @@ class DFlash(Draft[DFlashMemory]):
         rows = min(self.config.block - 1, context.depth)
         want = Want(tokens="top", top=min(WIDTH, self.nodes, self.backend.config.vocab))
         output = self.network.fill(memory.network, context.root, len(context.ids) - 1, rows, want)
-        return best_tree(context.root, *marginals(output), self.nodes, prices=context.prices)
+        before = perf_counter()
+        tree = best_tree(context.root, *marginals(output), self.nodes, prices=context.prices)
+        self._tree_seconds += perf_counter() - before
+        return tree
+
+    def tree_seconds(self) -> float:
+        return self._tree_seconds
 
     def hidden(self, memory: DFlashMemory, root: int, position: int) -> np.ndarray:
         """The block's rows after the last norm, float32 [block, hidden]; row j is about the token at position + j."""

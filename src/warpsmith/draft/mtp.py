@@ -53,10 +53,10 @@ class MTP(Draft[MTPMemory]):
     def __init__(self, backend: Backend, nodes: int = MAX_NODES - 1) -> None:
         if not backend.config.mtp_layers:
             raise BadRequest("This model has no MTP head to draft with.", "Use --draft ngram, or a draft model.")
-        if type(backend).mtp is Backend.mtp:
+        if not backend.runs_mtp:
             raise BadRequest(f"The {backend.name} backend does not run MTP heads.", "Use --draft ngram.")
         self.backend, self.nodes = backend, nodes
-        self._row_seconds = 0.0
+        self._row_seconds = self._tree_seconds = 0.0
 
     def new_memory(self) -> MTPMemory:
         return MTPMemory()
@@ -119,9 +119,15 @@ class MTP(Draft[MTPMemory]):
             # the head's row `row` stands for a position; a state has one for each position there is room for
             if len(ids) == steps or exp(likely) < self._faint(context.prices, len(ids)) or row >= state.context:
                 ids_by_depth, beliefs_by_depth = np.concatenate(ids), np.concatenate(log_probs)
-                return best_tree(context.root, ids_by_depth, beliefs_by_depth, self.nodes, prices=context.prices)
+                before = perf_counter()
+                tree = best_tree(context.root, ids_by_depth, beliefs_by_depth, self.nodes, prices=context.prices)
+                self._tree_seconds += perf_counter() - before
+                return tree
             assert output.hidden is not None
             tokens, hidden = here[0, :1], output.hidden[-1:].numpy()
+
+    def tree_seconds(self) -> float:
+        return self._tree_seconds
 
     def _faint(self, prices: Prices | None, steps: int) -> float:
         """How unlikely a chain must be not to be worth another step: for its own cost, and for that of verifying it."""

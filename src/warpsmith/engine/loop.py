@@ -249,6 +249,7 @@ class Generation:
         stats.count_step(drafted=len(step.tree) - 1, decided=len(step.decided))
         stats.draft_seconds += self._draft_seconds
         stats.verify_seconds += forward + self._verify_seconds
+        stats.forward_seconds += forward
         stats.commit_seconds += self._commit_seconds
         stats.decode_seconds += seconds
         if self.proposer is not None:

@@ -31,7 +31,8 @@ class Stats:
     drafted_tokens: int = 0
     histogram: list[int] = field(default_factory=list)
     draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
+    verify_seconds: float = 0.0  # from the draft to the walk's end
+    forward_seconds: float = 0.0  # of these, the forward passes
     commit_seconds: float = 0.0
 
     def count_step(self, drafted: int, decided: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from statistics import median
@@ -15,6 +15,7 @@ from warpsmith.backend.base import (
     ARGMAX,
     Backend,
     Batch,
+    BlockDraft,
     MemoryPart,
     Output,
     Snapshot,
@@ -37,6 +38,10 @@ from warpsmith.backend.cuda.build.profiles import Profile
 from warpsmith.backend.cuda.build.profiles import choose as choose_profile
 from warpsmith.backend.cuda.debug.trace import read_stage, stage_number
 from warpsmith.backend.cuda.decoding import BURST, Decoder
+from warpsmith.backend.cuda.draft.layout import takes as draft_fits
+from warpsmith.backend.cuda.draft.lent import HeadProgram, Lent, lend_copies, lendable
+from warpsmith.backend.cuda.draft.mtp import MtpProgram, block_config
+from warpsmith.backend.cuda.draft.network import CudaDraft
 from warpsmith.backend.cuda.memory.driver import Buffer, Chip, Device, Event, Kernel, Pinned
 from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.cuda.memory.layout import Layout
@@ -58,9 +63,13 @@ from warpsmith.backend.cuda.shape import (
 from warpsmith.backend.cuda.structures import Draw, Params, Path, Request, Stream
 from warpsmith.backend.cuda.top import MAX_TOP, Top
 from warpsmith.backend.cuda.weights.loading import Progress, load_weights
+from warpsmith.backend.cuda.weights.stream import EMBEDDING
+from warpsmith.backend.rows import HostRows
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
+from warpsmith.checkpoint.blocks import dequantize
 from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.checkpoint.dflash import DFlashConfig
 from warpsmith.errors import BadRequest, NoDevice
 from warpsmith.model.config import Config
 
@@ -83,6 +92,7 @@ class CudaState(State):
         self.kept_delta = device.allocate(layout.delta_bytes)
         self.kept_history = device.allocate(layout.history_bytes)
         self.params = backend.params_for(self)  # the same for every launch
+        self.mtp: CudaState | None = None  # of the MTP block, once it has run
 
 
 class CudaBackend(Backend):
@@ -90,6 +100,10 @@ class CudaBackend(Backend):
 
     name = "cuda"
     _prompts: Prefill | None = None  # where the model and the chip suit its kernels
+    _lent: Lent | None = None  # these once a draft has asked
+    _head: HeadProgram | None = None
+    _mtp: MtpProgram | None = None
+    _rows_of_table: np.ndarray | None = None  # the embedding's, in the file
 
     def __init__(
         self,
@@ -146,6 +160,7 @@ class CudaBackend(Backend):
         self.undecided = 0  # sampled tokens that the device left to the host
         self._launches = 0  # so far: rows of an output are overwritten by the next
         self._weight_types = " ".join(sorted(set(stored.values())))
+        self._lendable = lendable(config, tensors)
 
     def _prepare_prompts(self, weights: PromptStream) -> None:
         if weights.suits(self.architecture):
@@ -201,7 +216,7 @@ class CudaBackend(Backend):
             state.drafted = None
             self._decoder.let_go_of_ring()
             self._launches += 1
-            return self._prompts.run(state, ids, want, self._tokens_of)
+            return self._prompts.run(state, ids, want, self.tokens_of)
         parts = []
         for start in range(0, len(ids), self.largest_tree):
             chunk = ids[start : start + self.largest_tree]
@@ -252,13 +267,20 @@ class CudaBackend(Backend):
             output.hidden = rows(self.hidden, np.arange(nodes)[:, None] * hidden, hidden)
         return output
 
-    def _tokens_of(self, rows: int, want: Want) -> Output:
-        """What is wanted of the first rows of logits on the device."""
+    def tokens_of(self, rows: int, want: Want, offset: int = 0) -> Output:
+        """What is wanted of some rows of logits on the device, `offset` floats from their beginning on."""
         if want.tokens == "argmax":
-            return Output(argmax=self._top.of(rows, 1).argmax)
+            return Output(argmax=self._top.of(rows, 1, offset).argmax)
         if want.tokens == "top" and 1 <= (count := min(want.top, self.config.vocab)) <= MAX_TOP:
-            return self._top.of(rows, count)
-        return output_from_logits(self.logits.read(np.float32, (rows, self.config.vocab)), want)
+            return self._top.of(rows, count, offset)
+        return output_from_logits(self.logits.read(np.float32, (rows, self.config.vocab), 4 * offset), want)
+
+    def overwrite_outputs(self) -> Callable[[], bool]:
+        """Before a launch that writes logits and the like. Tells later whether they are still those of this launch."""
+        self._decoder.let_go_of_ring()
+        self._launches += 1
+        launches = self._launches
+        return lambda: self._launches == launches
 
     def verify(
         self, state: State, tree: Tree, sampling: Sampling | None = None, history: Sequence[int] = ()
@@ -292,6 +314,58 @@ class CudaBackend(Backend):
         blocks += self.layout.attention_layers * self.config.kv_heads
         self._commit.launch(blocks, COLUMNS * 32, state.params, argument)
         state.length += len(nodes)
+
+    def block_draft(
+        self, config: DFlashConfig, tensors: Mapping[str, Tensor], capacity: Sequence[int]
+    ) -> BlockDraft | None:
+        if self.architecture != "sm_90a" or not draft_fits(config, self.config.vocab):
+            return None
+        return CudaDraft(self, config, tensors, capacity, self.lend)
+
+    def embed(self, tokens: Sequence[int]) -> np.ndarray:
+        if self.architecture != "sm_90a":
+            return super().embed(tokens)  # it would have to lend its LM head too
+        if self._rows_of_table is None:
+            self._rows_of_table = self._lendable[EMBEDDING].raw()  # which is looked through whole
+        return dequantize(self._lendable[EMBEDDING].type, self._rows_of_table[list(tokens)])
+
+    def head(self, hidden: np.ndarray, want: Want = ARGMAX) -> Output:
+        return self._head_program().of(HostRows(hidden), want)
+
+    def _head_program(self) -> HeadProgram:
+        if self.architecture != "sm_90a":
+            raise BadRequest("On this GPU the model does not lend its LM head.", "Use --draft ngram.")
+        if self._head is None:
+            self._head = HeadProgram(self, self.lend())
+        return self._head
+
+    @property
+    def runs_mtp(self) -> bool:
+        from warpsmith.backend.cuda.large.layout import takes
+
+        return self.architecture == "sm_90a" and takes(block_config(self.config)) and self.config.vocab % 4 == 0
+
+    def mtp(
+        self, state: State, tokens: Sequence[int], hidden: np.ndarray, position: int, want: Want = ARGMAX
+    ) -> Output:
+        if not self.runs_mtp or not self.config.mtp_layers:
+            return super().mtp(state, tokens, hidden, position, want)
+        assert isinstance(state, CudaState)
+        check_tokens(self.config, np.asarray(tokens))
+        if self._mtp is None:
+            from warpsmith.backend.cuda.large.backend import LargeBackend
+
+            def make(config: Config, tensors: Mapping[str, Tensor]) -> CudaBackend:
+                return LargeBackend(config, tensors, context=self.context, options=self.options, prompts=False)
+
+            self._mtp = MtpProgram(self, self._lendable, self._head_program(), make)
+        return self._mtp.run(state, tokens, hidden, position, want)
+
+    def lend(self) -> Lent:
+        """What a draft needs of the model."""
+        if self._lent is None:
+            self._lent = lend_copies(self, self._lendable)
+        return self._lent
 
     def decode(
         self,

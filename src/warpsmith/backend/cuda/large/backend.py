@@ -15,6 +15,7 @@ from warpsmith.backend.cuda.build.compiler import build, target
 from warpsmith.backend.cuda.build.profiles import Profile
 from warpsmith.backend.cuda.build.profiles import choose as choose_profile
 from warpsmith.backend.cuda.decoding import BURST, Decoder
+from warpsmith.backend.cuda.draft.lent import Lent, lendable
 from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.large.loading import load_weights
 from warpsmith.backend.cuda.large.structures import LargeParams, LargeRequest
@@ -47,7 +48,9 @@ class LargeBackend(CudaBackend):
         progress: Progress | None = None,
         profile: Profile | None = None,
         options: Mapping[str, object] | None = None,
+        prompts: bool = True,
     ) -> None:
+        """`prompts`: kernels of their own for long chains are made ready too."""
         self.config, self.device = config, Device()
         self.chip = self.device.chip
         self.chip_profile = profile or choose_profile(self.chip.name, self.chip.capability)[0]
@@ -84,10 +87,12 @@ class LargeBackend(CudaBackend):
         self.profile = device.zeros(layout.sms * marks * 8)
         self._top = Top(device, top_image.result(), self.logits)
         self._decoder = Decoder(device, None, self.ring, self.logits, config.vocab)
-        self._prepare_prompts(SlabStream(layout))
+        if prompts:
+            self._prepare_prompts(SlabStream(layout))
         self.undecided = 0
         self._launches = 0
         self._weight_types = " ".join(sorted(set(stored.values())))
+        self._lendable = lendable(config, tensors)
 
     def memory(self, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
         c, layout = self.config, self.large
@@ -120,6 +125,11 @@ class LargeBackend(CudaBackend):
         blocks = self.large.delta_layers * (self.config.value_dim // 8) + self.large.caches
         self._commit.launch(blocks, 256, state.params, argument)
         state.length += len(nodes)
+
+    def lend(self) -> Lent:
+        layout = self.large
+        start = layout.stage_start[-1]
+        return Lent(self.stream, layout.deals[-1], start, self.embedding, layout.embedding_type)
 
     def trace(self, state: State, tree: Tree, stop_after: str) -> dict[str, np.ndarray]:
         raise BadRequest(

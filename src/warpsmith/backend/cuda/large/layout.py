@@ -137,39 +137,16 @@ class Deal:
         self.results = results
 
 
-class LargeLayout:
-    """Sizes and offsets for one model on one number of SMs."""
+class SlabStages:
+    """Stages of products on one number of SMs: what each SM reads, in order, and where its results go."""
 
-    def __init__(self, config: Config, sms: int, stored: Mapping[str, str]) -> None:
-        self.config, self.sms, self.stored = config, sms, stored
-        self.delta_layers, self.attention_layers = len(config.recurrent_layers), len(config.attention_layers)
-        self.splits = 128 // config.kv_heads
+    sms: int
+    stored: Mapping[str, str]  # types of the tensors, as they are handed over
+    rounded: str = ROUNDED  # what rows of different types that share tiles are handed over as
 
-    @cached_property
+    @property
     def stages(self) -> list[LargeStage]:
-        c = self.config
-        stages: list[LargeStage] = []
-        for layer, recurrent in enumerate(c.recurrent):
-            block = f"blk.{layer}."
-            if recurrent:
-                rows = [
-                    [("attn_qkv", c.conv_channels)],
-                    [("attn_gate", c.value_dim)],
-                    [("ssm_beta", c.value_heads), ("ssm_alpha", c.value_heads)],
-                ]
-                out, out_k = "ssm_out", c.value_dim
-            else:
-                kv = c.kv_heads * c.head_dim
-                rows = [[("attn_q", 2 * c.heads * c.head_dim)], [("attn_k", kv)], [("attn_v", kv)]]
-                out, out_k = "attn_output", c.heads * c.head_dim
-            stages += [
-                self._stage(f"in.{layer}", c.hidden, block, *rows),
-                self._stage(f"mix_out.{layer}", out_k, block, [(out, c.hidden)]),
-                self._stage(f"mlp_in.{layer}", c.hidden, block, [("ffn_gate", c.ffn), ("ffn_up", c.ffn)], woven=True),
-                self._stage(f"mlp_out.{layer}", c.ffn, block, [("ffn_down", c.hidden)]),
-            ]
-        head = "token_embd" if c.tied else "output"
-        return [*stages, self._stage("head", c.hidden, "", [(head, c.vocab)])]
+        raise NotImplementedError
 
     def _stage(
         self, name: str, k: int, block: str, *groups: Sequence[tuple[str, int]], woven: bool = False
@@ -178,12 +155,14 @@ class LargeLayout:
         for group in groups:
             names = [f"{block}{tensor}.weight" for tensor, _ in group]
             kinds = {self.stored[n] for n in names}
-            slabs = {SOURCES.get(kind, SOURCES[ROUNDED])[0] for kind in kinds}
-            slab = slabs.pop() if len(slabs) == 1 else SOURCES[ROUNDED][0]  # rows that share a tile have one type
+            slabs = {SOURCES.get(kind, SOURCES[self.rounded]).slab for kind in kinds}
+            slab = (
+                slabs.pop() if len(slabs) == 1 else SOURCES[self.rounded].slab
+            )  # rows that share a tile have one type
             row, pieces = tiles * ROWS, []
             for number, (tensor, (_, count)) in enumerate(zip(names, group, strict=True), start=1):
                 kind = self.stored[tensor]
-                source = kind if SOURCES.get(kind, ("", 0))[0] == slab else ROUNDED
+                source = kind if kind in SOURCES and SOURCES[kind].slab == slab else self.rounded
                 pieces.append(Piece(tensor, source, row, count, number if woven else 0))
                 row += count
             count = -(-(row - tiles * ROWS) // ROWS)
@@ -223,28 +202,68 @@ class LargeLayout:
 
     @cached_property
     def tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Stages, runs and tiles as the kernel reads them."""
-        stages = np.zeros((len(self.deals), 4), np.int32)
-        runs = np.zeros((len(self.deals), self.sms, 12), np.int32)
-        tiles: list[np.ndarray] = []
-        at = 0
-        for i, deal in enumerate(self.deals):
-            stage = deal.stage
-            stages[i, :3] = at, stage.tiles, len(deal.groups)
-            table = deal.tables.astype(np.uint16).reshape(-1)
-            tiles.append(np.pad(table, (0, table.size % 2)))  # read two at a time
-            at += tiles[-1].size
-            starts = np.cumsum([0, *(p.tiles for p in stage.parts)])
-            ends = [int(starts[min(j, len(stage.parts))]) if j <= len(stage.parts) else 1 << 30 for j in (1, 2)]
-            types = [SLABS.index(stage.parts[min(j, len(stage.parts) - 1)].type) for j in range(3)]
-            for sm in range(self.sms):
-                group = deal.groups[deal.group_of[sm]]
-                tile, block = divmod(int(deal.first[sm]), group.blocks)
-                runs[i, sm, :9] = (
-                    group.first_block, group.blocks, tile, block, deal.count[sm], deal.tile[sm], *ends,
-                    types[0] | types[1] << 8 | types[2] << 16,
-                )  # fmt: skip
-        return stages, runs, np.concatenate(tiles)
+        return kernel_tables(self.deals)
+
+
+def kernel_tables(deals: Sequence[Deal]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Stages, runs and tiles as the kernel reads them."""
+    sms = len(deals[0].first)
+    stages = np.zeros((len(deals), 4), np.int32)
+    runs = np.zeros((len(deals), sms, 12), np.int32)
+    tiles: list[np.ndarray] = []
+    at = 0
+    for i, deal in enumerate(deals):
+        stage = deal.stage
+        stages[i, :3] = at, stage.tiles, len(deal.groups)
+        table = deal.tables.astype(np.uint16).reshape(-1)
+        tiles.append(np.pad(table, (0, table.size % 2)))  # read two at a time
+        at += tiles[-1].size
+        starts = np.cumsum([0, *(p.tiles for p in stage.parts)])
+        ends = [int(starts[min(j, len(stage.parts))]) if j <= len(stage.parts) else 1 << 30 for j in (1, 2)]
+        types = [SLABS.index(stage.parts[min(j, len(stage.parts) - 1)].type) for j in range(3)]
+        for sm in range(sms):
+            group = deal.groups[deal.group_of[sm]]
+            tile, block = divmod(int(deal.first[sm]), group.blocks)
+            runs[i, sm, :9] = (
+                group.first_block, group.blocks, tile, block, deal.count[sm], deal.tile[sm], *ends,
+                types[0] | types[1] << 8 | types[2] << 16,
+            )  # fmt: skip
+    return stages, runs, np.concatenate(tiles)
+
+
+class LargeLayout(SlabStages):
+    """Sizes and offsets for one model on one number of SMs."""
+
+    def __init__(self, config: Config, sms: int, stored: Mapping[str, str]) -> None:
+        self.config, self.sms, self.stored = config, sms, stored
+        self.delta_layers, self.attention_layers = len(config.recurrent_layers), len(config.attention_layers)
+        self.splits = 128 // config.kv_heads
+
+    @cached_property
+    def stages(self) -> list[LargeStage]:
+        c = self.config
+        stages: list[LargeStage] = []
+        for layer, recurrent in enumerate(c.recurrent):
+            block = f"blk.{layer}."
+            if recurrent:
+                rows = [
+                    [("attn_qkv", c.conv_channels)],
+                    [("attn_gate", c.value_dim)],
+                    [("ssm_beta", c.value_heads), ("ssm_alpha", c.value_heads)],
+                ]
+                out, out_k = "ssm_out", c.value_dim
+            else:
+                kv = c.kv_heads * c.head_dim
+                rows = [[("attn_q", 2 * c.heads * c.head_dim)], [("attn_k", kv)], [("attn_v", kv)]]
+                out, out_k = "attn_output", c.heads * c.head_dim
+            stages += [
+                self._stage(f"in.{layer}", c.hidden, block, *rows),
+                self._stage(f"mix_out.{layer}", out_k, block, [(out, c.hidden)]),
+                self._stage(f"mlp_in.{layer}", c.hidden, block, [("ffn_gate", c.ffn), ("ffn_up", c.ffn)], woven=True),
+                self._stage(f"mlp_out.{layer}", c.ffn, block, [("ffn_down", c.hidden)]),
+            ]
+        head = "token_embd" if c.tied else "output"
+        return [*stages, self._stage("head", c.hidden, "", [(head, c.vocab)])]
 
     # -- per sequence, in bytes -----------------------------------------------------------------------------------
 

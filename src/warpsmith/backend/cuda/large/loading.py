@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from warpsmith.backend.cuda.large.formats import SOURCES
-from warpsmith.backend.cuda.large.layout import LargeLayout
+from warpsmith.backend.cuda.large.layout import LargeLayout, SlabStages
 from warpsmith.backend.cuda.large.structures import LargePack
 from warpsmith.backend.cuda.memory.driver import Buffer, Device, Kernel
 from warpsmith.backend.cuda.weights.loading import (
@@ -38,19 +38,30 @@ def load_weights(
     device: Device, pack: Kernel, layout: LargeLayout, tensors: Mapping[str, Tensor], progress: Progress | None = None
 ) -> tuple[Buffer, Buffer]:
     """Every matrix as slabs, each SM's in the order it reads them; and the embedding's rows as they are."""
-
-    def held_as(kind: str) -> Blocks:
-        return Blocks(TYPES[kind])
-
-    pieces = [(stage, piece) for stage in layout.stages for part in stage.parts for piece in part.pieces]
-    copied = [(tensors[piece.tensor], held_as(piece.source)) for _, piece in pieces]
-    copied.append((tensors[EMBEDDING], held_as(layout.embedding_type)))
+    table = tensors[EMBEDDING], held_as(layout.embedding_type)
+    copied = [*copies_of(layout, tensors), table]
     warn_of_widened(copied)
-    stream, embedding = device.zeros(layout.stream_bytes), device.allocate(layout.embedding_bytes)
-    staging = device.allocate(STAGING_BYTES)
     rows = StagedRows(device, sum(held_bytes(*each) for each in copied), progress)
-    for number, stage in enumerate(layout.stages):
-        offsets = device.upload(layout.offsets(number))
+    return load_slabs(device, pack, layout, tensors, rows), load_table(device, *table, rows)
+
+
+def held_as(source: str) -> Blocks:
+    return Blocks(TYPES[SOURCES[source].type if source in SOURCES else source])
+
+
+def copies_of(stream: SlabStages, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Blocks]]:
+    """The tensors of a stream, and what each is handed over as."""
+    pieces = [piece for stage in stream.stages for part in stage.parts for piece in part.pieces]
+    return [(tensors[piece.tensor], held_as(piece.source)) for piece in pieces]
+
+
+def load_slabs(
+    device: Device, pack: Kernel, planned: SlabStages, tensors: Mapping[str, Tensor], rows: StagedRows
+) -> Buffer:
+    """Matrices as slabs, each SM's in the order it reads them."""
+    stream, staging = device.zeros(planned.stream_bytes), device.allocate(STAGING_BYTES)
+    for number, stage in enumerate(planned.stages):
+        offsets = device.upload(planned.offsets(number))
         for piece in (piece for part in stage.parts for piece in part.pieces):
             for first, count, buffer, nbytes in rows.of(tensors[piece.tensor], held_as(piece.source)):
                 staging.fill(buffer, nbytes)
@@ -58,7 +69,7 @@ def load_weights(
                     rows=staging.pointer,
                     stream=stream.pointer,
                     offsets=offsets.pointer,
-                    source=SOURCES[piece.source][1],
+                    source=SOURCES[piece.source].number,
                     first_row=piece.first_row,
                     offset=first,
                     count=count,
@@ -66,9 +77,15 @@ def load_weights(
                     row_bytes=nbytes // count,
                     pattern=piece.pattern,
                 )
-                pack.launch(2 * layout.sms, 256, request)
+                pack.launch(2 * planned.sms, 256, request)
         device.synchronize()  # before the offsets are given back
-    for first, count, buffer, nbytes in rows.of(tensors[EMBEDDING], held_as(layout.embedding_type)):
-        embedding.fill(buffer, nbytes, first * (nbytes // count))
+    return stream
+
+
+def load_table(device: Device, tensor: Tensor, held: Blocks, rows: StagedRows) -> Buffer:
+    """A matrix's rows as they are."""
+    table = device.allocate(held_bytes(tensor, held))
+    for first, count, buffer, nbytes in rows.of(tensor, held):
+        table.fill(buffer, nbytes, first * (nbytes // count))
     device.synchronize()
-    return stream, embedding
+    return table

@@ -113,9 +113,12 @@ class Layout:
 
 
 def rope_table(config: Config, context: int) -> np.ndarray:
-    """cos and sin of a position's low six bits [64, 32], then of the rest [context / 64 + 1, 32]."""
-    half = config.rotary_dim // 2
-    frequencies = config.rope_theta ** (-np.arange(half, dtype=np.float64) / half)
+    return turns(config.rotary_dim // 2, config.rope_theta, context)
+
+
+def turns(half: int, theta: float, context: int) -> np.ndarray:
+    """cos and sin of a position's low six bits [64, half], then of the rest [context / 64 + 1, half]."""
+    frequencies = theta ** (-np.arange(half, dtype=np.float64) / half)
     positions = np.concatenate([np.arange(64), np.arange(context // 64 + 1) * 64]).astype(np.float64)
     angles = positions[:, None] * frequencies
     return np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)

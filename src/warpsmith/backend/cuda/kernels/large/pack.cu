@@ -4,10 +4,14 @@
 // Grid: a warp a slab. `offsets` says where the 64-row tiles of the stage lie, superblock by superblock; a tile's four
 // slabs lie one behind the other. `pattern`: 0: the tensor's row i is row `first_row` + i of the stage; 1: gate, 2: up
 // (eight gate rows, then their eight up rows). Rows past the tensor's end were zero before and stay so. Source types:
-// those of slabs, and what is exactly one of them: BF16 and F16 are HALF; Q4_0, Q5_0 and IQ4_NL are Q8_0.
+// those of slabs, and what is exactly one of them: BF16 and F16 are HALF; Q4_0, Q5_0 and IQ4_NL are Q8_0. BF16 and F16
+// can be rounded to Q8_0 too.
 #include "large/slab.cuh"
 
-enum SourceType { FROM_Q4_K, FROM_Q5_K, FROM_Q6_K, FROM_Q8_0, FROM_F16, FROM_BF16, FROM_Q4_0, FROM_Q5_0, FROM_IQ4_NL };
+enum SourceType {
+    FROM_Q4_K, FROM_Q5_K, FROM_Q6_K, FROM_Q8_0, FROM_F16, FROM_BF16, FROM_Q4_0, FROM_Q5_0, FROM_IQ4_NL,
+    F16_TO_Q8_0, BF16_TO_Q8_0
+};
 
 struct Pack {
     const u8* rows;  // [count][row_bytes]
@@ -96,26 +100,52 @@ __device__ int small_value(int source, const u8* block, int k) {
     const signed char levels[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
     return levels[n];
 }
-__device__ void move_q8(const Pack& a, const u8* blocks, u8* slab, int row, int q) {
+// Eight blocks of a row: their scales, and their values in these.
+struct SmallBlocks {
+    int source;
+    const u8* at;
+    float scale[8];
+
+    __device__ SmallBlocks(int from, const u8* blocks) : source(from), at(blocks) {
+        for (int i = 0; i < 8; i++) {
+            if (source < F16_TO_Q8_0) {
+                scale[i] = unpack_half(u16_at(at + i * bytes())).x;
+            } else {
+                float largest = 0.0f;
+                for (int k = 0; k < 32; k++) largest = fmaxf(largest, fabsf(whole(i * 32 + k)));
+                scale[i] = unpack_half(pack_half(largest / 127.0f, 0.0f)).x;
+            }
+        }
+    }
+    __device__ int bytes() const { return source == FROM_Q8_0 ? 34 : source == FROM_Q5_0 ? 22 : 18; }
+    __device__ float whole(int k) const {
+        const u32 bits = u16_at(at + 2 * k);
+        return source == BF16_TO_Q8_0 ? bf16_low(bits) : unpack_half(bits).x;
+    }
+    __device__ int value(int block, int k) const {
+        if (source < F16_TO_Q8_0) return small_value(source, at + block * bytes(), k);
+        if (!(scale[block] > 0.0f)) return 0;
+        return (int)fminf(fmaxf(rintf(whole(block * 32 + k) / scale[block]), -127.0f), 127.0f);
+    }
+};
+__device__ void move_q8(const Pack& a, const u8* from, u8* slab, int row, int q) {
     const int g = row % 8, upper = row / 8, lane = 4 * g + q;
-    const int bytes = a.source == FROM_Q8_0 ? 34 : a.source == FROM_Q5_0 ? 22 : 18;
+    const SmallBlocks blocks(a.source, from);
     // Scales times a power of two, so that the largest is below 16: products with 128 and 16 stay in range.
     float largest = 0.0f;
-    for (int i = 0; i < 8; i++) largest = fmaxf(largest, fabsf(unpack_half(u16_at(blocks + i * bytes)).x));
+    for (int i = 0; i < 8; i++) largest = fmaxf(largest, fabsf(blocks.scale[i]));
     const int exponent = largest > 0.0f ? (int)(__float_as_uint(largest) >> 23) - 127 : 3;
     const float by = __uint_as_float((u32)(127 + 3 - exponent) << 23);  // the largest becomes 8 to 16
     for (int t = 0; t < 4; t++) {
         u32 words[4] = {};
         for (int in = 0; in < 16; in++) {
             const int k = 16 * q + in;
-            words[in / 4] |= (u32)(small_value(a.source, blocks + (2 * t + k / 32) * bytes, k % 32) + 128)
-                             << (in % 4 * 8);
+            words[in / 4] |= (u32)(blocks.value(2 * t + k / 32, k % 32) + 128) << (in % 4 * 8);
         }
         *(uint4*)(slab + (t * 2 + upper) * 512 + lane * 16) = {words[0], words[1], words[2], words[3]};
-        if (q % 2 == 0) {
-            const float d = unpack_half(u16_at(blocks + (2 * t + q / 2) * bytes)).x;
-            ((u16*)(slab + 4096))[(g * 2 + q / 2) * 8 + upper * 4 + t] = (u16)pack_half(d * by, 0.0f);
-        }
+        if (q % 2 == 0)
+            ((u16*)(slab + 4096))[(g * 2 + q / 2) * 8 + upper * 4 + t] =
+                (u16)pack_half(blocks.scale[2 * t + q / 2] * by, 0.0f);
     }
     if (q == 0) ((float*)(slab + 4352))[g * 2 + upper] = 0x1p-24f / by;
 }

@@ -164,10 +164,15 @@ struct Slab<SLAB_Q6_K> {
 };
 
 // A product of quant and fp16 scale has 19 bits: its upper part in one operand, the rest in a second one, both exact.
+// With ROUND_Q8_0 there is only the first: what a draft multiplies may be rounded once more, by less than 2^-11.
 template <>
 struct Slab<SLAB_Q8_0> {
     static constexpr bool MINS = false, EARLY = false;
+#ifdef ROUND_Q8_0
+    static constexpr int TERMS = 1;
+#else
     static constexpr int TERMS = 2;
+#endif
     u32 at;
     uint4 s;  // rows g, g + 8: tiles 0..3
     uint2 d;

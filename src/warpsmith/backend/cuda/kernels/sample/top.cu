@@ -52,6 +52,7 @@ extern "C" __global__ void __launch_bounds__(SLICE_THREADS) top(const __grid_con
     const auto key_at = [&](int id) { return ranked(row[id] + 0.0f, id); };
 
     u64 best = 0;
+#pragma unroll 8
     for (int id = begin + threadIdx.x; id < end; id += SLICE_THREADS) best = best_of(best, key_at(id));
     keys[threadIdx.x] = best;
     if (threadIdx.x == 0) found = 0, floor = 0;
@@ -60,6 +61,7 @@ extern "C" __global__ void __launch_bounds__(SLICE_THREADS) top(const __grid_con
     __syncthreads();
 
     float sum = 0;
+#pragma unroll 4
     for (int id = begin + threadIdx.x; id < end; id += SLICE_THREADS) {
         const u64 key = key_at(id);
         sum += expf(logit_of(key) - peak);

@@ -1,0 +1,133 @@
+"""How long a DFlash draft of the 27B's true shape takes on a GPU, random weights, and where its clocks go.
+
+PYTHONPATH=src python bench/lab/draft_timing.py [--depths 520 4096] [--profile]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import numpy as np
+from large_timing import milliseconds, random_model
+
+from warpsmith.backend.base import Want
+from warpsmith.backend.cuda.draft.network import CudaDraft, CudaMemory
+from warpsmith.backend.cuda.large.backend import LargeBackend
+from warpsmith.backend.cuda.rows import CudaRows
+from warpsmith.checkpoint.blocks import TYPES
+from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.checkpoint.dflash import DFlashConfig, DraftFile, expected_shapes
+from warpsmith.checkpoint.quantize import quantize
+from warpsmith.model.config import SIZES, Config
+
+CAPACITY, ACCEPTED, MARKS = 4096, 8, 4096
+LAYERS = 5
+
+
+def draft_of(target: Config) -> DFlashConfig:
+    """The released drafts for 27B targets."""
+    return DFlashConfig(
+        "random", LAYERS, target.hidden, 17408, 32, 8, 128, 1e7, 16, 248_070, (1, 16, 31, 46, 61),
+        (None,) * LAYERS, (False,) * LAYERS,
+    )  # fmt: skip
+
+
+def random_draft(config: DFlashConfig) -> DraftFile:
+    """Tensors of one shape share their bytes."""
+    rng, kept, tensors = np.random.default_rng(0), {}, {}
+    for name, shape in expected_shapes(config).items():
+        kind = TYPES["BF16" if len(shape) == 2 else "F32"]
+        if shape not in kept:
+            values = rng.standard_normal(shape, dtype=np.float32) * 0.02 + (len(shape) == 1)
+            kept[shape] = quantize(kind, values.reshape(-1, shape[-1]))
+        tensors[name] = Tensor(name, kind, shape, lambda raw=kept[shape]: raw)
+    return DraftFile(config, tensors)
+
+
+def waiting(backend: LargeBackend, network: CudaDraft, memory: CudaMemory, rows: int, depth: int) -> None:
+    """Features of so many rows, and as many remembered as there are tokens."""
+    config = network.config
+    offsets = np.arange(rows)[:, None] + np.arange(len(config.target_layers)) * rows
+    memory.appended, memory.position, memory.waiting = min(depth, CAPACITY) - rows, depth - rows, 0
+    network.append(
+        memory, CudaRows(backend.features, offsets * config.hidden, config.hidden, lambda: True), depth - rows
+    )
+
+
+def timings(backend: LargeBackend, network: CudaDraft, depth: int) -> None:
+    memory, want = network.new_memory(), Want(tokens="top", top=16)
+    memory.buffers["positions"].write(np.arange(CAPACITY, dtype=np.int32))
+    for name in ("keys", "values"):
+        memory.buffers[name].clear()
+    backend.features.clear()
+
+    def block(rows: int) -> None:
+        request = network.request(7, depth, Want(tokens="top"))
+        memory.waiting, memory.position, memory.appended = rows, depth - rows, min(depth, CAPACITY) - rows
+        network.launch(memory, request)
+
+    for name, run in {
+        "draft, nothing to append": lambda: block(0),
+        f"draft, {ACCEPTED} rows to append": lambda: block(ACCEPTED),
+        "gather": lambda: waiting(backend, network, memory, ACCEPTED, depth),
+        "top 16": lambda: backend.tokens_of(15, want, offset=backend.config.vocab),
+    }.items():
+        print(f"depth {depth}: {name} {milliseconds(backend, run, 11):.3f} ms")
+
+    def append_only() -> None:
+        memory.waiting, memory.position, memory.appended = 16, depth - 16, min(depth, CAPACITY) - 16
+        network.project(memory)
+
+    print(f"depth {depth}: 16 rows appended alone {milliseconds(backend, append_only, 11):.3f} ms")
+    walls = []
+    for _ in range(12):
+        waiting(backend, network, memory, ACCEPTED, depth)
+        backend.device.synchronize()
+        start = time.perf_counter()
+        network.fill(memory, 7, depth, 15, want)
+        walls.append(1e3 * (time.perf_counter() - start))
+    print(f"depth {depth}: fill as the host sees it {statistics.median(walls[2:]):.3f} ms")
+
+
+def print_profile(backend: LargeBackend, network: CudaDraft, depth: int) -> None:
+    """Clocks of the steps of one launch: mean and slowest SM."""
+    memory = network.new_memory()
+    memory.buffers["positions"].write(np.arange(CAPACITY, dtype=np.int32))
+    for _ in range(3):
+        memory.waiting, memory.position, memory.appended = ACCEPTED, depth - ACCEPTED, depth - ACCEPTED
+        backend.profile.clear()
+        network.launch(memory, network.request(7, depth, Want(tokens="top")))
+        backend.device.synchronize()
+    marks = backend.profile.read(np.int64, (backend.chip.sms, MARKS // 2, 2))
+    clocks, waits = marks[:, :, 0], marks[:, :, 1]
+    used = int((clocks[0] > 0).sum())
+    took, waited = np.diff(clocks[:, :used], axis=1), waits[:, 1:used]
+    print(f"clocks in all {took.sum(axis=1).mean():.0f}")
+    for i in range(used - 1):
+        print(f"  {i:3d} {took[:, i].mean():8.0f} {took[:, i].max():8.0f}  waited {waited[:, i].mean():8.0f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--depths", type=int, nargs="+", default=[520, 4096])
+    parser.add_argument("--profile", action="store_true")
+    given = parser.parse_args()
+    target = SIZES["27B"]
+    options = {"PROFILE": MARKS} if given.profile else {}
+    start = time.perf_counter()
+    backend = LargeBackend(target, random_model(target, "q4_k_m"), context=8192, options=options)
+    print(f"target loaded in {time.perf_counter() - start:.1f} s")
+    file = random_draft(draft_of(target))
+    start = time.perf_counter()
+    network = CudaDraft(backend, file.config, file.tensors, [CAPACITY] * LAYERS, backend.lend)
+    print(f"draft loaded in {time.perf_counter() - start:.1f} s, {network.layout.stream.stream_bytes / 1e9:.2f} GB")
+    for depth in given.depths:
+        timings(backend, network, depth)
+    if given.profile:
+        print_profile(backend, network, given.depths[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""DFlash drafts on the GPU: a program from the parts of the activations-first pass (kernels/draft)."""

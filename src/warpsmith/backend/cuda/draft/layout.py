@@ -1,0 +1,167 @@
+"""A draft's stages and sizes: the host's view of kernels/draft/shape.cuh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import numpy as np
+
+from warpsmith.backend.cuda.large.formats import SLABS, SOURCES
+from warpsmith.backend.cuda.large.layout import (
+    BLOCK_K,
+    GROUP_BLOCKS,
+    ROWS,
+    Deal,
+    LargeStage,
+    SlabStages,
+    kernel_tables,
+)
+from warpsmith.backend.cuda.shape import MAX_FEATURES
+from warpsmith.checkpoint.dflash import DFlashConfig
+
+COLUMNS = 16  # rows that a launch appends, and positions of a block, at most
+DIM = 128  # of a head
+MAX_LAYERS = 32
+BATCH = 64  # rows of queries at a time
+
+
+def takes(config: DFlashConfig, vocab: int) -> bool:
+    """Whether the kernels are written for this shape beside a target of this vocabulary."""
+    c = config
+    widths = (c.hidden, c.ffn, c.heads * c.head_dim)
+    return (
+        all(k % BLOCK_K == 0 for k in widths)
+        and c.head_dim == DIM
+        and c.block <= COLUMNS
+        and c.hidden <= 8192
+        and c.layers <= MAX_LAYERS
+        and len(c.target_layers) <= MAX_FEATURES
+        and c.heads // c.kv_heads <= COLUMNS
+        and vocab % 4 == 0
+    )
+
+
+def handed_over(kind: str, held: str | None = "Q8_0") -> str:
+    """What a type of a file is handed over as, for weights that are held as it is in the file, or with `held`, if they
+    are wider than that, rounded."""
+    if held == "Q8_0" and kind in ("BF16", "F32"):
+        return "BF16 to Q8_0"
+    if held == "Q8_0" and kind == "F16":
+        return "F16 to Q8_0"
+    return kind if kind in SOURCES else "Q8_0" if held else "BF16"
+
+
+class DraftStream(SlabStages):
+    """The draft's own weights: fc; keys and values of all layers, for the context; four stages a layer."""
+
+    rounded = "Q8_0"
+
+    def __init__(self, config: DFlashConfig, sms: int, stored: Mapping[str, str]) -> None:
+        self.config, self.sms, self.stored = config, sms, stored
+
+    @cached_property
+    def stages(self) -> list[LargeStage]:
+        c = self.config
+        kv, inner = c.kv_heads * c.head_dim, c.heads * c.head_dim
+        both = [(f"layers.{i}.self_attn.{name}", kv) for i in range(c.layers) for name in ("k_proj", "v_proj")]
+        stages = [
+            self._stage("fc", len(c.target_layers) * c.hidden, "", [("fc", c.hidden)]),
+            self._stage("context", c.hidden, "", both),
+        ]
+        for i in range(c.layers):
+            attention, mlp = f"layers.{i}.self_attn.", f"layers.{i}.mlp."
+            rows = [[("q_proj", inner)], [("k_proj", kv)], [("v_proj", kv)]]
+            stages += [
+                self._stage(f"in.{i}", c.hidden, attention, *rows),
+                self._stage(f"out.{i}", inner, attention, [("o_proj", c.hidden)]),
+                self._stage(f"mlp_in.{i}", c.hidden, mlp, [("gate_proj", c.ffn), ("up_proj", c.ffn)], woven=True),
+                self._stage(f"mlp_out.{i}", c.ffn, mlp, [("down_proj", c.hidden)]),
+            ]
+        return stages
+
+
+class HeadStream(SlabStages):
+    """A copy of the target's LM head, where the target has it in another layout."""
+
+    def __init__(self, name: str, vocab: int, hidden: int, sms: int, stored: Mapping[str, str]) -> None:
+        self.name, self.vocab, self.hidden, self.sms, self.stored = name, vocab, hidden, sms, stored
+
+    @cached_property
+    def stages(self) -> list[LargeStage]:
+        return [self._stage("head", self.hidden, "", [(self.name, self.vocab)])]
+
+
+class DraftLayout:
+    """Sizes and tables of a draft beside a target, whose LM head is dealt as `head` says."""
+
+    def __init__(self, config: DFlashConfig, stream: DraftStream, head: Deal, capacity: int) -> None:
+        self.config, self.stream, self.capacity = config, stream, capacity
+        self.deals = [*stream.deals, head]
+        self.vocab = sum(piece.rows for part in head.stage.parts for piece in part.pieces)
+
+    @property
+    def sms(self) -> int:
+        return self.stream.sms
+
+    @cached_property
+    def tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return kernel_tables(self.deals)
+
+    @property
+    def starts(self) -> np.ndarray:
+        """[2, sms]: where each SM's stream begins, and how far from there the block's stages do."""
+        before = self.stream.deals[0].nbytes + self.stream.deals[1].nbytes
+        return np.stack([self.stream.stream_start, before]).astype(np.uint64)
+
+    @property
+    def splits(self) -> int:
+        """SPLITS."""
+        c = self.config
+        batches = -(-COLUMNS * (c.heads // c.kv_heads) // BATCH)
+        return max(1, min(self.sms // (c.kv_heads * batches), 32))
+
+    def scratch_bytes(self) -> dict[str, int]:
+        """Between SMs."""
+        c, parts = self.config, COLUMNS * self.config.heads * self.splits
+        kv = c.kv_heads * COLUMNS * DIM * 2
+        return {
+            "counter": 128,
+            "sums": max(deal.results for deal in self.deals) * COLUMNS * ROWS * 4,
+            "x": COLUMNS * c.hidden * 2,
+            "x_squares": COLUMNS * self.sms * 4,
+            "y": COLUMNS * c.heads * DIM * 2,
+            "h": COLUMNS * c.ffn * 2,
+            "queries": COLUMNS * c.heads * DIM * 2,
+            "parts": parts * DIM * 2,
+            "part_stats": parts * 8,
+            "block_keys": kv,
+            "block_values": kv,
+        }
+
+    def memory_bytes(self) -> dict[str, int]:
+        """What is remembered of a sequence."""
+        c = self.config
+        rings = c.layers * c.kv_heads * self.capacity * DIM * 2
+        waiting = COLUMNS * len(c.target_layers) * c.hidden * 2
+        return {"keys": rings, "values": rings, "positions": self.capacity * 4, "waiting": waiting}
+
+    def vectors(self) -> list[str]:
+        """In the order the kernel expects them."""
+        names = []
+        for i in range(self.config.layers):
+            layer = f"layers.{i}."
+            names += [layer + "input_layernorm.weight", layer + "post_attention_layernorm.weight"]
+            names += [layer + "self_attn.q_norm.weight", layer + "self_attn.k_norm.weight"]
+        return [*names, "norm.weight", "hidden_norm.weight"]
+
+    def constants(self, embedding: int) -> dict[str, object]:
+        c = self.config
+        kinds = {part.type for deal in self.deals for part in deal.stage.parts}
+        return {
+            "HIDDEN": c.hidden, "FFN": c.ffn, "VOCAB": self.vocab, "LAYERS": c.layers, "HEADS": c.heads,
+            "KV_HEADS": c.kv_heads, "EPS": f"{c.eps!r}f", "FEATURES": len(c.target_layers), "ROUND_Q8_0": 1,
+            "SLAB_TYPE_MASK": sum(1 << i for i, slab in enumerate(SLABS) if slab in kinds),
+            "EMBEDDING_TYPE": embedding, "GROUP_BLOCKS": GROUP_BLOCKS, "SMS": self.sms,
+            "TABLE_ENTRIES": 1 + max(deal.tables.size for deal in self.deals[:-1]),
+        }  # fmt: skip

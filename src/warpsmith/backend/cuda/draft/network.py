@@ -1,0 +1,224 @@
+"""A DFlash draft on the device: what it remembers of sequences, and its launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from warpsmith.backend.base import BlockDraft, BlockMemory, Output, Want
+from warpsmith.backend.cuda.build.compiler import build
+from warpsmith.backend.cuda.draft.layout import COLUMNS, DIM, DraftLayout, DraftStream, handed_over
+from warpsmith.backend.cuda.draft.lent import THREADS, Lent
+from warpsmith.backend.cuda.draft.structures import DraftParams, DraftRequest, Gather
+from warpsmith.backend.cuda.large.formats import EMBEDDINGS
+from warpsmith.backend.cuda.large.loading import copies_of, load_slabs
+from warpsmith.backend.cuda.memory.driver import Buffer, Device
+from warpsmith.backend.cuda.memory.layout import turns
+from warpsmith.backend.cuda.rows import CudaRows
+from warpsmith.backend.cuda.weights.loading import STAGING_BYTES, StagedRows, held_bytes
+from warpsmith.backend.rows import Rows
+from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.checkpoint.dflash import DFlashConfig
+from warpsmith.errors import DoesNotFit
+
+if TYPE_CHECKING:
+    from warpsmith.backend.cuda.backend import CudaBackend
+
+ABREAST = 64  # rows from the host that are brought over together
+
+
+class CudaMemory(BlockMemory):
+    """Rings of keys and values, and features of the last few rows, which wait for the next launch."""
+
+    def __init__(self, network: CudaDraft) -> None:
+        sizes = network.layout.memory_bytes()
+        self.buffers = {name: network.device.allocate(size) for name, size in sizes.items()}
+        self.params = network.params_for(self)
+        self.appended = 0  # rows that went into the rings so far
+        self.waiting = 0
+        self.position = 0  # of the first that waits
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A copy of a memory, of the rings only the rows in use."""
+
+    buffers: dict[str, Buffer]
+    appended: int
+    waiting: int
+    position: int
+
+
+class CudaDraft(BlockDraft):
+    """A draft's weights beside a target's. Matrices of 16 and of 32 bits are held as Q8_0, unless `held` is None."""
+
+    at_once = True
+
+    def __init__(
+        self,
+        backend: CudaBackend,
+        config: DFlashConfig,
+        tensors: Mapping[str, Tensor],
+        capacity: Sequence[int],
+        lend: Callable[[], Lent],
+        held: str | None = "Q8_0",
+    ) -> None:
+        self.backend, self.config, self.device = backend, config, backend.device
+        device, sms = self.device, backend.chip.sms
+        stored = {name: handed_over(tensor.type.name, held) for name, tensor in tensors.items()}
+        stream = DraftStream(config, sms, stored)
+        copied = copies_of(stream, tensors)
+        rings = 2 * config.layers * config.kv_heads * max(capacity) * DIM * 2  # of one sequence
+        check_room(device, stream.stream_bytes + rings + STAGING_BYTES, config)
+        lent = lend()
+        self.layout = layout = DraftLayout(config, stream, lent.deal, max(capacity))
+        constants = layout.constants(EMBEDDINGS.index(lent.embedding_type))
+        constants |= {"IN_FLIGHT": 4, "SHARED_MEMORY": backend.chip.shared_memory} | backend.options
+        sizes = {"HIDDEN": config.hidden, "FEATURES": len(config.target_layers), "NODES": COLUMNS}
+        with ThreadPoolExecutor(3) as compilers:
+            image = compilers.submit(build, "draft/draft.cu", backend.architecture, constants)
+            gather = compilers.submit(build, "draft/gather.cu", backend.architecture, sizes)
+            pack = compilers.submit(build, "large/pack.cu", backend.architecture, {})
+            rows = StagedRows(device, sum(held_bytes(*each) for each in copied), None)
+            self.stream = load_slabs(device, device.load(pack.result()).kernel("pack"), stream, tensors, rows)
+        self._kernel = device.load(image.result()).kernel("draft", backend.chip.shared_memory)
+        self._gather = device.load(gather.result()).kernel("gather")
+        self._lent = lent
+        self._vectors = device.upload(np.concatenate([tensors[n].float32().reshape(-1) for n in layout.vectors()]))
+        self._rope = device.upload(turns(DIM // 2, config.rope_theta, backend.context + COLUMNS))
+        self._starts, self._head_start = device.upload(layout.starts), device.upload(lent.start.astype(np.uint64))
+        self._tables = [device.upload(table) for table in layout.tables]
+        self._scratch = {name: device.zeros(size) for name, size in layout.scratch_bytes().items()}
+        self._from_host: Buffer | None = None
+        windows = [window or 0 for window in config.windows]
+        self._request = DraftRequest(window=tuple(windows), causal=tuple(map(int, config.causal)))
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def new_memory(self) -> CudaMemory:
+        return CudaMemory(self)
+
+    def params_for(self, memory: CudaMemory) -> DraftParams:
+        """Where everything is that the kernel uses. Stages are counted from the block's first."""
+        stages, runs, tiles = (table.pointer for table in self._tables)
+        pointers = {name: buffer.pointer for name, buffer in (self._scratch | memory.buffers).items()}
+        return DraftParams(
+            stream=self.stream.pointer, stream_start=self._starts.pointer, stages=stages + 2 * 16,
+            runs=runs + 2 * self.layout.sms * 48, tiles=tiles, embedding=self._lent.embedding.pointer,
+            vectors=self._vectors.pointer, rope=self._rope.pointer, capacity=self.layout.capacity,
+            head_stream=self._lent.stream.pointer, head_start=self._head_start.pointer,
+            out_logits=self.backend.logits.pointer, out_hidden=self.backend.hidden.pointer,
+            profile=self.backend.profile.pointer, **pointers,
+        )  # fmt: skip
+
+    def forget(self, memory: BlockMemory) -> None:
+        assert isinstance(memory, CudaMemory)
+        memory.appended = memory.waiting = 0
+
+    def snapshot(self, memory: BlockMemory) -> Saved:
+        assert isinstance(memory, CudaMemory)
+        used, pieces = min(memory.appended, self.layout.capacity), self.config.layers * self.config.kv_heads
+        copies = {}
+        for name, source in memory.buffers.items():
+            ring = name in ("keys", "values")
+            copies[name] = self.device.allocate(used * pieces * DIM * 2 if ring else source.nbytes)
+            if not ring:
+                copies[name].copy_from(source)
+            elif used:
+                copies[name].copy_starts(source, pieces, used * DIM * 2)
+        return Saved(copies, memory.appended, memory.waiting, memory.position)
+
+    def restore(self, memory: BlockMemory, saved: Any) -> None:
+        assert isinstance(memory, CudaMemory)
+        used, pieces = min(saved.appended, self.layout.capacity), self.config.layers * self.config.kv_heads
+        for name, source in saved.buffers.items():
+            if name not in ("keys", "values"):
+                memory.buffers[name].copy_from(source)
+            elif used:
+                memory.buffers[name].copy_starts(source, pieces, used * DIM * 2)
+        memory.appended, memory.waiting, memory.position = saved.appended, saved.waiting, saved.position
+
+    # -- the contract ---------------------------------------------------------------------------------------------
+
+    def append(self, memory: BlockMemory, features: Rows, position: int) -> None:
+        assert isinstance(memory, CudaMemory)
+        if not isinstance(features, CudaRows):
+            for first in range(0, len(features), ABREAST):
+                self._append(memory, self._brought(features[first : first + ABREAST]), position + first)
+        else:
+            self._append(memory, features, position)
+
+    def fill(self, memory: BlockMemory, root: int, position: int, rows: int, want: Want) -> Output:
+        assert isinstance(memory, CudaMemory)
+        backend = self.backend
+        valid = backend.overwrite_outputs()
+        self.launch(memory, self.request(root, position, want))
+        output = Output()
+        if want.tokens != "none":
+            output = backend.tokens_of(rows, want, offset=self.layout.vocab)  # nobody asks about the root
+        if want.hidden:
+            width = self.config.hidden
+            output.hidden = CudaRows(backend.hidden, np.arange(rows + 1)[:, None] * width, width, valid)
+        return output
+
+    # -- launching ------------------------------------------------------------------------------------------------
+
+    def _brought(self, rows: Rows) -> CudaRows:
+        """Rows of the host on the device, until the next are."""
+        width, count = self.config.hidden, len(self.config.target_layers)
+        if self._from_host is None:
+            self._from_host = self.device.allocate(ABREAST * count * width * 4)
+        self._from_host.write(np.ascontiguousarray(rows.numpy(), np.float32))
+        offsets = np.arange(len(rows) * count).reshape(len(rows), count) * width
+        return CudaRows(self._from_host, offsets, width, lambda: True)
+
+    def _append(self, memory: CudaMemory, features: CudaRows, position: int) -> None:
+        most, done = min(COLUMNS, self.layout.capacity), 0
+        while done < len(features):
+            follows = memory.position + memory.waiting == position + done
+            if memory.waiting == most or (memory.waiting and not follows):
+                self.project(memory)
+            if not memory.waiting:
+                memory.position = position + done
+            count = min(most - memory.waiting, len(features) - done)
+            offsets = features.offsets[done : done + count].reshape(-1).tolist()
+            request = Gather(
+                waiting=memory.buffers["waiting"].pointer, source=features.buffer.pointer, first=memory.waiting
+            )
+            request.offsets[: len(offsets)] = offsets
+            self._gather.launch(count * len(self.config.target_layers), 128, request)
+            memory.waiting += count
+            done += count
+
+    def request(self, root: int, position: int, want: Want) -> DraftRequest:
+        request, c = self._request, self.config
+        request.nodes, request.position, request.want_hidden = c.block, position, want.hidden
+        request.want_logits = want.tokens != "none"
+        request.tokens[: c.block] = (root, *[c.mask_token] * (c.block - 1))
+        return request
+
+    def project(self, memory: CudaMemory) -> None:
+        """Queue what waits."""
+        self._request.nodes = 0
+        self.launch(memory, self._request)
+
+    def launch(self, memory: CudaMemory, request: DraftRequest) -> None:
+        """Queue what waits, and what is requested."""
+        request.rows, request.first_position, request.appended = memory.waiting, memory.position, memory.appended
+        counter = self._scratch["counter"]
+        counter.fill_starts(0, 1, counter.nbytes // 4)
+        self._kernel.launch(self.layout.sms, THREADS, memory.params, request, cooperative=True)
+        memory.appended += memory.waiting
+        memory.waiting = 0
+
+
+def check_room(device: Device, needed: int, config: DFlashConfig) -> None:
+    if needed > (free := device.free_memory()):
+        raise DoesNotFit(
+            f"The draft {config.source} needs {needed / 2**30:.2f} GiB, and the GPU has {free / 2**30:.2f} GiB free.",
+            "Use --draft none or --draft ngram.",
+        )

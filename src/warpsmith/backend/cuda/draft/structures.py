@@ -1,0 +1,52 @@
+"""The arguments of a draft's kernels, field by field as they declare them."""
+
+from __future__ import annotations
+
+import ctypes
+
+from warpsmith.backend.cuda.draft.layout import COLUMNS, MAX_LAYERS
+from warpsmith.backend.cuda.shape import MAX_FEATURES
+
+
+class DraftParams(ctypes.Structure):
+    """`Params` of kernels/draft/shape.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in
+          ("stream", "stream_start", "head_stream", "head_start", "stages", "runs", "tiles", "embedding", "vectors",
+           "rope", "keys", "values", "positions", "waiting")),
+        ("capacity", ctypes.c_longlong),
+        *((name, ctypes.c_void_p) for name in
+          ("counter", "sums", "x", "x_squares", "y", "h", "queries", "block_keys", "block_values", "parts",
+           "part_stats", "out_logits", "out_hidden", "profile")),
+    ]  # fmt: skip
+
+
+class DraftRequest(ctypes.Structure):
+    """`Request` of kernels/draft/shape.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_int) for name in
+          ("nodes", "position", "rows", "first_position", "appended", "want_logits", "want_hidden")),
+        ("tokens", ctypes.c_int * COLUMNS),
+        ("window", ctypes.c_int * MAX_LAYERS),
+        ("causal", ctypes.c_int * MAX_LAYERS),
+    ]  # fmt: skip
+
+
+class Enter(ctypes.Structure):
+    """`Enter` of kernels/draft/enter.cu."""
+
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("weights", "rows", "out")), ("count", ctypes.c_int)]
+
+
+class Gather(ctypes.Structure):
+    """`Gather` of kernels/draft/gather.cu."""
+
+    _fields_ = [
+        ("waiting", ctypes.c_void_p),
+        ("source", ctypes.c_void_p),
+        ("first", ctypes.c_int),
+        ("pad", ctypes.c_int),
+        ("offsets", ctypes.c_longlong * (COLUMNS * MAX_FEATURES)),
+    ]

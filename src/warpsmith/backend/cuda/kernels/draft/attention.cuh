@@ -1,0 +1,267 @@
+// Attention of a draft's block over what it remembers of the text, and over itself.
+//
+// Maths: softmax(q k^T / sqrt(128)) v, with norms and RoPE on q and k; a row sees keys at positions less than a window
+// away, and in causal layers none after its own. Keys and values of the text lie in rings, in the order they came, each
+// with its position. Steps: rows (norm, RoPE, fp16; a warp a row); parts (items: a key head, 64 rows of queries, a
+// split of the chunks of 64 keys; the block's own keys are the last chunk); merge (splits in order). Scores: 16 queries
+// x 8 keys x 16 dimensions a product, a warp 8 keys of a chunk. Sums: 16 queries x 8 dimensions x 16 keys, a warp 16
+// dimensions.
+#pragma once
+#include "draft/steps.cuh"
+
+static_assert(DIM == 16 * WARPS && CHUNK == 8 * WARPS && NODES <= CHUNK, "a warp has 16 dimensions, or 8 keys");
+constexpr float DRAFT_SCALE = 0.088388347648f * 1.44269504f;  // 128 ** -0.5, and scores are to base 2
+constexpr float MOST_HALF = 65504.0f, LEAST_SCORE = -1e30f;
+
+// --- rows -----------------------------------------------------------------------------------------------------------
+
+// Four of a row's 128 dimensions a lane: normed, turned to its position, and as fp16.
+__device__ __forceinline__ uint2 turned(const Block& b, float4 row, const float* norm, int position, float scale) {
+    float v[4] = {row.x, row.y, row.z, row.w}, square = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 4; j++) square = fmaf(v[j], v[j], square);
+    const float by = inverse_root(warp_sum(square) / DIM + EPS) * scale;
+    // pairs (j, j + 64): lanes 0..15 hold the first of a pair, lanes 16..31 the second
+    const float4* low = (const float4*)(b.p.rope + (position & 63) * (DIM / 2) + (b.lane & 15) * 4);
+    const float4* high = (const float4*)(b.p.rope + (64 + (position >> 6)) * (DIM / 2) + (b.lane & 15) * 4);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float4 l = __ldg(low + i), h = __ldg(high + i);
+        const float cosine[2] = {fmaf(l.x, h.x, -(l.y * h.y)), fmaf(l.z, h.z, -(l.w * h.w))};
+        const float sine[2] = {fmaf(l.y, h.x, l.x * h.y), fmaf(l.w, h.z, l.z * h.w)};
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const float own = v[2 * i + j] * by * __ldg(norm + b.lane * 4 + 2 * i + j),
+                        other = __shfl_xor_sync(~0u, own, 16);
+            v[2 * i + j] = fmaf(own, cosine[j], (b.lane < 16 ? -other : other) * sine[j]);
+        }
+    }
+    return {pack_half(v[0], v[1]), pack_half(v[2], v[3])};
+}
+__device__ __forceinline__ float within_half(float v) { return fminf(fmaxf(v, -MOST_HALF), MOST_HALF); }
+__device__ __forceinline__ uint2 as_halves(float4 row) {
+    return {pack_half(within_half(row.x), within_half(row.y)), pack_half(within_half(row.z), within_half(row.w))};
+}
+
+// What every layer keeps of the appended rows.
+__device__ __forceinline__ void keep_context(Block& b, const Params& p, const Request& r) {
+    const Sums<HIDDEN_GROUPS> sums(b, CONTEXT_ROWS);
+    constexpr int EACH = LAYERS * 2 * KV_HEADS;
+#pragma unroll 1
+    for (int task = b.warp * SMS + b.sm; task < r.rows * EACH; task += WARPS * SMS) {
+        const int node = task / EACH, row = task % EACH, layer = row / (2 * KV_HEADS), head = row % KV_HEADS;
+        const bool is_value = row % (2 * KV_HEADS) >= KV_HEADS;
+        const float4 v = sums.at(node, row * DIM + b.lane * 4);
+        const float* norm = p.vectors + layer * VECTORS + K_NORM;
+        const int position = r.first_position + node, slot = (int)((u32)(r.appended + node) % (u32)p.capacity);
+        const uint2 kept = is_value ? as_halves(v) : turned(b, v, norm, position, 1.0f);
+        u32* to = (is_value ? p.values : p.keys) + ((size_t)(layer * KV_HEADS + head) * p.capacity + slot) * (DIM / 2);
+        *(uint2*)(to + b.lane * 2) = kept;
+        if (row == 0 && b.lane == 0) p.positions[slot] = position;
+    }
+}
+
+// Queries, keys and values of the block.
+__device__ __forceinline__ void block_rows(Block& b) {
+    const Sums<HIDDEN_GROUPS> sums(b, IN_ROWS);
+    constexpr int EACH = HEADS + 2 * KV_HEADS;
+#pragma unroll 1
+    for (int task = b.warp * SMS + b.sm; task < b.nodes * EACH; task += WARPS * SMS) {
+        const int node = task / EACH, row = task % EACH, head = (row - HEADS) % KV_HEADS;
+        const bool is_query = row < HEADS, is_value = row >= HEADS + KV_HEADS;
+        const float4 v = sums.at(node, row * DIM + b.lane * 4);
+        const float* norm = b.vectors + (is_query ? Q_NORM : K_NORM);
+        const uint2 packed =
+            is_value ? as_halves(v) : turned(b, v, norm, b.r.position + node, is_query ? DRAFT_SCALE : 1.0f);
+        u32* to = is_query ? b.p.queries + ((size_t)node * HEADS + row) * (DIM / 2)
+                           : (is_value ? b.p.block_values : b.p.block_keys) +
+                                 ((size_t)head * NODES + node) * (DIM / 2);
+        *(uint2*)(to + b.lane * 2) = packed;
+    }
+}
+
+// --- parts ----------------------------------------------------------------------------------------------------------
+
+// Rows of queries `first_row` .. of a key head, (node, head in its group) in order, against every SPLITS-th
+// chunk.
+__device__ __forceinline__ void attend(Block& b, const Params& p, int layer, int window, bool causal, int kv_head,
+                                       int first_row, int rows, int remembered, int split) {
+    AttentionScratch& at = *(AttentionScratch*)b.scratch;
+    first_row = uniform(first_row), rows = uniform(rows);
+    const int tiles = (rows + 15) / 16, g = b.lane >> 2, q = b.lane & 3;
+    const int past = (remembered + CHUNK - 1) / CHUNK;
+    const size_t head = (size_t)(layer * KV_HEADS + kv_head) * p.capacity * (DIM / 2);
+    b.sync();  // what the scratch holds may still be read
+#pragma unroll 1
+    for (int i = threadIdx.x; i < tiles * 16 * 16; i += CONSUMERS) {
+        const int row = min(i / 16, rows - 1) + first_row, unit = i % 16;
+        const u32* from = b.p.queries + ((size_t)(row / GROUP) * HEADS + kv_head * GROUP + row % GROUP) * (DIM / 2);
+        *(uint4*)(at.queries[i / 16] + unit * 4) = __ldcg((const uint4*)from + unit);
+    }
+    if (threadIdx.x < BATCH) at.peak[threadIdx.x] = LEAST_SCORE, at.weight[threadIdx.x] = 0.0f;
+    float sum[BATCH / 16][2][4] = {};
+#pragma unroll 1
+    for (int chunk = split; chunk <= past; chunk += SPLITS) {
+        const bool own = chunk == past;
+        const int first = chunk * CHUNK, last = own ? b.nodes - 1 : remembered - 1;  // keys there are
+        const u32 *keys = own ? b.p.block_keys + (size_t)kv_head * NODES * (DIM / 2) : p.keys + head,
+                  *values = own ? b.p.block_values + (size_t)kv_head * NODES * (DIM / 2) : p.values + head;
+        // Past the end, any row does: nobody sees it.
+        const auto place = [&](int key) { return (size_t)min(own ? key : first + key, last) * (DIM / 2); };
+        const auto position_of = [&](int key) {
+            const int at = own ? key : first + key;
+            return at > last ? -1 : own ? b.r.position + at : __ldcg(p.positions + at);
+        };
+        if (window && !own) {  // all of it may be out of sight, even to the first row
+            const float newest = warp_max(fmaxf((float)position_of(b.lane), (float)position_of(b.lane + 32)));
+            if (uniform((int)newest + window <= b.r.position ? 1 : 0)) continue;
+        }
+        uint4 key[4];
+        {
+            const uint4* from = (const uint4*)(keys + place(b.warp * 8 + g)) + q;
+#pragma unroll
+            for (int c = 0; c < 4; c++) key[c] = __ldcg(from + c * 4);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {  // a warp's eight values; 16 bytes lie (key mod 8) places apart, by exclusive or
+            const int row = b.warp * 8 + i * 2 + (b.lane >> 4), unit = b.lane & 15;
+            copy16(at.values[row] + (unit ^ (row & 7)) * 4, values + place(row) + unit * 4);
+        }
+        if (threadIdx.x < CHUNK) at.position[threadIdx.x] = position_of(threadIdx.x);
+        b.sync();  // queries; the weights before have been read
+#pragma unroll 1
+        for (int tile = 0; tile < tiles; tile++) {
+            const uint4 *low = (const uint4*)at.queries[tile * 16 + g] + q,
+                        *high = (const uint4*)at.queries[tile * 16 + 8 + g] + q;
+            float s[4][4] = {};
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                const uint4 a = low[c * 4], d = high[c * 4];
+                mma_half(s[c], {a.x, d.x, a.y, d.y}, key[c].x, key[c].y);
+                mma_half(s[c], {a.z, d.z, a.w, d.w}, key[c].z, key[c].w);
+            }
+            float* to = at.scores[tile * 16 + g] + b.warp * 8 + q * 2;
+            *(float2*)to = {(s[0][0] + s[1][0]) + (s[2][0] + s[3][0]), (s[0][1] + s[1][1]) + (s[2][1] + s[3][1])};
+            *(float2*)(to + 8 * SCORE_ROW) = {(s[0][2] + s[1][2]) + (s[2][2] + s[3][2]),
+                                              (s[0][3] + s[1][3]) + (s[2][3] + s[3][3])};
+        }
+        b.sync();
+        // Softmax: sixteen lanes a row, four keys each.
+#pragma unroll 1
+        for (int tile = 0; tile < tiles; tile++) {
+            const int row = tile * 16 + (threadIdx.x >> 4), keys_at = (threadIdx.x & 15) * 4;
+            const float4 scores = *(const float4*)(at.scores[row] + keys_at);
+            const int here = b.r.position + min(first_row + row, first_row + rows - 1) / GROUP;
+            float v[4] = {scores.x, scores.y, scores.z, scores.w};
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const int there = at.position[keys_at + j], ahead = there - here;
+                const bool seen = there >= 0 && (!window || abs(ahead) < window) && (!causal || ahead <= 0);
+                if (!seen) v[j] = MINUS_INFINITY;
+            }
+            float peak = fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3]));
+#pragma unroll
+            for (int step = 1; step < 16; step *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, step));
+            const float before = at.peak[row], now = fmaxf(before, peak);
+            const u32 packed[2] = {pack_half(power_of_2(v[0] - now), power_of_2(v[1] - now)),
+                                   pack_half(power_of_2(v[2] - now), power_of_2(v[3] - now))};
+            const float2 a = unpack_half(packed[0]), c = unpack_half(packed[1]);
+            float weight = (a.x + a.y) + (c.x + c.y);
+#pragma unroll
+            for (int step = 1; step < 16; step *= 2) weight += __shfl_xor_sync(~0u, weight, step);
+            *(uint2*)(at.weights[row] + keys_at) = {packed[0], packed[1]};
+            __syncwarp();
+            if ((threadIdx.x & 15) == 0) {
+                const float factor = power_of_2(before - now);
+                at.factor[row] = factor, at.peak[row] = now, at.weight[row] = fmaf(at.weight[row], factor, weight);
+            }
+        }
+        copies_done();
+        b.sync();
+        const int place_here = b.lane & 15, unit = b.warp * 2 + (b.lane >> 4);
+#pragma unroll
+        for (int tile = 0; tile < BATCH / 16; tile++) {
+            if (tile >= tiles) break;
+            const float low = at.factor[tile * 16 + g], high = at.factor[tile * 16 + 8 + g];
+#pragma unroll
+            for (int o = 0; o < 2; o++)
+                sum[tile][o][0] *= low, sum[tile][o][1] *= low, sum[tile][o][2] *= high, sum[tile][o][3] *= high;
+        }
+#pragma unroll
+        for (int keys_at = 0; keys_at < CHUNK; keys_at += 16) {
+            const uint4 a = load_transposed(at.values[keys_at + place_here] + (unit ^ (place_here & 7)) * 4);
+#pragma unroll
+            for (int tile = 0; tile < BATCH / 16; tile++) {
+                if (tile >= tiles) break;
+                const u32* w = (const u32*)(at.weights[tile * 16 + g] + keys_at) + q;
+                const uint4 weights = {w[0], w[8 * WEIGHT_ROW / 2], w[4], w[8 * WEIGHT_ROW / 2 + 4]};
+                mma_half(sum[tile][0], weights, a.x, a.y), mma_half(sum[tile][1], weights, a.z, a.w);
+            }
+        }
+        b.sync();  // values have been read
+    }
+    b.sync();
+#pragma unroll
+    for (int tile = 0; tile < BATCH / 16; tile++) {
+        if (tile >= tiles) break;
+#pragma unroll
+        for (int upper = 0; upper < 2; upper++) {
+            const int row = tile * 16 + upper * 8 + g;
+            if (row >= rows) continue;
+            const int query = first_row + row, of = kv_head * GROUP + query % GROUP;
+            const size_t to = ((size_t)(query / GROUP) * HEADS + of) * SPLITS + split;
+            const float inverse = reciprocal(fmaxf(at.weight[row], 1e-30f));
+#pragma unroll
+            for (int o = 0; o < 2; o++)
+                b.p.parts[to * (DIM / 2) + b.warp * 8 + o * 4 + q] =
+                    pack_half(sum[tile][o][upper * 2] * inverse, sum[tile][o][upper * 2 + 1] * inverse);
+            if (b.warp == 0 && q == 0) b.p.part_stats[to] = {at.peak[row], at.weight[row]};
+        }
+    }
+}
+
+__device__ __forceinline__ int remembered_rows(const Params& p, const Request& r) {
+    return min(r.appended + r.rows, (int)p.capacity);
+}
+__device__ __forceinline__ int splits_of(int remembered) {
+    return min((remembered + CHUNK - 1) / CHUNK + 1, SPLITS);
+}
+
+__device__ __forceinline__ void draft_parts(Block& b, const Params& p, const Request& r, int layer) {
+    const int remembered = uniform(remembered_rows(p, r)), splits = splits_of(remembered), all_rows = b.nodes * GROUP;
+    const int batches = (all_rows + BATCH - 1) / BATCH;
+#pragma unroll 1
+    for (int item = b.sm; item < splits * batches * KV_HEADS; item += SMS) {
+        const int kv_head = item % KV_HEADS, split = item / KV_HEADS % splits, first = item / KV_HEADS / splits * BATCH;
+        attend(b, p, layer, r.window[layer], r.causal[layer], kv_head, first, min(BATCH, all_rows - first), remembered,
+               split);
+    }
+}
+
+// --- merge ----------------------------------------------------------------------------------------------------------
+
+// A warp a row's head, a lane four dimensions.
+__device__ __forceinline__ void draft_merge(Block& b, const Params& p, const Request& r) {
+    const int splits = splits_of(uniform(remembered_rows(p, r)));
+#pragma unroll 1
+    for (int task = b.warp * SMS + b.sm; task < b.nodes * HEADS; task += WARPS * SMS) {
+        const int node = task / HEADS, head = task % HEADS;
+        const size_t at = (size_t)task * SPLITS;
+        float peak = b.lane < splits ? __ldcg(b.p.part_stats + at + b.lane).x : LEAST_SCORE;
+        peak = warp_max(peak);
+        float sum[4] = {}, weight = 0.0f;
+#pragma unroll 4
+        for (int i = 0; i < splits; i++) {
+            const float2 stats = __ldcg(b.p.part_stats + at + i);
+            const uint2 v = __ldcg((const uint2*)(b.p.parts + (at + i) * (DIM / 2)) + b.lane);
+            const float share = power_of_2(stats.x - peak) * stats.y;
+            weight += share;
+            const float2 low = unpack_half(v.x), high = unpack_half(v.y);
+            sum[0] = fmaf(share, low.x, sum[0]), sum[1] = fmaf(share, low.y, sum[1]);
+            sum[2] = fmaf(share, high.x, sum[2]), sum[3] = fmaf(share, high.y, sum[3]);
+        }
+        const float inverse = reciprocal(weight);
+        *(uint2*)(b.p.y + activation_at(node, head * DIM + b.lane * 4)) = {
+            pack_bf16(sum[0] * inverse, sum[1] * inverse), pack_bf16(sum[2] * inverse, sum[3] * inverse)};
+    }
+}

@@ -1,0 +1,140 @@
+// A draft's programs: what the host fixes when it builds, and what follows from it.
+//
+// Given with -D: HIDDEN FFN VOCAB LAYERS HEADS KV_HEADS EPS FEATURES (the draft; VOCAB: the target's; FEATURES: layers
+// of the target that it reads); SLAB_TYPE_MASK EMBEDDING_TYPE (how weights are stored); GROUP_BLOCKS (superblocks of K
+// that an SM has at most); TABLE_ENTRIES (of the largest table of tiles but the head's); SMS SHARED_MEMORY IN_FLIGHT
+// (the chip). Heads have 128 dimensions. Stages count from the block's first: -2 is fc, -1 keys and values of the
+// context for all layers, then four a layer, then the target's head.
+#pragma once
+#include "large/slab.cuh"
+
+constexpr int NODES = 16, OCTETS = NODES / 8;  // rows of a launch
+constexpr int WARPS = 8, CONSUMERS = 256, REDUCERS = 2, THREADS = 384;
+constexpr int DIM = 128, BLOCK_K = 256, ROWS = 64, MAX_LAYERS = 32;  // ROWS: of a tile of results
+constexpr int GROUP = HEADS / KV_HEADS, DRAFT_DIM = HEADS * DIM, KV_ROWS = KV_HEADS * DIM;
+constexpr int FC = -2, CONTEXT = -1, HEAD = 4 * LAYERS;
+
+__host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+__host__ __device__ constexpr int up(int n, int to) { return (n + to - 1) / to * to; }
+__host__ __device__ constexpr int groups_of(int k) { return (k / BLOCK_K + GROUP_BLOCKS - 1) / GROUP_BLOCKS; }
+constexpr int HIDDEN_GROUPS = groups_of(HIDDEN), INNER_GROUPS = groups_of(FFN), OUT_GROUPS = groups_of(DRAFT_DIM),
+              FC_GROUPS = groups_of(FEATURES * HIDDEN);
+__host__ __device__ constexpr bool has_type(int type) { return SLAB_TYPE_MASK >> type & 1; }
+// Superblocks of a slot of the ring, for 64 rows.
+__host__ __device__ constexpr int slot_blocks(int type) { return type == SLAB_Q4_K ? 2 : 1; }
+__host__ __device__ constexpr int largest_slot() {
+    int most = 0;
+    for (int t = 0; t < SLAB_TYPES; t++)
+        if (has_type(t)) most = larger(most, slot_blocks(t) * 4 * slab_bytes(t));
+    return most;
+}
+constexpr int SLOT_BYTES = up(largest_slot(), 128);
+
+// Rows of stages: q | k | v; of every layer k | v; the residual stream; gate and up.
+constexpr int IN_ROWS = DRAFT_DIM + 2 * KV_ROWS, CONTEXT_ROWS = LAYERS * 2 * KV_ROWS, RESIDUAL_ROWS = up(HIDDEN, ROWS),
+              MLP_ROWS = up(2 * FFN, ROWS);
+
+// Who has which part of the residual stream: pieces of 8 rows, dealt in order.
+constexpr int PIECES = HIDDEN / 8, OWN_PIECES = (PIECES + SMS - 1) / SMS;
+__device__ __forceinline__ int first_of(int all, int sm) { return (int)((unsigned)all * (unsigned)sm / SMS); }
+
+// Vectors: of every layer two norms of rows, norms of queries and keys; the last norm; that of the context.
+constexpr int MIX_NORM = 0, MLP_NORM = HIDDEN, Q_NORM = 2 * HIDDEN, K_NORM = Q_NORM + DIM, VECTORS = K_NORM + DIM;
+constexpr int HIDDEN_NORM = LAYERS * VECTORS + HIDDEN;
+
+// Attention: chunks of 64 keys; chunk c belongs to split c mod SPLITS.
+constexpr int CHUNK = 64, QUERIES = NODES * GROUP, BATCH = 64, BATCHES = (QUERIES + BATCH - 1) / BATCH;
+constexpr int SPLITS = SMS / (KV_HEADS * BATCHES) < 1    ? 1
+                       : SMS / (KV_HEADS * BATCHES) > 32 ? 32
+                                                         : SMS / (KV_HEADS * BATCHES);
+constexpr int QUERY_ROW = DIM / 2 + 4, SCORE_ROW = CHUNK + 4, WEIGHT_ROW = CHUNK + 8;
+struct AttentionScratch {
+    alignas(16) u32 values[CHUNK][DIM / 2];
+    u32 queries[BATCH][QUERY_ROW];
+    float scores[BATCH][SCORE_ROW];
+    u16 weights[BATCH][WEIGHT_ROW];
+    int position[CHUNK];
+    float peak[BATCH], weight[BATCH], factor[BATCH];
+};
+
+// --- a thread block's shared memory ---------------------------------------------------------------------------------
+// Activations of a group of superblocks: 16 steps of 16 k, then the sums of 32 k (rounded, rests):
+// [octet][half][token][8] fp16.
+constexpr int STEP_BYTES = NODES * 32, BLOCK_BYTES = 17 * STEP_BYTES, OPERAND_BYTES = GROUP_BLOCKS * BLOCK_BYTES;
+constexpr int SCRATCH_BYTES = up(larger(OPERAND_BYTES, (int)sizeof(AttentionScratch)), 128);
+constexpr int SUM_BUFFERS = 2, SUM_BYTES = 2 * 4 * OCTETS * 512;  // of a tile of results: both groups of warps
+
+struct Shared {
+    alignas(16) float residual[NODES][OWN_PIECES * 8];
+    float scale[NODES];    // of a row's sums
+    float inverse[NODES];  // 1 / rms of its residual stream
+    u32 exponent[WARPS][NODES];
+    float squares[OWN_PIECES][NODES];
+    int token[NODES];
+    u16 tiles[TABLE_ENTRIES];  // of the stage whose sums are at work
+};
+constexpr int RING_AT = SCRATCH_BYTES, SUMS_AFTER = SUM_BUFFERS * SUM_BYTES,
+              SHARED_STRUCT = up((int)sizeof(Shared), 128);
+constexpr int FREE = SHARED_MEMORY - SCRATCH_BYTES - SUMS_AFTER - SHARED_STRUCT - 512;
+constexpr int SLOTS = FREE / SLOT_BYTES / 2 * 2;  // every slot belongs to one of the two groups of warps
+static_assert(SLOTS >= 2, "no room for the ring");
+constexpr int SUMS_AT = RING_AT + SLOTS * SLOT_BYTES, SHARED_AT = SUMS_AT + SUMS_AFTER,
+              BARRIERS_AT = SHARED_AT + SHARED_STRUCT;
+static_assert(BARRIERS_AT + 8 * (2 * SLOTS + 2 * SUM_BUFFERS + 1) <= SHARED_MEMORY, "shared memory");
+
+// --- arguments (see structures.py) ----------------------------------------------------------------------------------
+struct Stage {
+    int tiles_at, tile_rows, groups, pad;  // where its table of tiles begins; tiles of 64 rows; groups of K
+};
+// What an SM does of a stage: of (tile, superblock) pairs of its group of K, tile by tile, `count` from the first on.
+struct Run {
+    int first_block, blocks;  // the group's superblocks
+    int tile, block, count;   // the first pair, `block` counted from the group's first
+    int result;               // where its first result goes
+    int second, third;        // tiles of rows where the stage's second and third part begin
+    u32 types;                // of the parts, a byte each
+    int pad[3];
+};
+struct Request {
+    int nodes, position;       // of the block, 0 for none; where the root stands
+    int rows, first_position;  // to append, and where the first of them stands
+    int appended;              // before, since the beginning
+    int want_logits, want_hidden;
+    int tokens[NODES];
+    int window[MAX_LAYERS];  // how far a layer sees, 0: all the way
+    int causal[MAX_LAYERS];
+};
+struct Params {
+    const u8* stream;
+    const u64* stream_start;  // [SMS], then how far from there the block's first stage is
+    const u8* head_stream;    // the target's
+    const u64* head_start;    // [SMS]
+    const Stage* stages;
+    const Run* runs;        // [stages][SMS]
+    const u16* tiles;       // a stage's [groups][tile_rows + 1]: where results of a tile of rows begin
+    const u8* embedding;    // the file's rows
+    const float* vectors;
+    const float2* rope;
+    // what is remembered of a sequence
+    u32* keys;            // fp16 [LAYERS][KV_HEADS][capacity][128]
+    u32* values;
+    int* positions;       // [capacity]
+    const u16* waiting;   // bf16 (see activation_at), features of rows to be appended
+    long long capacity;
+    // between SMs
+    u32* counter;          // arrivals
+    float* sums;           // [tile][NODES][64]
+    u16* x;                // bf16 (see activation_at): the residual stream times the next norm's weight
+    float* x_squares;      // [NODES][SMS]
+    u16* y;                // bf16, attention's output
+    u16* h;                // bf16, silu(gate) * up
+    u32* queries;          // fp16 [NODES][HEADS][128]
+    u32* block_keys;       // fp16 [KV_HEADS][NODES][128]
+    u32* block_values;
+    u32* parts;            // fp16 [NODES][HEADS][SPLITS][128]
+    float2* part_stats;    // [NODES][HEADS][SPLITS] {maximum, sum}
+    // results
+    float* out_logits;
+    float* out_hidden;
+    long long* profile;
+};

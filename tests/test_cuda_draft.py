@@ -1,0 +1,181 @@
+"""DFlash on CUDA against the same network in numpy, on an emulated GPU: shapes, weight types, whole texts."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+import pytest
+
+from cuda_draft_cases import CLOSE, SHAPES, TOP, both, check_rings, check_same, distance, features_of, file_of, shaped
+from draft_cases import OneBlock, run
+from emulator.gpu import emulated_gpu
+from large_cases import MIXED, SHAPE, tensors_of
+from random_models import random_tensors
+from warpsmith.backend.base import Want
+from warpsmith.backend.cuda import CudaBackend
+from warpsmith.backend.cuda.draft.layout import DraftStream, takes
+from warpsmith.backend.cuda.draft.network import CudaDraft
+from warpsmith.backend.cuda.large.backend import LargeBackend
+from warpsmith.backend.reference import ReferenceBackend
+from warpsmith.backend.rows import HostRows
+from warpsmith.backend.sampling import Sampling
+from warpsmith.checkpoint.dflash import DFlashConfig, expected_shapes
+from warpsmith.draft.dflash import DFlash
+from warpsmith.engine.scheduler import Scheduler
+from warpsmith.model.config import SIZES
+
+SMS = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def machine() -> Iterator[None]:
+    if shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler")
+    with emulated_gpu(SMS, (8,)):
+        yield
+
+
+@cache
+def targets() -> tuple[LargeBackend, ReferenceBackend]:
+    tensors = tensors_of(SHAPE, MIXED)
+    return LargeBackend(SHAPE, tensors), ReferenceBackend(SHAPE, tensors)
+
+
+EMULATED = ("sliding and full", "one feature, one layer, one key head", "a window shorter than the block")
+
+
+@pytest.mark.parametrize("config", [SHAPES[name] for name in EMULATED], ids=EMULATED)
+def test_the_device_s_network_equals_numpy_s(config: DFlashConfig) -> None:
+    native, numpy = both(*targets(), file_of(config), rows=30)
+    check_rings(native, numpy, [(1, 0), (35, 3)])
+
+
+def test_long_memories_are_split() -> None:
+    config = shaped(layers=1, block=16, windows=(100,), causal=(True,))
+    native, numpy = both(*targets(), file_of(config), rows=300)
+    for draft in (native, numpy):
+        draft.append(HostRows(features_of(200, config)), 0)
+    check_same(native, numpy, 5, 200, 15)
+
+
+@pytest.mark.parametrize("block", [2, 9, 15])
+def test_blocks_of_other_sizes(block: int) -> None:
+    config = shaped(layers=1, block=block)
+    native, numpy = both(*targets(), file_of(config))
+    for draft in (native, numpy):
+        draft.append(HostRows(features_of(block, config)), 0)
+    check_same(native, numpy, 5, block, block - 1)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_K", "Q5_0"])
+def test_every_weight_type_is_computed(kind: str) -> None:
+    """Matrices of more than 8 bits are rounded to Q8_0; the others are as they are in the file."""
+    config = shaped(layers=1)
+    native, numpy = both(*targets(), file_of(config, kind))
+    for draft in (native, numpy):
+        draft.append(HostRows(features_of(9, config)), 0)
+    check_same(native, numpy, 5, 9, config.block - 1, 0.03 if kind in ("F32", "F16", "BF16") else CLOSE)
+
+
+def test_what_is_remembered_can_be_brought_back_and_is_a_sequence_s_own() -> None:
+    config = shaped(layers=1)
+    native, numpy = both(*targets(), file_of(config), rows=40)
+    other = OneBlock(native.network)
+    native.append(HostRows(features_of(19, config)), 0)
+    saved = native.snapshot()
+    expected = native.fill(3, 19, 4, TOP).hidden.numpy()
+    other.append(HostRows(features_of(30, config, 1)), 0)
+    native.append(HostRows(features_of(30, config, 2)), 19)
+    assert not np.array_equal(native.fill(3, 49, 4, TOP).hidden.numpy(), expected)
+    native.restore(saved)
+    np.testing.assert_array_equal(native.fill(3, 19, 4, TOP).hidden.numpy(), expected)
+    native.forget()
+    check_same(native, numpy, 3, 0, 4)
+
+
+def test_text_with_a_draft_is_plain_text() -> None:
+    """Features go from the pass to the draft on the device; a draft of random weights is right now and then."""
+    cuda, _ = targets()
+    draft = DFlash(file_of(shaped(layers=1)), cuda, nodes=7)
+    assert isinstance(draft.network, CudaDraft)
+    prompt, texts = [3, 1, 4, 1, 5], []
+    for proposer in (None, draft):
+        scheduler = Scheduler(cuda, 64, proposer)
+        texts.append(run(scheduler, prompt, Sampling(temperature=0), max_tokens=5))
+    assert texts[0] == texts[1]
+
+
+def test_beside_a_model_of_the_other_pass() -> None:
+    """Which lends copies of its LM head and its embeddings."""
+    tensors = random_tensors(SHAPE, 1)
+    cuda, reference, config = CudaBackend(SHAPE, tensors), ReferenceBackend(SHAPE, tensors), shaped(layers=1)
+    native, numpy = both(cuda, reference, file_of(config))
+    for draft in (native, numpy):
+        draft.append(HostRows(features_of(9, config)), 0)
+    check_same(native, numpy, 5, 9, config.block - 1)
+
+
+def test_the_head_is_lent() -> None:
+    """Of rows that are normed already, more than a launch takes."""
+    cuda, reference = targets()
+    rows = np.random.default_rng(0).standard_normal((19, SHAPE.hidden)).astype(np.float32)
+    got, expected = cuda.head(rows, Want("top", top=3)), reference.head(rows, Want("top", top=3))
+    assert distance(got.top_logits, expected.top_logits) < CLOSE
+    assert distance(got.logsumexp, expected.logsumexp) < CLOSE
+    tokens = [3, 1, 479]
+    np.testing.assert_allclose(cuda.embed(tokens), reference.embed(tokens), rtol=1e-6)
+
+
+def test_the_mtp_head_is_the_reference_s() -> None:
+    """Rows in pieces, each over what was there before from its position on."""
+    config = dataclasses.replace(SHAPE, mtp_layers=1)
+    tensors = tensors_of(config, MIXED)
+    cuda, reference = LargeBackend(config, tensors), ReferenceBackend(config, tensors)
+    assert cuda.runs_mtp
+    rng = np.random.default_rng(0)
+    state, expected_state = cuda.new_state(64), reference.new_state(64)
+    for position, count in ((0, 11), (11, 1), (9, 2)):
+        tokens = rng.integers(0, SHAPE.vocab, count).tolist()
+        hidden = rng.standard_normal((count, SHAPE.hidden)).astype(np.float32)
+        want = Want("top", top=4, hidden=True)
+        got = cuda.mtp(state, tokens, hidden, position, want)
+        expected = reference.mtp(expected_state, tokens, hidden, position, want)
+        assert got.top_ids is not None
+        assert got.top_ids.shape == (1, 4)
+        assert distance(got.hidden.numpy(), expected.hidden.numpy()) < CLOSE
+        assert distance(got.top_logits, expected.top_logits) < CLOSE
+
+
+def test_rows_of_a_pass_are_taken_where_they_are() -> None:
+    cuda, _ = targets()
+    config = shaped(layers=1)
+    a, b = (both(*targets(), file_of(config))[0] for _ in range(2))
+    want = Want("none", features=config.target_layers)
+    rows = cuda.prefill(cuda.new_state(32), [1, 2, 3, 4, 5], want).features
+    assert rows is not None
+    b_rows = HostRows(rows[[0, 2, 4]].numpy())
+    a.append(rows[[0, 2, 4]], 0)
+    b.append(b_rows, 0)
+    np.testing.assert_array_equal(a.fill(3, 3, 4, TOP).hidden.numpy(), b.fill(3, 3, 4, TOP).hidden.numpy())
+
+
+def test_shapes_that_are_taken() -> None:
+    large = draft_of_the_27b()
+    assert takes(large, 248_320)
+    assert not takes(large, 248_321)
+    stream = DraftStream(large, 132, dict.fromkeys(expected_shapes(large), "BF16 to Q8_0"))
+    assert 1.8e9 < stream.stream_bytes < 2.0e9  # 1.73 billion weights, keys' and values' twice
+    assert not takes(shaped(head_dim=64), 480)
+    assert not takes(shaped(ffn=320), 480)
+    assert not takes(shaped(block=17), 480)
+
+
+def draft_of_the_27b() -> DFlashConfig:
+    c = SIZES["27B"]
+    return DFlashConfig(
+        "random", 5, c.hidden, 17408, 32, 8, 128, 1e7, 16, 248_070, (1, 16, 31, 46, 61), (None,) * 5, (False,) * 5
+    )
