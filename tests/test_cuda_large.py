@@ -31,7 +31,7 @@ def emulated(config: Config, types: dict[str, str], sms: int = 6) -> Iterator[tu
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
     tensors = tensors_of(config, types)
-    with emulated_gpu(sms, (8,)):
+    with emulated_gpu(sms, (1, 8)):
         yield LargeBackend(config, tensors), ReferenceBackend(config, tensors)
 
 

@@ -60,7 +60,7 @@ def _compiled(name: str, kernel: str, architecture: str, constants: tuple[tuple[
     if architecture == "sm_90a":
         defined.append("#define __CUDA_ARCH_FEAT_SM90_ALL 1")
     nodes = dict(constants).get("NODES")
-    types = [*ARGUMENTS[kernel], *(["Draw"] if kernel == "forward" and nodes == "1" else [])]
+    types = [*ARGUMENTS[kernel], *(["Draw"] if name == "forward/forward.cu" and nodes == "1" else [])]
     passed = ", ".join(f"*(const {kind}*)arguments[{i}]" for i, kind in enumerate(types))
     text = "\n".join(
         [

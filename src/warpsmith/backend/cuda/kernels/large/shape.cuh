@@ -2,9 +2,10 @@
 //
 // Given with -D: HIDDEN FFN VOCAB LAYERS HEADS KV_HEADS KEY_HEADS VALUE_HEADS EPS (the model); SLAB_TYPE_MASK
 // EMBEDDING_TYPE (how its weights are stored); GROUP_BLOCKS (superblocks of K that an SM has at most); TABLE_ENTRIES
-// (of the largest table of tiles but the head's); SMS SHARED_MEMORY IN_FLIGHT (the chip); NODES (8, 16 or 24: columns
-// of this build).
+// (of the largest table of tiles but the head's); RESULTS (tiles of results of a stage but the head, at most); SMS
+// SHARED_MEMORY IN_FLIGHT (the chip); NODES (1, 8, 16 or 24: nodes of this build).
 #pragma once
+#include "common/exchange.cuh"
 #include "large/slab.cuh"
 
 constexpr int WARPS = 8, CONSUMERS = 256, REDUCERS = 2, THREADS = 384;
@@ -15,7 +16,7 @@ constexpr int GROUP = HEADS / KV_HEADS, ATTENTION_DIM = HEADS * HEAD_DIM;
 constexpr int MAX_NODES = 64, HISTORY = 4, COLUMNS = 16, BLOCKS = VALUE_DIM / COLUMNS,
               BLOCKS_PER_HEAD = STATE_DIM / COLUMNS;
 constexpr int MAX_STOPS = 16, MAX_FEATURES = 8;
-constexpr int OCTETS = NODES / 8;
+constexpr int OCTETS = (NODES + 7) / 8;  // of columns of a product
 // Groups of K of projections from the residual stream, from the mixers and from the MLP's inner activation; rows of
 // stages.
 __host__ __device__ constexpr int groups_of(int k) { return (k / BLOCK_K + GROUP_BLOCKS - 1) / GROUP_BLOCKS; }
@@ -60,14 +61,14 @@ constexpr int CHUNK = 64, SPLITS = 128 / KV_HEADS, TAILS = 2, PARTS = SPLITS + T
 // --- a thread block's shared memory ---------------------------------------------------------------------------------
 // Activations of a group of superblocks: 16 steps of 16 k, then the sums of 32 k (rounded, rests):
 // [octet][half][token][8] fp16.
-constexpr int STEP_BYTES = NODES * 32, BLOCK_BYTES = 17 * STEP_BYTES, OPERAND_BYTES = GROUP_BLOCKS * BLOCK_BYTES;
+constexpr int STEP_BYTES = OCTETS * 256, BLOCK_BYTES = 17 * STEP_BYTES, OPERAND_BYTES = GROUP_BLOCKS * BLOCK_BYTES;
 // DeltaNet: two heads' inputs before and after the convolution, rows of value columns, gates.
 constexpr int MIX_UNITS = VALUE_DIM / 8, OWN_UNITS = (MIX_UNITS + SMS - 1) / SMS, OWN_HEADS = (OWN_UNITS + 14) / 16 + 1;
 constexpr int MIX_CHANNELS = OWN_HEADS * 2 * STATE_DIM + OWN_UNITS * 8,
               MIX_ROW = 2 * MIX_CHANNELS + OWN_UNITS * 8 + OWN_HEADS * 8;
 constexpr int MIX_BYTES = NODES * MIX_ROW * 4;
 // Attention: values of a chunk, rows of queries, scores and weights of some tiles of 16 queries.
-constexpr int QUERY_TILES = NODES == 8 ? (8 * GROUP + 15) / 16 < 4 ? (8 * GROUP + 15) / 16 : 4 : 4,
+constexpr int QUERY_TILES = (NODES * GROUP + 15) / 16 < 4 ? (NODES * GROUP + 15) / 16 : 4,
               QUERY_ROW = HEAD_DIM / 2 + 4, SCORE_ROW = CHUNK + 4, WEIGHT_ROW = CHUNK + 8;
 constexpr int QUERIES_AT = CHUNK * 512, SCORES_AT = QUERIES_AT + QUERY_TILES * 16 * QUERY_ROW * 4;
 constexpr int WEIGHTS_AT = SCORES_AT + QUERY_TILES * 16 * SCORE_ROW * 4,
@@ -79,7 +80,7 @@ constexpr int SUM_BUFFERS = 2, SUM_BYTES = 2 * 4 * OCTETS * 512;  // of a tile o
 
 struct Shared {
     alignas(16) float residual[NODES][OWN_PIECES * 8];
-    float scale[NODES];    // of a token's sums
+    float scale[2][NODES];  // of a token's sums, for every second stage
     float inverse[NODES];  // 1 / rms of its residual stream
     u32 exponent[WARPS][NODES];
     float squares[OWN_PIECES][NODES];
@@ -89,6 +90,8 @@ struct Shared {
     short parent[NODES], keeps[NODES];   // whether a node's state is fetched again later
     signed char ancestor[NODES][NODES];  // by depth
     u16 tiles[TABLE_ENTRIES];            // of the stage whose sums are at work
+    u32 tag;                             // and its number (see Sums)
+    int mixed;                           // which copy of y the layer at work has
     volatile int stopped;
     int deepest;
 };
@@ -100,6 +103,18 @@ static_assert(SLOTS >= 2, "no room for the ring");
 constexpr int SUMS_AT = RING_AT + SLOTS * SLOT_BYTES, SHARED_AT = SUMS_AT + SUMS_AFTER,
               BARRIERS_AT = SHARED_AT + SHARED_STRUCT;
 static_assert(BARRIERS_AT + 8 * (2 * SLOTS + 2 * SUM_BUFFERS + 1) <= SHARED_MEMORY, "shared memory");
+
+// --- what crosses between SMs: words that are all ones before a launch ----------------------------------------------
+// Two copies each, in turn (see exchange.cuh): x, bf16 (see activation_at), the residual stream times the next norm's
+// weight; x_squares [NODES][SMS]; y, bf16, the mixer's output, a DeltaNet's and attention's apart; y_squares
+// [NODES][VALUE_DIM / 8]; h, bf16, silu(gate) * up. And sums [tile][NODES][64], those of the head behind the others.
+constexpr int X_WORDS = NODES * HIDDEN / 2, X_SQUARES = up(NODES * SMS, 32), DELTA_WORDS = NODES * VALUE_DIM / 2,
+              ATTENTION_WORDS = NODES * ATTENTION_DIM / 2, Y_SQUARES = up(NODES * VALUE_DIM / 8, 32),
+              H_WORDS = NODES * FFN / 2, SUM_WORDS = RESULTS * NODES * ROWS;
+constexpr int COUNTER_AT = 0, X_AT = 32, X_SQUARES_AT = X_AT + 2 * X_WORDS, DELTA_AT = X_SQUARES_AT + 2 * X_SQUARES,
+              ATTENTION_AT = DELTA_AT + 2 * DELTA_WORDS, Y_SQUARES_AT = ATTENTION_AT + 2 * ATTENTION_WORDS,
+              H_AT = Y_SQUARES_AT + 2 * Y_SQUARES, TAGGED_AT = H_AT + 2 * H_WORDS,
+              HEAD_SUMS_AT = TAGGED_AT + 2 * SUM_WORDS;
 
 // --- arguments (see large.py) ---------------------------------------------------------------------------------------
 struct Stage {
@@ -134,13 +149,7 @@ struct Params {
     u32* values;
     long long context;
     // between SMs
-    u32* counter;        // arrivals
-    float* sums;         // [tile][NODES][64]
-    u16* x;              // bf16 (see activation_at): the residual stream times the next norm's weight
-    float* x_squares;    // [NODES][SMS]
-    u16* y;              // bf16, the mixer's output
-    float* y_squares;    // [NODES][VALUE_DIM / 8]
-    u16* h;              // bf16, silu(gate) * up
+    u32* exchange;       // see above
     u32* queries;        // fp16 [NODES][HEADS][256]
     u32* parts;          // fp16 [NODES][HEADS][PARTS][256]
     float2* part_stats;  // [NODES][HEADS][PARTS] {maximum, sum}
