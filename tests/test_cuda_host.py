@@ -79,6 +79,7 @@ def profile_text(**changes: str | None) -> str:
         "devices": '["A"]',
         "compute_capability": '"8.6"',
         "multiprocessors": "82",
+        "memory_gb": "24",
         "shared_memory_kib": "99",
         "in_flight_kib": "32",
         "largest_tree": "16",
@@ -90,6 +91,7 @@ def profile_text(**changes: str | None) -> str:
 def test_a_profile_is_read() -> None:
     profile = parse("new", profile_text())
     assert (profile.devices, profile.capability, profile.sms) == (("A",), (8, 6), 82)
+    assert profile.memory == 24 * 10**9
     assert (profile.shared_memory, profile.in_flight, profile.largest_tree) == (99 << 10, 32 << 10, 16)
     assert not profile.measured
 
@@ -104,6 +106,7 @@ def test_a_profile_is_read() -> None:
         ("compute_capability", '"new"'),
         ("multiprocessors", "0"),
         ("multiprocessors", "true"),
+        ("memory_gb", "0"),
         ("shared_memory_kib", "16"),
         ("in_flight_kib", "-1"),
         ("largest_tree", "65"),

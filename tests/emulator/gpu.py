@@ -59,8 +59,8 @@ def _compiled(name: str, kernel: str, architecture: str, constants: tuple[tuple[
     defined = [f"#define {key} {value}" for key, value in constants if key not in generated]
     if architecture == "sm_90a":
         defined.append("#define __CUDA_ARCH_FEAT_SM90_ALL 1")
-    nodes = dict(constants).get("NODES")
-    types = [*ARGUMENTS[kernel], *(["Draw"] if name == "forward/forward.cu" and nodes == "1" else [])]
+    draws = kernel == "forward" and (name.startswith("large/") or dict(constants).get("NODES") == "1")
+    types = [*ARGUMENTS[kernel], *(["Draw"] if draws else [])]
     passed = ", ".join(f"*(const {kind}*)arguments[{i}]" for i, kind in enumerate(types))
     text = "\n".join(
         [

@@ -25,6 +25,7 @@ struct Block {
     int deltas = 0;  // DeltaNet layers before this one
     u32 token = 0;   // decoded before in this launch
     const float* vectors;
+    const struct Draw* draw = nullptr;  // of a build that samples
 
     __device__ Block(const Params& params, const Request& request, u8* memory)
         : p(params), r(request), s(*(Shared*)(memory + SHARED_AT)), scratch(memory), base(shared_address(memory)),

@@ -45,27 +45,12 @@ __device__ __forceinline__ void add_to_residual(Block& b, const float* norm, flo
                     [&](float4 x, int node, int k) { return Sums<GROUPS>::add(x, sums.at(node, k)); });
 }
 
-// An attention layer's mixer, apart from the rest: the compiler would give the products worse code beside it. Returns
-// the steps done so far.
-__device__ __noinline__ u32 attention_mix(const Params& p, const Request& r, u8* memory, int layer, int deltas,
-                                          int length, const float* vectors, u32 steps_done) {
-    Block b(p, r, memory);
-    b.deltas = deltas, b.length = length, b.vectors = vectors, b.steps_done = steps_done;
-    attention_rows(b, layer);
-    b.step_done();
-    b.wait_for_all();
-    attention_parts(b, layer);
-    b.step_done();
-    b.wait_for_all();
-    attention_merge(b);
-    return b.steps_done;
-}
-
 // What becomes of a stage's sums; before the first stage, the embedding. Returns the steps done so far.
 __device__ __noinline__ u32 work(const Params& p, const Request& r, u8* memory, int stage, bool recurrent, int deltas,
-                                 u32 token, int length, const float* vectors, u32 steps_done) {
+                                 u32 token, int length, const float* vectors, u32 steps_done, const Draw* draw) {
     Block b(p, r, memory);
-    b.deltas = deltas, b.token = token, b.length = length, b.vectors = vectors, b.steps_done = steps_done;
+    b.draw = draw, b.deltas = deltas, b.token = token, b.length = length, b.vectors = vectors,
+    b.steps_done = steps_done;
     const int kind = stage & 3, layer = stage >> 2;
     if (stage < 0) {
         embed(b);
@@ -74,7 +59,10 @@ __device__ __noinline__ u32 work(const Params& p, const Request& r, u8* memory, 
         rank_logits(b);
         b.step_done();
         b.wait_for_all();
-        choose_tokens(b);
+        if (SAMPLES && draw->inverse_temperature > 0)
+            draw_token(b, token);
+        else
+            choose_tokens(b);
     } else if (kind == IN) {
         if (recurrent)
             delta_mix(b);
@@ -111,7 +99,7 @@ __device__ __noinline__ void prepare(const Params& p, const Request& r, u8* memo
 // in the instruction cache.
 __device__ __forceinline__ void forward_pass(Block& b) {
     b.vectors = b.p.vectors, b.deltas = 0;
-    work(b.p, b.r, b.scratch, -1, false, 0, b.token, b.length, b.vectors, b.steps_done);
+    work(b.p, b.r, b.scratch, -1, false, 0, b.token, b.length, b.vectors, b.steps_done, b.draw);
     b.mark();
 #pragma unroll 1
     for (int i = 0; i <= 4 * LAYERS; i++) {
@@ -130,7 +118,7 @@ __device__ __forceinline__ void forward_pass(Block& b) {
         b.mark();
         b.sync();  // operands have been used, the table is there
         b.steps_done =
-            work(b.p, b.r, b.scratch, i, recurrent, b.deltas, b.token, b.length, b.vectors, b.steps_done);
+            work(b.p, b.r, b.scratch, i, recurrent, b.deltas, b.token, b.length, b.vectors, b.steps_done, b.draw);
         if (kind == MLP_OUT) {
             b.vectors += recurrent ? DELTA_VECTORS : ATTENTION_VECTORS;
             b.deltas += recurrent;
@@ -148,6 +136,7 @@ __device__ __forceinline__ bool token_done(const Block& b) {
 }
 
 __device__ __forceinline__ void consume(Block& b) {
+    if (SAMPLES && threadIdx.x == 0) b.s.reach = first_reach(b);
     prepare_tree(b);
 #pragma unroll 1
     for (int step = 0; step < max(1, b.r.steps); step++) {
@@ -163,7 +152,8 @@ __device__ __forceinline__ void consume(Block& b) {
                 *b.p.out_count = step + 1;
             }
             if (threadIdx.x == 0) {
-                int stop = 0;
+                if (SAMPLES && b.draw->sampled) b.s.drawn[step] = token;
+                int stop = token == UNDECIDED;
                 for (int i = 0; i < b.r.stops; i++) stop |= b.r.stop_ids[i] == token;
                 if (stop) b.s.stopped = 1;
             }
@@ -190,9 +180,11 @@ __device__ __forceinline__ void add_up(Block& b, int which) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    forward(const __grid_constant__ Params params, const __grid_constant__ Request request) {
+    forward(const __grid_constant__ Params params, const __grid_constant__ Request request,
+            const __grid_constant__ Draw draw) {
     extern __shared__ __align__(128) u8 memory[];
     Block block(params, request, memory);
+    if (SAMPLES) block.draw = &draw;
     if (threadIdx.x == 0) {
         Barriers(block.base).init();
         block.s.stopped = 0;

@@ -1,10 +1,12 @@
 // The activations-first forward pass: what the host fixes when it builds, and what follows from it.
 //
 // Given with -D: HIDDEN FFN VOCAB LAYERS HEADS KV_HEADS KEY_HEADS VALUE_HEADS EPS (the model); SLAB_TYPE_MASK
-// EMBEDDING_TYPE (how its weights are stored); GROUP_BLOCKS (superblocks of K that an SM has at most); TABLE_ENTRIES
-// (of the largest table of tiles but the head's); RESULTS (tiles of results of a stage but the head, at most); SMS
-// SHARED_MEMORY IN_FLIGHT (the chip); NODES (1, 8, 16 or 24: nodes of this build).
+// EMBEDDING_TYPE (how its weights are stored); KEY_TYPE VALUE_TYPE (how keys and values are kept); GROUP_BLOCKS
+// (superblocks of K that an SM has at most); TABLE_ENTRIES (of the largest table of tiles but the head's); RESULTS
+// (tiles of results of a stage but the head, at most); SMS SHARED_MEMORY IN_FLIGHT (the chip); NODES (1, 8, 16 or 24:
+// nodes of this build); SAMPLES (whether it draws tokens).
 #pragma once
+#include "common/cache.cuh"
 #include "common/exchange.cuh"
 #include "large/slab.cuh"
 
@@ -55,8 +57,9 @@ constexpr int MIX_NORM = 0, MLP_NORM = HIDDEN, CONV_AT = 2 * HIDDEN, DT_AT = CON
               A_AT = DT_AT + VALUE_HEADS;
 constexpr int GATED_NORM_AT = A_AT + VALUE_HEADS, Q_NORM_AT = 2 * HIDDEN, K_NORM_AT = Q_NORM_AT + HEAD_DIM;
 
-// Attention: chunks of 64 positions; chunk c of those that all queries share belongs to split c mod SPLITS.
-constexpr int CHUNK = 64, SPLITS = 128 / KV_HEADS, TAILS = 2, PARTS = SPLITS + TAILS;
+// Attention: chunks of 64 positions; chunk c of those that all queries share belongs to split c mod SPLITS; a part more
+// is a node's own.
+constexpr int CHUNK = 64, SPLITS = 128 / KV_HEADS, PARTS = SPLITS + 1;
 
 // --- a thread block's shared memory ---------------------------------------------------------------------------------
 // Activations of a group of superblocks: 16 steps of 16 k, then the sums of 32 k (rounded, rests):
@@ -67,21 +70,37 @@ constexpr int MIX_UNITS = VALUE_DIM / 8, OWN_UNITS = (MIX_UNITS + SMS - 1) / SMS
 constexpr int MIX_CHANNELS = OWN_HEADS * 2 * STATE_DIM + OWN_UNITS * 8,
               MIX_ROW = 2 * MIX_CHANNELS + OWN_UNITS * 8 + OWN_HEADS * 8;
 constexpr int MIX_BYTES = NODES * MIX_ROW * 4;
-// Attention: values of a chunk, rows of queries, scores and weights of some tiles of 16 queries.
-constexpr int QUERY_TILES = (NODES * GROUP + 15) / 16 < 4 ? (NODES * GROUP + 15) / 16 : 4,
-              QUERY_ROW = HEAD_DIM / 2 + 4, SCORE_ROW = CHUNK + 4, WEIGHT_ROW = CHUNK + 8;
-constexpr int QUERIES_AT = CHUNK * 512, SCORES_AT = QUERIES_AT + QUERY_TILES * 16 * QUERY_ROW * 4;
-constexpr int WEIGHTS_AT = SCORES_AT + QUERY_TILES * 16 * SCORE_ROW * 4,
-              FACTORS_AT = WEIGHTS_AT + QUERY_TILES * 16 * WEIGHT_ROW * 2;
+// Attention: values of some chunks, as they are kept; of some tiles of 16 queries their rows, scores of two chunks,
+// weights in fp16, and what the softmax remembers. Trees of many nodes need fewer chunks ahead.
+constexpr int KEY_ROW = cache_row_bytes(KEY_TYPE), VALUE_ROW = cache_row_bytes(VALUE_TYPE);
+constexpr int VALUE_STAGES = VALUE_TYPE == CACHE_F16 ? 2 : (VALUE_TYPE == CACHE_Q8_0 ? 2 : 3) + (NODES == 1),
+              VALUE_BYTES = CHUNK * VALUE_ROW, SCORE_TILE = 16 * CHUNK * 4;
+constexpr int QUERY_TILE_BYTES = 16 * (HEAD_DIM * 2 + CHUNK * 2 + 3 * 4) + 2 * SCORE_TILE;
+// Tiles that one walk over the keys serves: as many as leave the ring its slots.
+constexpr int ATTENTION_ROOM = (NODES <= 8    ? 104
+                                : NODES == 16 ? 96
+                                              : 120)
+                               << 10,
+              ALL_TILES = (NODES * GROUP + 15) / 16,
+              ROOM_TILES = (ATTENTION_ROOM - VALUE_STAGES * VALUE_BYTES) / QUERY_TILE_BYTES,
+              MOST_TILES = ROOM_TILES < 6 ? ROOM_TILES : 6, WALKS = (ALL_TILES + MOST_TILES - 1) / MOST_TILES,
+              QUERY_TILES = (ALL_TILES + WALKS - 1) / WALKS;
+constexpr int QUERIES_AT = VALUE_STAGES * VALUE_BYTES, SCORES_AT = QUERIES_AT + QUERY_TILES * 16 * HEAD_DIM * 2,
+              WEIGHTS_AT = SCORES_AT + QUERY_TILES * 2 * SCORE_TILE,
+              FACTORS_AT = WEIGHTS_AT + QUERY_TILES * 16 * CHUNK * 2;
 constexpr int ATTENTION_BYTES = FACTORS_AT + QUERY_TILES * 16 * 3 * 4;
-constexpr int SCRATCH_BYTES = up(larger(larger(OPERAND_BYTES, MIX_BYTES), ATTENTION_BYTES), 128);
+// Sampling: an SM's logits, and candidates.
+constexpr int HEAD_TILES = up(VOCAB, ROWS) / ROWS, OWN_LOGITS = (HEAD_TILES + SMS - 1) / SMS * ROWS;
+#include "sample/candidates.cuh"
+constexpr int SAMPLE_BYTES = SAMPLES ? (int)sizeof(Candidates) : 0;
+constexpr int SCRATCH_BYTES = up(larger(larger(OPERAND_BYTES, MIX_BYTES), larger(ATTENTION_BYTES, SAMPLE_BYTES)), 128);
 
 constexpr int SUM_BUFFERS = 2, SUM_BYTES = 2 * 4 * OCTETS * 512;  // of a tile of results: both groups of warps
 
 struct Shared {
     alignas(16) float residual[NODES][OWN_PIECES * 8];
     float scale[2][NODES];  // of a token's sums, for every second stage
-    float inverse[NODES];  // 1 / rms of its residual stream
+    float inverse[NODES];   // 1 / rms of its residual stream
     u32 exponent[WARPS][NODES];
     float squares[OWN_PIECES][NODES];
     unsigned long long best[NODES];
@@ -94,6 +113,8 @@ struct Shared {
     int mixed;                           // which copy of y the layer at work has
     volatile int stopped;
     int deepest;
+    int drawn[SAMPLES ? MAX_STEPS : 1];  // tokens of this launch
+    int reach;                           // m of sample.cuh
 };
 constexpr int RING_AT = SCRATCH_BYTES, SUMS_AFTER = SUM_BUFFERS * SUM_BYTES,
               SHARED_STRUCT = up((int)sizeof(Shared), 128);
@@ -145,8 +166,8 @@ struct Params {
     const float2* rope;
     float* delta;
     float* history;
-    u32* keys;
-    u32* values;
+    u8* keys;    // [attention layer][key head][context] rows of KEY_ROW bytes
+    u8* values;  // and of VALUE_ROW
     long long context;
     // between SMs
     u32* exchange;       // see above
@@ -159,8 +180,8 @@ struct Params {
     float* pending_key;
     float* pending_write;
     float* pending_fade;
-    u32* pending_keys;
-    u32* pending_values;
+    u8* pending_keys;  // [attention layer][key head][MAX_NODES] rows
+    u8* pending_values;
     float* branch_state;  // [MIX_UNITS][NODES][8][128]
     // results
     int* out_tokens;

@@ -3,7 +3,7 @@
 #pragma once
 #include "large/embedding.cuh"
 #include "large/products.cuh"
-#include "sample/ranked.cuh"
+#include "large/sampling.cuh"
 
 // --- the residual stream: every SM has some pieces of 8 rows
 // ----------------------------------------------------------
@@ -89,6 +89,7 @@ __device__ __forceinline__ void rank_logits(Block& b) {
             u64 best = 0;
             if (live) {
                 const float4 v = sums.at(node, row);
+                if (SAMPLES && b.draw->sampled) *(float4*)(candidates(b).own + i * 4) = v;
                 const float logit[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
                 for (int j = 0; j < 4; j++)
@@ -103,6 +104,12 @@ __device__ __forceinline__ void rank_logits(Block& b) {
         }
     }
     b.sync();
+    if (SAMPLES && b.draw->sampled) {  // one node
+        if (threadIdx.x == 0) b.s.best[0] = 0;
+        const u64 best = penalise_own(b);
+        if (b.lane == 0) atomicMax(&b.s.best[0], best);
+        b.sync();
+    }
     if (threadIdx.x < b.nodes) b.p.best[threadIdx.x * SMS + b.sm] = b.s.best[threadIdx.x];
     if (b.r.want_hidden) {
         const float* norm = b.vectors;
@@ -124,7 +131,7 @@ __device__ __forceinline__ void choose_tokens(Block& b) {
         for (int i = b.lane; i < SMS; i += 32) best = best_of(best, __ldcg(b.p.best + node * SMS + i));
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) best = best_of(best, __shfl_xor_sync(~0u, best, step));
-        if (b.lane == 0) b.s.token[node] = id_of(best);
+        if (b.lane == 0) b.s.token[node] = token_of(best);
     }
     b.sync();
 }
