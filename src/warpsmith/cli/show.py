@@ -123,7 +123,7 @@ def device_plan(
     parts = planned(config, stored, chip, context, caches)
     total = sum(part.nbytes for part in parts)
     plan: dict[str, Any] = {"context": context, "chip": chip.name, "type_k": caches[0], "type_v": caches[1]}
-    plan |= {part.what.replace(" ", "_").lower(): part.nbytes for part in parts}
+    plan["parts"] = {part.what: part.nbytes for part in parts if part.nbytes}
     plan |= {"total": total, "memory": chip.memory, "fits": total <= chip.memory}
     if large and chip.capability != LARGE_CAPABILITY:
         needed = ".".join(map(str, LARGE_CAPABILITY))
@@ -132,12 +132,10 @@ def device_plan(
 
 
 def _device_lines(plan: dict[str, Any]) -> list[str]:
-    known = ("context", "chip", "type_k", "type_v", "total", "memory", "fits", "note")
     lines = [f"memory on {plan['chip']} for a context of {plan['context']} (-c)"]
-    for name, nbytes in plan.items():
-        if name not in known:
-            kinds = f"  ({plan['type_k']}, {plan['type_v']})" if name == "keys_and_values" else ""
-            lines.append(f"  {name.replace('_', ' '):<16} {size(nbytes):>11}{kinds}")
+    for name, nbytes in plan["parts"].items():
+        kinds = f"  ({plan['type_k']}, {plan['type_v']})" if name == "keys and values" else ""
+        lines.append(f"  {name:<16} {size(nbytes):>11}{kinds}")
     verdict = "fits" if plan["fits"] else "does not fit"
     lines.append(f"  {'total':<16} {size(plan['total']):>11}  {verdict} in {size(plan['memory'])}")
     return lines + ([f"  {plan['note']}"] if "note" in plan else [])
