@@ -76,11 +76,12 @@ def test_sequences_interleave(on_gpu: tuple[LargeBackend, ReferenceBackend]) -> 
     check_interleaved(on_gpu[0], [5, 9, 8], 30)
 
 
-@pytest.mark.parametrize("nodes", [1, 8, 13, 22, 24])
+@pytest.mark.parametrize("nodes", [8, 13, 22, 24])
 def test_a_long_past_is_attended_to_as_the_reference_does(
     on_gpu: tuple[LargeBackend, ReferenceBackend], nodes: int
 ) -> None:
-    """Chunks that all nodes share, on their way while others are at work: several for every split."""
+    """Chunks that all nodes share, on their way while others are at work: several for every split. (One node by itself
+    has the bits it has in a tree: the next test.)"""
     cuda, reference = on_gpu
     rng = np.random.default_rng(nodes)
     for length in (127, 1000, 8200):

@@ -45,7 +45,8 @@ __device__ __forceinline__ void add_to_residual(Block& b, const float* norm, flo
                     [&](float4 x, int node, int k) { return Sums<GROUPS>::add(x, sums.at(node, k)); });
 }
 
-// What becomes of a stage's sums; before the first stage, the embedding. Returns the steps done so far.
+// What becomes of a stage's sums, but for attention; before the first stage, the embedding. Returns the steps done so
+// far.
 __device__ __noinline__ u32 work(const Params& p, const Request& r, u8* memory, int stage, bool recurrent, int deltas,
                                  u32 token, int length, const float* vectors, u32 steps_done, const Draw* draw) {
     Block b(p, r, memory);
@@ -64,10 +65,7 @@ __device__ __noinline__ u32 work(const Params& p, const Request& r, u8* memory, 
         else
             choose_tokens(b);
     } else if (kind == IN) {
-        if (recurrent)
-            delta_mix(b);
-        else
-            return attention_mix(p, r, memory, layer, deltas, length, vectors, steps_done);
+        delta_mix(b);
     } else if (kind == OUT) {
         if (groups_of(VALUE_DIM) == groups_of(ATTENTION_DIM) || recurrent)
             add_to_residual<groups_of(VALUE_DIM)>(b, vectors + MLP_NORM, nullptr, stage + 1);
@@ -118,7 +116,9 @@ __device__ __forceinline__ void forward_pass(Block& b) {
         b.mark();
         b.sync();  // operands have been used, the table is there
         b.steps_done =
-            work(b.p, b.r, b.scratch, i, recurrent, b.deltas, b.token, b.length, b.vectors, b.steps_done, b.draw);
+            kind == IN && i < 4 * LAYERS && !recurrent
+                ? attention_mix(b.p, b.r, b.scratch, layer, b.deltas, b.length, b.vectors, b.steps_done)
+                : work(b.p, b.r, b.scratch, i, recurrent, b.deltas, b.token, b.length, b.vectors, b.steps_done, b.draw);
         if (kind == MLP_OUT) {
             b.vectors += recurrent ? DELTA_VECTORS : ATTENTION_VECTORS;
             b.deltas += recurrent;
