@@ -45,25 +45,15 @@ __device__ __forceinline__ void add_to_residual(Block& b, const float* norm, flo
                     [&](float4 x, int node, int k) { return Sums<GROUPS>::add(x, sums.at(node, k)); });
 }
 
-// What becomes of a stage's sums, but for attention; before the first stage, the embedding. Returns the steps done so
-// far.
+// What becomes of a stage's sums, but for attention and the head; before the first stage, the embedding. Returns the
+// steps done so far.
 __device__ __noinline__ u32 work(const Params& p, const Request& r, u8* memory, int stage, bool recurrent, int deltas,
-                                 u32 token, int length, const float* vectors, u32 steps_done, const Draw* draw) {
+                                 u32 token, int length, const float* vectors, u32 steps_done) {
     Block b(p, r, memory);
-    b.draw = draw, b.deltas = deltas, b.token = token, b.length = length, b.vectors = vectors,
-    b.steps_done = steps_done;
+    b.deltas = deltas, b.token = token, b.length = length, b.vectors = vectors, b.steps_done = steps_done;
     const int kind = stage & 3, layer = stage >> 2;
     if (stage < 0) {
         embed(b);
-    } else if (stage == 4 * LAYERS) {
-        b.wait_for_all();
-        rank_logits(b);
-        b.step_done();
-        b.wait_for_all();
-        if (SAMPLES && draw->inverse_temperature > 0)
-            draw_token(b, token);
-        else
-            choose_tokens(b);
     } else if (kind == IN) {
         delta_mix(b);
     } else if (kind == OUT) {
@@ -84,6 +74,22 @@ __device__ __noinline__ u32 work(const Params& p, const Request& r, u8* memory, 
     return b.steps_done;
 }
 
+// The choice of a token, when the head's sums are there. Returns the steps done so far.
+__device__ __noinline__ u32 choose_next(const Params& p, const Request& r, u8* memory, u32 token, int length,
+                                        const float* vectors, u32 steps_done, const Draw* draw) {
+    Block b(p, r, memory);
+    b.draw = draw, b.token = token, b.length = length, b.vectors = vectors, b.steps_done = steps_done;
+    b.wait_for_all();
+    rank_logits(b);
+    b.step_done();
+    b.wait_for_all();
+    if (SAMPLES && draw->inverse_temperature > 0)
+        draw_token(b, token);
+    else
+        choose_tokens(b);
+    return b.steps_done;
+}
+
 // A stage's activations and its table. This and `work` are functions of their own: the compiler keeps the addresses of
 // the products' operands in registers of the whole warp only where nothing around could have let a lane go ahead.
 __device__ __noinline__ void prepare(const Params& p, const Request& r, u8* memory, int stage, Source from, u32 tag,
@@ -97,7 +103,7 @@ __device__ __noinline__ void prepare(const Params& p, const Request& r, u8* memo
 // in the instruction cache.
 __device__ __forceinline__ void forward_pass(Block& b) {
     b.vectors = b.p.vectors, b.deltas = 0;
-    work(b.p, b.r, b.scratch, -1, false, 0, b.token, b.length, b.vectors, b.steps_done, b.draw);
+    work(b.p, b.r, b.scratch, -1, false, 0, b.token, b.length, b.vectors, b.steps_done);
     b.mark();
 #pragma unroll 1
     for (int i = 0; i <= 4 * LAYERS; i++) {
@@ -115,10 +121,13 @@ __device__ __forceinline__ void forward_pass(Block& b) {
         multiply(b, run_of(b.p, i));
         b.mark();
         b.sync();  // operands have been used, the table is there
-        b.steps_done =
-            kind == IN && i < 4 * LAYERS && !recurrent
-                ? attention_mix(b.p, b.r, b.scratch, layer, b.deltas, b.length, b.vectors, b.steps_done)
-                : work(b.p, b.r, b.scratch, i, recurrent, b.deltas, b.token, b.length, b.vectors, b.steps_done, b.draw);
+        if (i == 4 * LAYERS)
+            b.steps_done = choose_next(b.p, b.r, b.scratch, b.token, b.length, b.vectors, b.steps_done, b.draw);
+        else if (kind == IN && !recurrent)
+            b.steps_done = attention_mix(b.p, b.r, b.scratch, layer, b.deltas, b.length, b.vectors, b.steps_done);
+        else
+            b.steps_done =
+                work(b.p, b.r, b.scratch, i, recurrent, b.deltas, b.token, b.length, b.vectors, b.steps_done);
         if (kind == MLP_OUT) {
             b.vectors += recurrent ? DELTA_VECTORS : ATTENTION_VECTORS;
             b.deltas += recurrent;

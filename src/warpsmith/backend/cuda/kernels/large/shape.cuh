@@ -70,25 +70,29 @@ constexpr int MIX_UNITS = VALUE_DIM / 8, OWN_UNITS = (MIX_UNITS + SMS - 1) / SMS
 constexpr int MIX_CHANNELS = OWN_HEADS * 2 * STATE_DIM + OWN_UNITS * 8,
               MIX_ROW = 2 * MIX_CHANNELS + OWN_UNITS * 8 + OWN_HEADS * 8;
 constexpr int MIX_BYTES = NODES * MIX_ROW * 4;
-// Attention: values of some chunks, as they are kept; of some tiles of 16 queries their rows, scores of two chunks,
-// weights in fp16, and what the softmax remembers. Trees of many nodes need fewer chunks ahead.
-constexpr int KEY_ROW = cache_row_bytes(KEY_TYPE), VALUE_ROW = cache_row_bytes(VALUE_TYPE);
-constexpr int VALUE_STAGES = VALUE_TYPE == CACHE_F16 ? 2 : (VALUE_TYPE == CACHE_Q8_0 ? 2 : 3) + (NODES == 1),
-              VALUE_BYTES = CHUNK * VALUE_ROW, SCORE_TILE = 16 * CHUNK * 4;
-constexpr int QUERY_TILE_BYTES = 16 * (HEAD_DIM * 2 + CHUNK * 2 + 3 * 4) + 2 * SCORE_TILE;
+// Attention: values of some chunks, as they are kept; of some tiles of 16 queries their rows, scores of the chunks at
+// work and of the next, weights in fp16, and what the softmax remembers. One node has little to do for a chunk: two are
+// worked on together where there is room.
+constexpr int KEY_ROW = cache_row_bytes(KEY_TYPE), VALUE_ROW = cache_row_bytes(VALUE_TYPE),
+              CHUNKS_AT_ONCE = NODES == 1 && KEY_TYPE != CACHE_F16 && VALUE_TYPE != CACHE_F16 ? 2 : 1;
+constexpr int VALUE_STAGES = VALUE_TYPE == CACHE_Q4_0 && NODES > 1 ? 3 : 2,  // each of CHUNKS_AT_ONCE
+    VALUE_BYTES = CHUNK * VALUE_ROW, SCORE_TILE = 16 * CHUNK * 4;
+constexpr int QUERY_TILE_BYTES =
+    16 * HEAD_DIM * 2 + CHUNKS_AT_ONCE * (2 * SCORE_TILE + 16 * (CHUNK * 2 + 4)) + 16 * 2 * 4;
 // Tiles that one walk over the keys serves: as many as leave the ring its slots.
 constexpr int ATTENTION_ROOM = (NODES <= 8    ? 104
                                 : NODES == 16 ? 96
                                               : 120)
                                << 10,
               ALL_TILES = (NODES * GROUP + 15) / 16,
-              ROOM_TILES = (ATTENTION_ROOM - VALUE_STAGES * VALUE_BYTES) / QUERY_TILE_BYTES,
+              ROOM_TILES = (ATTENTION_ROOM - VALUE_STAGES * CHUNKS_AT_ONCE * VALUE_BYTES) / QUERY_TILE_BYTES,
               MOST_TILES = ROOM_TILES < 6 ? ROOM_TILES : 6, WALKS = (ALL_TILES + MOST_TILES - 1) / MOST_TILES,
               QUERY_TILES = (ALL_TILES + WALKS - 1) / WALKS;
-constexpr int QUERIES_AT = VALUE_STAGES * VALUE_BYTES, SCORES_AT = QUERIES_AT + QUERY_TILES * 16 * HEAD_DIM * 2,
-              WEIGHTS_AT = SCORES_AT + QUERY_TILES * 2 * SCORE_TILE,
-              FACTORS_AT = WEIGHTS_AT + QUERY_TILES * 16 * CHUNK * 2;
-constexpr int ATTENTION_BYTES = FACTORS_AT + QUERY_TILES * 16 * 3 * 4;
+constexpr int QUERIES_AT = VALUE_STAGES * CHUNKS_AT_ONCE * VALUE_BYTES,
+              SCORES_AT = QUERIES_AT + QUERY_TILES * 16 * HEAD_DIM * 2,
+              WEIGHTS_AT = SCORES_AT + QUERY_TILES * CHUNKS_AT_ONCE * 2 * SCORE_TILE,
+              FACTORS_AT = WEIGHTS_AT + QUERY_TILES * CHUNKS_AT_ONCE * 16 * CHUNK * 2;
+constexpr int ATTENTION_BYTES = FACTORS_AT + QUERY_TILES * 16 * (2 + CHUNKS_AT_ONCE) * 4;
 // Sampling: an SM's logits, and candidates.
 constexpr int HEAD_TILES = up(VOCAB, ROWS) / ROWS, OWN_LOGITS = (HEAD_TILES + SMS - 1) / SMS * ROWS;
 #include "sample/candidates.cuh"
