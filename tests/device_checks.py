@@ -7,7 +7,7 @@ import pytest
 
 from random_models import random_tree
 from warpsmith.backend.base import LOGITS, Output, Want
-from warpsmith.backend.sampling import Sampling
+from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import Tree
 from warpsmith.errors import BadRequest
 from warpsmith.model.config import Config
@@ -15,6 +15,11 @@ from warpsmith.model.config import Config
 
 def relative(got: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(got - expected).max() / np.abs(expected).max())
+
+
+def distance(got: np.ndarray, expected: np.ndarray) -> float:
+    """Of all numbers together, relative."""
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
 
 
 def plain_run(backend, state, tokens) -> np.ndarray:
@@ -30,8 +35,9 @@ def same_state(config: Config, a, b) -> bool:
     """To the bit: the recurrent states, and the keys and values of committed tokens."""
 
     def rows(state, buffer) -> np.ndarray:
-        shape = (len(config.attention_layers) * config.kv_heads, state.context, config.head_dim // 2)
-        return buffer.read(np.uint32, shape)[:, : state.length]
+        caches = len(config.attention_layers) * config.kv_heads
+        shape = (caches, state.context, buffer.nbytes // caches // state.context)
+        return buffer.read(np.uint8, shape)[:, : state.length]
 
     def delta(state) -> np.ndarray:
         return state.delta.read(np.uint32, (state.delta.nbytes // 4,))
@@ -87,6 +93,21 @@ def check_interleaved(cuda, sizes: list[int], decoded: int) -> None:
     assert same_state(config, states[last], twin)
     plain_run(cuda, plain, trees[0].tokens[path])
     assert same_state(config, states[0], plain)
+
+
+def check_drawn(cuda, how: Sampling, count: int) -> None:
+    """Tokens drawn while decoding are the sampler's choice from the logits at their places, penalties and all."""
+    prompt = np.random.default_rng(5).integers(0, cuda.config.vocab, 9).tolist()
+    state, twin = cuda.new_state(32 + count), cuda.new_state(32 + count)
+    cuda.prefill(state, prompt)
+    cuda.prefill(twin, prompt)
+    text = [*prompt, 3]
+    for token in list(cuda.decode(state, 3, count, sampling=how, history=text)):
+        logits = cuda.forward([(twin, Tree.chain([text[-1]]))], LOGITS).logits.numpy()[0]
+        cuda.commit(twin, [0])
+        assert token == choose(logits, how, text, twin.length)
+        text.append(token)
+    assert same_state(cuda.config, state, twin)
 
 
 def check_verified(cuda, how: Sampling, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import pytest
 
-from warpsmith.backend.base import ARGMAX
+from warpsmith.backend.base import ARGMAX, Snapshot
 from warpsmith.backend.reference.backend import ReferenceBackend
 from warpsmith.backend.sampling import Sampling
 from warpsmith.llm import load
@@ -85,6 +85,20 @@ def test_every_repetition_does_the_whole_test_from_the_same_depth() -> None:
     measure(backend, Case(4, 3, 6), 2)
     warm, timed = [("prefill", 6, 4), ("decode", 10, 1)], [("prefill", 6, 4), ("decode", 10, 3)]
     assert calls == [("prefill", 0, 6), *warm, *timed, *timed]
+    calls.clear()
+    pasts: dict[int, Snapshot] = {}
+    for depth in (6, 6, 5):  # a past that another test was on is not read again
+        measure(backend, Case(0, 1, depth), 1, pasts=pasts)
+    decoded = [[("decode", depth, 1)] * 2 for depth in (6, 6, 5)]
+    assert calls == [("prefill", 0, 6), *decoded[0], *decoded[1], ("prefill", 0, 5), *decoded[2]]
+    assert list(pasts) == [5]
+
+
+def test_quantised_caches_are_named_in_the_table() -> None:
+    rows = [record(Result(Case(0, 128), [10**9]), FACTS | {"type_k": "q8_0", "type_v": "f16"})]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table(rows, "md").splitlines()]
+    assert cells[0][5:7] == ["type_k", "type_v"]
+    assert cells[2][5:7] == ["q8_0", "f16"]
 
 
 def test_a_first_token_is_timed_from_the_call_to_the_token() -> None:

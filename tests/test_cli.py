@@ -377,6 +377,20 @@ def test_show(gguf: Path, directory: Path) -> None:
     assert len(page.splitlines()) < 70
 
 
+def test_show_plans_for_a_gpu_that_is_not_here(gguf: Path) -> None:
+    plan = json.loads(succeeds("show", gguf, "-c", "1000", "--chip", "rtx-3090", "--json"))["memory"]
+    assert plan["total"] == sum(plan["parts"].values())
+    assert plan["fits"]
+    assert "fits in 22.35 GiB" in succeeds("show", gguf, "--chip", "rtx-3090")
+    assert "rtx-4090" in fails(2, "show", gguf, "--chip", "rtx-1")
+    assert "Use f16" in fails(2, "show", gguf, "--chip", "h200", "-ctk", "f32")
+
+
+def test_a_memory_limit_is_a_number_of_bytes_for_a_gpu(gguf: Path) -> None:
+    assert "such as 24G" in fails(2, "run", "-m", gguf, "-p", "x", "--memory-limit", "24Q")
+    assert "the cuda device" in fails(2, "run", "-m", gguf, "-p", "x", "--device", "cpu", "--memory-limit", "1.5G")
+
+
 def test_convert_keeps_what_a_model_says(tmp_path: Path, directory: Path) -> None:
     def ids(model: Path) -> list[int]:
         return json.loads(succeeds("run", "-m", model, "-p", "hello", "-n", "8", "--json", "--chat"))["token_ids"]

@@ -209,9 +209,9 @@ NUMBERS = {
         **{name: getattr(shape, name) for name in ("COLUMNS", "HISTORY", "STATE_DIM", "HEAD_DIM")},
         "MAX_NODES": MAX_NODES,
     },
-    "forward/shared.cuh": {"MAX_CHUNKS * CHUNK_K": shape.LARGEST_HIDDEN},
-    "sample/sample.cuh": {
-        name: getattr(shape, name) for name in ("MAX_STEPS", "CANDIDATES", "ROUNDS", "MAX_OWN_LOGITS")
+    "forward/shared.cuh": {
+        "MAX_CHUNKS * CHUNK_K": shape.LARGEST_HIDDEN,
+        **{name: getattr(shape, name) for name in ("MAX_STEPS", "CANDIDATES", "ROUNDS", "MAX_OWN_LOGITS")},
     },
     "sample/top.cu": {name: getattr(top, name) for name in ("MAX_TOP", "SLICES", "SLICE_THREADS")},
     "weights/stream.cu": {"PIECES * PIECE_BYTES": shape.READ_AHEAD},

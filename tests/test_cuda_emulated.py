@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from device_checks import check_interleaved, check_verified, relative, same_state
+from device_checks import check_drawn, check_interleaved, check_verified, relative, same_state
 from emulated_cases import BOUND, SHAPE, Case, backends, check_a_tree, ids, tensors_of
 from emulator.gpu import emulated_gpu
 from random_models import random_tree
@@ -17,7 +17,7 @@ from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.build.profiles import load_profiles
 from warpsmith.backend.reference import ReferenceBackend
-from warpsmith.backend.sampling import Sampling, choose
+from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
 from warpsmith.errors import BadRequest
 from warpsmith.model.plan import forward_plan
@@ -75,19 +75,7 @@ def test_decoding_in_one_launch_equals_stepping(pair) -> None:
 
 
 def test_tokens_are_drawn_as_the_sampler_draws_them(pair) -> None:
-    cuda, _ = pair
-    how = Sampling(temperature=0.9, top_k=20, top_p=0.95, repeat_penalty=1.2, seed=7)
-    state, twin = cuda.new_state(64), cuda.new_state(64)
-    prompt = ids(5, 9).tolist()
-    cuda.prefill(state, prompt)
-    cuda.prefill(twin, prompt)
-    tokens = list(cuda.decode(state, 3, 5, sampling=how, history=[*prompt, 3]))
-    text = [*prompt, 3]
-    for token in tokens:
-        logits = cuda.forward([(twin, Tree.chain([text[-1]]))], LOGITS).logits.numpy()[0]
-        cuda.commit(twin, [0])
-        assert token == choose(logits, how, text, twin.length)
-        text.append(token)
+    check_drawn(pair[0], Sampling(temperature=0.9, top_k=20, top_p=0.95, repeat_penalty=1.2, seed=7), 5)
 
 
 def test_features_and_hidden(pair) -> None:

@@ -16,9 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from emulator.gpu import emulated_gpu
 from warpsmith.backend.cuda.backend import build_constants, check_shape
 from warpsmith.backend.cuda.build import profiles
 from warpsmith.backend.cuda.build.profiles import choose, load_profiles, parse
+from warpsmith.backend.cuda.choice import planned
 from warpsmith.backend.cuda.memory import driver
 from warpsmith.backend.cuda.memory.layout import Layout
 from warpsmith.backend.cuda.memory.plan import check_fit, memory_parts
@@ -29,6 +31,7 @@ from warpsmith.backend.devices import Driver
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.checkpoint.blocks import LAYOUTS, TYPES, dequantize
 from warpsmith.checkpoint.canonical import open_checkpoint
+from warpsmith.checkpoint.convert import tensor_type
 from warpsmith.cli import doctor
 from warpsmith.draft.budget import Budgeted
 from warpsmith.draft.select import make_proposer
@@ -79,6 +82,7 @@ def profile_text(**changes: str | None) -> str:
         "devices": '["A"]',
         "compute_capability": '"8.6"',
         "multiprocessors": "82",
+        "memory_gb": "24",
         "shared_memory_kib": "99",
         "in_flight_kib": "32",
         "largest_tree": "16",
@@ -90,6 +94,7 @@ def profile_text(**changes: str | None) -> str:
 def test_a_profile_is_read() -> None:
     profile = parse("new", profile_text())
     assert (profile.devices, profile.capability, profile.sms) == (("A",), (8, 6), 82)
+    assert profile.memory == 24 * 10**9
     assert (profile.shared_memory, profile.in_flight, profile.largest_tree) == (99 << 10, 32 << 10, 16)
     assert not profile.measured
 
@@ -104,6 +109,7 @@ def test_a_profile_is_read() -> None:
         ("compute_capability", '"new"'),
         ("multiprocessors", "0"),
         ("multiprocessors", "true"),
+        ("memory_gb", "0"),
         ("shared_memory_kib", "16"),
         ("in_flight_kib", "-1"),
         ("largest_tree", "65"),
@@ -287,6 +293,33 @@ def test_what_does_not_fit_is_refused_with_what_would(context: int, share: float
         assert free < smallest
     else:
         assert needed(int(fix[1])) <= free < needed(int(fix[1]) + 1)
+
+
+def test_the_27b_with_a_long_context_fits_a_24_gb_card_by_plan() -> None:
+    config, chip = SIZES["27B"], load_profiles()["rtx-3090"]
+    shapes = expected_shapes(config)
+    stored = {n: tensor_type("q4_k_m", n, shape, config.layers, config.tied).name for n, shape in shapes.items()}
+
+    def needed(*caches: str) -> dict[str, int]:
+        return {part.what: part.nbytes for part in planned(config, stored, chip, 131_072, caches)}
+
+    small, mixed, large = needed("q4_0", "q4_0"), needed("q8_0", "q4_0"), needed("f16", "f16")
+    assert sum(small.values()) < 21e9  # room for a draft
+    assert sum(large.values()) > chip.memory
+    rows = 16 * 4 * 131_072  # layers, heads, tokens
+    assert [each["keys and values"] for each in (small, mixed, large)] == [rows * 288, rows * 416, rows * 1024]
+    assert mixed["weights"] == large["weights"]
+
+
+def test_buffers_are_held_to_a_limit() -> None:
+    with emulated_gpu(4, (8,)):
+        device = driver.Device(limit=1000)
+        first = device.allocate(600)
+        assert device.free_memory() == 400
+        with pytest.raises(DoesNotFit, match="do not fit"):
+            device.allocate(600)
+        del first
+        assert device.allocate(900).nbytes == 900
 
 
 # -- no usable GPU -----------------------------------------------------------------------------------------------------

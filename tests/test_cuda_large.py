@@ -12,27 +12,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from device_checks import plain_run, relative, same_state
+from device_checks import check_drawn, check_verified, distance, plain_run, relative, same_state
 from emulator.gpu import emulated_gpu
-from large_cases import BOUND, MIXED, SHAPE, tensors_of
+from large_cases import CACHES, MIXED, SHAPE, bound_of, remember, rounded_caches, tensors_of
 from random_models import random_tree
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.cuda.large.backend import LargeBackend
 from warpsmith.backend.cuda.large.layout import GROUP_BLOCKS, LargeLayout, deal_groups, takes
 from warpsmith.backend.reference import ReferenceBackend
+from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.convert import RECIPES, tensor_type
 from warpsmith.model.config import SIZES, Config
 from warpsmith.model.weights import expected_shapes
 
+LONG = 8320  # tokens: more chunks of keys than there are splits of them
+
 
 @contextmanager
-def emulated(config: Config, types: dict[str, str], sms: int = 6) -> Iterator[tuple[LargeBackend, ReferenceBackend]]:
+def emulated(
+    config: Config, types: dict[str, str], caches: tuple[str, str] = ("f16", "f16"), sms: int = 6
+) -> Iterator[tuple[LargeBackend, ReferenceBackend]]:
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
-    tensors = tensors_of(config, types)
-    with emulated_gpu(sms, (8,)):
-        yield LargeBackend(config, tensors), ReferenceBackend(config, tensors)
+    tensors, (keys, values) = tensors_of(config, types), caches
+    with emulated_gpu(sms, (1, 8)), rounded_caches(caches):
+        cuda = LargeBackend(config, tensors, context=LONG, cache_type_k=keys, cache_type_v=values)
+        yield cuda, ReferenceBackend(config, tensors)
 
 
 # -- how work is dealt -------------------------------------------------------------------------------------------------
@@ -79,9 +85,9 @@ def test_a_shape_that_superblocks_do_not_divide_is_not_taken() -> None:
 # -- on an emulated GPU ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def both() -> Iterator[tuple[LargeBackend, ReferenceBackend]]:
-    with emulated(SHAPE, MIXED) as backends:
+@pytest.fixture(scope="module", params=CACHES, ids="-".join)
+def both(request: pytest.FixtureRequest) -> Iterator[tuple[LargeBackend, ReferenceBackend]]:
+    with emulated(SHAPE, MIXED, request.param) as backends:
         yield backends
 
 
@@ -92,9 +98,9 @@ def test_features_and_logits_are_those_of_the_reference(both: tuple[LargeBackend
     for nodes in (1, 5, 8):
         tree = random_tree(rng, nodes, SHAPE.vocab)
         got, exact = cuda.forward([(state, tree)], want), reference.forward([(expected, tree)], want)
-        assert relative(got.features.numpy(), exact.features.numpy()) < BOUND
-        assert relative(got.hidden.numpy(), exact.hidden.numpy()) < BOUND
-        assert relative(got.logits.numpy(), exact.logits.numpy()) < BOUND
+        assert relative(got.features.numpy(), exact.features.numpy()) < bound_of(cuda)
+        assert relative(got.hidden.numpy(), exact.hidden.numpy()) < bound_of(cuda)
+        assert relative(got.logits.numpy(), exact.logits.numpy()) < bound_of(cuda)
         for backend, each in ((cuda, state), (reference, expected)):
             backend.commit(each, tree.path(nodes - 1))
 
@@ -121,3 +127,64 @@ def test_decoding_on_the_device_is_forward_after_forward(both: tuple[LargeBacken
         tokens.append(token)
     assert list(cuda.decode(state, 7, 3)) == tokens
     assert same_state(SHAPE, state, plain)
+
+
+@pytest.mark.parametrize(("length", "nodes"), [(63, 8), (300, 8), (4300, 2)])
+def test_a_long_past_is_attended_to_as_the_reference_does(
+    both: tuple[LargeBackend, ReferenceBackend], length: int, nodes: int
+) -> None:
+    cuda, reference = both
+    state, expected = cuda.new_state(length + 64), reference.new_state(length + 64)
+    rng = np.random.default_rng(length)
+    remember(cuda, state, reference, expected, length, rng)
+    tree, want = random_tree(rng, nodes, SHAPE.vocab), Want("logits", features=(0, 1))
+    got, exact = cuda.forward([(state, tree)], want), reference.forward([(expected, tree)], want)
+    mixed, known = (each.features.groups([1], of=2).numpy() for each in (got, exact))
+    assert distance(mixed, known) < bound_of(cuda)
+    assert distance(got.logits.numpy(), exact.logits.numpy()) < bound_of(cuda)
+
+
+def test_rows_and_states_do_not_depend_on_the_tree_at_any_length(both: tuple[LargeBackend, ReferenceBackend]) -> None:
+    """Positions cross from one chunk of keys to the next inside the tree."""
+    cuda, reference = both
+    rng = np.random.default_rng(4)
+    tree = random_tree(rng, 8, SHAPE.vocab)
+    path = tree.path(7)
+    for length in (61, 126, 190):
+        state, plain = cuda.new_state(256), cuda.new_state(256)
+        for each in (state, plain):
+            remember(cuda, each, reference, reference.new_state(256), length, np.random.default_rng(length))
+        rows = cuda.forward([(state, tree)], LOGITS).logits.numpy()[path]
+        np.testing.assert_array_equal(rows, plain_run(cuda, plain, tree.tokens[path]))
+        cuda.commit(state, path)
+        assert same_state(SHAPE, state, plain)
+
+
+def test_a_snapshot_keeps_the_rows_in_use(both: tuple[LargeBackend, ReferenceBackend]) -> None:
+    cuda, _ = both
+    state, other = cuda.new_state(64), cuda.new_state(80)
+    cuda.prefill(state, [3, 1, 4, 1, 5])
+    kept = cuda.snapshot(state)
+    assert kept.nbytes == cuda.snapshot_bytes(5)
+    cuda.restore(other, kept)
+    tree = Tree.chain([9, 2])
+    rows = [cuda.forward([(each, tree)], LOGITS).logits.numpy() for each in (state, other)]
+    np.testing.assert_array_equal(*rows)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[LargeBackend]:
+    with emulated(SHAPE, MIXED) as (cuda, _):
+        yield cuda
+
+
+def test_tokens_are_drawn_as_the_sampler_draws_them(alone: LargeBackend) -> None:
+    alone.undecided = 0
+    check_drawn(alone, Sampling(temperature=0.9, top_k=5, top_p=0.95, repeat_penalty=1.2, seed=7), 3)
+    check_drawn(alone, Sampling(temperature=1.0, min_p=0.05, logit_bias={5: 2.0, 300: -100.0}, seed=2), 2)
+    assert alone.undecided == 0  # all on the device
+    assert not alone._decoder.takes(frozenset(), Sampling(temperature=1.0, top_k=200), [])
+
+
+def test_a_sampled_tree_is_verified_without_its_logits(alone: LargeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_verified(alone, Sampling(temperature=0.9, top_k=20, presence_penalty=0.5, seed=7), 0, monkeypatch)

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
-from device_checks import check_interleaved, plain_run, relative, same_state
-from large_cases import BOUND, MIXED, SHAPE, tensors_of
+from device_checks import check_drawn, check_interleaved, check_verified, distance, plain_run, relative, same_state
+from large_cases import CACHES, MIXED, SHAPE, bound_of, remember, rounded_caches, tensors_of
 from random_models import random_tree
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.cuda.large.backend import LargeBackend
 from warpsmith.backend.reference import ReferenceBackend
+from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
 from warpsmith.errors import NoDevice
 
 pytestmark = pytest.mark.gpu
+LONG = 8320
 
 
-@pytest.fixture(scope="module")
-def on_gpu() -> tuple[LargeBackend, ReferenceBackend]:
-    tensors = tensors_of(SHAPE, MIXED)
+@pytest.fixture(scope="module", params=CACHES, ids="-".join)
+def on_gpu(request: pytest.FixtureRequest) -> Iterator[tuple[LargeBackend, ReferenceBackend]]:
+    tensors, (keys, values) = tensors_of(SHAPE, MIXED), request.param
+    options = {"WATCHDOG_CYCLES": "2000000000ll"}
     try:
-        cuda = LargeBackend(SHAPE, tensors, options={"WATCHDOG_CYCLES": "2000000000ll"})
+        cuda = LargeBackend(SHAPE, tensors, context=LONG, cache_type_k=keys, cache_type_v=values, options=options)
     except NoDevice as error:
         pytest.skip(str(error))
-    return cuda, ReferenceBackend(SHAPE, tensors)
+    with rounded_caches(request.param):
+        yield cuda, ReferenceBackend(SHAPE, tensors)
 
 
 def test_features_and_logits_are_those_of_the_reference(on_gpu: tuple[LargeBackend, ReferenceBackend]) -> None:
@@ -34,8 +40,8 @@ def test_features_and_logits_are_those_of_the_reference(on_gpu: tuple[LargeBacke
     for nodes in (1, 5, 8, 13, 16, 22, 24, 1, 24, 24, 24, 24, 24, 24):  # past 128 tokens: chunks that all nodes share
         tree = random_tree(rng, nodes, SHAPE.vocab)
         got, exact = cuda.forward([(state, tree)], want), reference.forward([(expected, tree)], want)
-        assert relative(got.features.numpy(), exact.features.numpy()) < BOUND
-        assert relative(got.logits.numpy(), exact.logits.numpy()) < BOUND
+        assert relative(got.features.numpy(), exact.features.numpy()) < bound_of(cuda)
+        assert relative(got.logits.numpy(), exact.logits.numpy()) < bound_of(cuda)
         for backend, each in ((cuda, state), (reference, expected)):
             backend.commit(each, tree.path(nodes - 1))
 
@@ -68,3 +74,62 @@ def test_rows_do_not_depend_on_the_tree_around_them(on_gpu: tuple[LargeBackend, 
 
 def test_sequences_interleave(on_gpu: tuple[LargeBackend, ReferenceBackend]) -> None:
     check_interleaved(on_gpu[0], [5, 9, 8], 30)
+
+
+@pytest.mark.parametrize("nodes", [8, 13, 22, 24])
+def test_a_long_past_is_attended_to_as_the_reference_does(
+    on_gpu: tuple[LargeBackend, ReferenceBackend], nodes: int
+) -> None:
+    """Chunks that all nodes share, on their way while others are at work: several for every split. (One node by itself
+    has the bits it has in a tree: the next test.)"""
+    cuda, reference = on_gpu
+    rng = np.random.default_rng(nodes)
+    for length in (127, 1000, 8200):
+        state, expected = cuda.new_state(length + 64), reference.new_state(length + 64)
+        remember(cuda, state, reference, expected, length, rng)
+        tree = random_tree(rng, nodes, SHAPE.vocab)
+        got, exact = (each.forward([(s, tree)], LOGITS) for each, s in ((cuda, state), (reference, expected)))
+        assert distance(got.logits.numpy(), exact.logits.numpy()) < bound_of(cuda)
+
+
+def test_rows_do_not_depend_on_the_tree_at_any_length(on_gpu: tuple[LargeBackend, ReferenceBackend]) -> None:
+    cuda, reference = on_gpu
+    rng = np.random.default_rng(5)
+    for length in (60, 126, 1021, 8189):
+        tree = random_tree(rng, 24, SHAPE.vocab)
+        state, plain = cuda.new_state(length + 64), cuda.new_state(length + 64)
+        for each in (state, plain):
+            past = reference.new_state(length + 64)
+            remember(cuda, each, reference, past, length, np.random.default_rng(length))
+        for leaf in (23, 22, 11):
+            path = tree.path(leaf)
+            rows = cuda.forward([(state, tree)], LOGITS).logits.numpy()[path]
+            kept = cuda.snapshot(plain)
+            np.testing.assert_array_equal(rows, plain_run(cuda, plain, tree.tokens[path]))
+            if leaf != 11:
+                cuda.restore(plain, kept)
+        cuda.forward([(state, tree)])
+        cuda.commit(state, tree.path(11))
+        assert same_state(SHAPE, state, plain)
+
+
+DRAWS = [
+    Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, seed=1),
+    Sampling(temperature=1.0, top_k=20, top_p=0.95, presence_penalty=1.5, repeat_penalty=1.1, seed=2),
+    Sampling(temperature=0.6, top_p=0.9, seed=3),
+    Sampling(temperature=1.0, min_p=0.05, logit_bias={5: 2.0, 300: -100.0}, seed=4),
+    Sampling(repeat_penalty=1.2, frequency_penalty=0.3),
+]
+
+
+@pytest.mark.parametrize("how", DRAWS, ids=str)
+def test_tokens_are_drawn_as_the_sampler_draws_them(
+    on_gpu: tuple[LargeBackend, ReferenceBackend], how: Sampling
+) -> None:
+    check_drawn(on_gpu[0], how, 100)
+
+
+def test_a_sampled_tree_is_verified_without_its_logits(
+    on_gpu: tuple[LargeBackend, ReferenceBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_verified(on_gpu[0], Sampling(temperature=0.9, top_k=20, presence_penalty=0.5, seed=7), 0, monkeypatch)

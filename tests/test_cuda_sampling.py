@@ -11,7 +11,7 @@ from device_checks import same_state
 from test_cuda import SHAPE, bf16_tensors, ids
 from warpsmith.backend.base import LOGITS, Want, output_from_logits
 from warpsmith.backend.cuda.backend import CudaBackend
-from warpsmith.backend.cuda.memory.layout import MAX_BIASES
+from warpsmith.backend.cuda.sampler import MAX_BIASES
 from warpsmith.backend.cuda.top import MAX_TOP
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import Tree

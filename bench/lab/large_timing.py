@@ -1,6 +1,7 @@
 """How long the activations-first pass takes on a random model of K-quants: decoding and trees at several depths.
 
-PYTHONPATH=src python bench/lab/large_timing.py 27B [--nodes 1 8 16 22] [--depths 520 32768] [--profile 1]
+PYTHONPATH=src python bench/lab/large_timing.py 27B [--nodes 1 8 16 22] [--depths 520 32768] [--caches f16 q8_0/q4_0]
+    [--profile 1]
 
 With --profile N it also prints where the clocks of one pass over N nodes go, step by step, mean and slowest SM.
 """
@@ -9,12 +10,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+from functools import partial
 
 import numpy as np
 
 from warpsmith.backend.base import ARGMAX
-from warpsmith.backend.cuda.large.backend import LargeBackend
-from warpsmith.backend.cuda.memory.driver import Event
+from warpsmith.backend.cuda.large.backend import VARIANTS, LargeBackend
+from warpsmith.backend.cuda.memory.caches import CACHE_ROWS
+from warpsmith.backend.cuda.memory.driver import Device, Event
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.checkpoint.convert import tensor_type
@@ -23,7 +28,7 @@ from warpsmith.model.synthetic import weight_bytes
 from warpsmith.model.weights import expected_shapes
 
 STEPS, MARKS = 32, 4096
-NAMES = ("wait", "operands", "products", "wait for sums", "work", "done")
+NAMES = ("operands", "products", "work")  # with what each waits for
 
 
 def random_model(config: Config, recipe: str) -> dict[str, Tensor]:
@@ -55,20 +60,28 @@ def milliseconds(backend: LargeBackend, run, repeats: int) -> float:
     return statistics.median(times[1:])
 
 
+def keep_as(backend: LargeBackend, keys: str, values: str) -> None:
+    """From now on with caches of other types, and kernels built for them: the weights need not be loaded again."""
+    backend.large = layout = copy(backend.large)
+    layout.key_rows, layout.value_rows = CACHE_ROWS[keys], CACHE_ROWS[values]
+    backend.layout, backend.cache_types, backend._kernels = layout, (keys, values), {}
+    compilers = ThreadPoolExecutor()
+    backend._images = {n: compilers.submit(backend._image, "large/forward.cu", n) for n in VARIANTS}
+
+
 def print_profile(backend: LargeBackend, state, nodes: int) -> None:
-    """Six marks a stage, each a clock and the clocks waited for weights since the last one."""
+    """Three marks a stage."""
     c = backend.config
     backend.profile.clear()
     backend.launch(state, some_tree(nodes, c.vocab), ARGMAX)
     backend.device.synchronize()
-    marks = backend.profile.read(np.int64, (backend.large.sms, MARKS // 2, 2))
-    took = np.diff(marks[:, :, 0], axis=1)
+    took = np.diff(backend.profile.read(np.int64, (backend.large.sms, MARKS)), axis=1)
     for kind in (True, False):
         layers = [layer for layer, recurrent in enumerate(c.recurrent) if recurrent is kind]
         for slot, stage in enumerate(("in", "mix_out", "mlp_in", "mlp_out")):
             cells = []
             for step, name in enumerate(NAMES):
-                at = [(layer * 4 + slot) * 6 + step for layer in layers]
+                at = [(layer * 4 + slot) * len(NAMES) + step for layer in layers]
                 cells.append(f"{name} {took[:, at].mean():.0f}/{took[:, at].max(axis=0).mean():.0f}")
             print("DeltaNet" if kind else "attention", stage, "  ".join(cells))
 
@@ -80,24 +93,37 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 16, 22])
     parser.add_argument("--depths", type=int, nargs="+", default=[520, 32768])
     parser.add_argument("--profile", type=int)
+    parser.add_argument("--caches", nargs="+", default=["f16"], help="types of keys and values, KEYS/VALUES if two")
     given = parser.parse_args()
     config, context = SIZES[given.size], max(given.depths) + 1024
     options = {"PROFILE": MARKS} if given.profile else {}
-    backend = LargeBackend(config, random_model(config, given.type), context=context, options=options)
-    state = backend.new_state(context)
-    for cache in (state.keys, state.values):
-        cache.clear()
-    print(f"stream {backend.large.stream_bytes / 1e9:.2f} GB, read alone at {backend.read_bandwidth() / 1e9:.0f} GB/s")
-    for depth in given.depths:
-        state.length = depth
-        for nodes in given.nodes:
-            tree = some_tree(nodes, config.vocab)
-            took = milliseconds(backend, lambda tree=tree: backend.launch(state, tree, ARGMAX), 7)
-            print(f"depth {depth}: {nodes} nodes {took:.3f} ms")
-        took = milliseconds(backend, lambda: backend.launch(state, Tree.chain([5]), ARGMAX, steps=STEPS), 3) / STEPS
-        print(f"depth {depth}: decoding {took:.3f} ms a token, {1e3 / took:.1f} tok/s")
-    if given.profile:
-        print_profile(backend, state, given.profile)
+    tensors = random_model(config, given.type)
+    free = Device().free_memory()
+    backend = LargeBackend(config, tensors, context=context, options=options)
+    bandwidth = backend.read_bandwidth()
+    print(f"stream {backend.large.stream_bytes / 1e9:.2f} GB, read alone at {bandwidth / 1e9:.0f} GB/s")
+    for caches in given.caches:
+        keep_as(backend, caches.split("/")[0], caches.split("/")[-1])
+        state = backend.new_state(context)
+        planned, used = sum(part.nbytes for part in backend.memory(context)), free - backend.device.free_memory()
+        print(
+            f"{caches}: {planned / 1e9:.3f} GB planned, the driver counts {used / 1e9:.3f} ({planned / used - 1:+.2%})"
+        )
+        for cache in (state.keys, state.values):
+            cache.clear()
+        for depth in given.depths:
+            state.length = depth
+            limit = sum(backend.large.cache_bytes(depth)) / bandwidth * 1e3
+            print(f"{caches}, depth {depth}: keys and values are read in {limit:.3f} ms at best")
+            for nodes in given.nodes:
+                tree = some_tree(nodes, config.vocab)
+                took = milliseconds(backend, partial(backend.launch, state, tree, ARGMAX), 7)
+                print(f"  {nodes} nodes {took:.3f} ms", flush=True)
+            decode = partial(backend.launch, state, Tree.chain([5]), ARGMAX, steps=STEPS)
+            took = milliseconds(backend, decode, 3) / STEPS
+            print(f"  decoding {took:.3f} ms a token, {1e3 / took:.1f} tok/s", flush=True)
+            if given.profile:
+                print_profile(backend, state, given.profile)
 
 
 if __name__ == "__main__":

@@ -80,6 +80,7 @@ def load(
     cpu_features: Sequence[str] | None = None,
     cache_type_k: str | None = None,
     cache_type_v: str | None = None,
+    memory_limit: int | None = None,
     offline: bool = False,
     progress: Callable[[int, int], object] | None = None,
     parallel: int | None = 1,
@@ -91,9 +92,10 @@ def load(
     `user/repo:QUANT`, `user/repo/file.gguf`); None is wisp, the small model that comes with the package.
     `device` is one of auto, cuda, cpu, reference. `context` is how many tokens of prompt and answer there is room for.
 
-    `cache_type_k` and `cache_type_v` are how keys and values are kept: f16 and q8_0 where the device can, f32 where it
-    can; left out, the device's own. Settings of the cpu device, which naming one of them chooses: `threads` (all usable
-    cores), `cpu_features` (the instruction sets that kernels may use, ["portable"] for none; all).
+    `cache_type_k` and `cache_type_v` are how keys and values are kept: f16, q8_0, q4_0 or f32 where the device can;
+    left out, the device's own. Settings of the cpu device, which naming one of them chooses: `threads` (all usable
+    cores), `cpu_features` (the instruction sets that kernels may use, ["portable"] for none; all). Of the cuda device,
+    which naming it chooses: `memory_limit`, bytes that model and context may take on the GPU.
 
     `draft` guesses ahead so that one forward pass can decide several tokens; the text stays the same to the byte. It
     is auto (n-grams, and the model's own draft or its MTP head), ngram, mtp, a DFlash draft by path or Hub name, or a
@@ -138,6 +140,7 @@ def load(
         cpu_features=cpu_features,
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
+        memory_limit=memory_limit,
     )
     if isinstance(draft, str | Path):
         from warpsmith.draft.select import make_proposer

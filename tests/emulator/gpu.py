@@ -50,7 +50,7 @@ def _folder() -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     (folder / "machine.h").write_text((HERE / "machine.h").read_text())
-    for name in ("ptx.cuh", "wgmma.cuh"):
+    for name in ("ptx.cuh", "halves.cuh", "wgmma.cuh"):
         (folder / "common" / name).write_text((HERE / name).read_text())
     return folder
 
@@ -61,8 +61,8 @@ def _compiled(name: str, kernel: str, architecture: str, constants: tuple[tuple[
     defined = [f"#define {key} {value}" for key, value in constants if key not in generated]
     if architecture == "sm_90a":
         defined.append("#define __CUDA_ARCH_FEAT_SM90_ALL 1")
-    nodes = dict(constants).get("NODES")
-    types = [*ARGUMENTS[kernel], *(["Draw"] if kernel == "forward" and nodes == "1" else [])]
+    draws = kernel == "forward" and (name.startswith("large/") or dict(constants).get("NODES") == "1")
+    types = [*ARGUMENTS[kernel], *(["Draw"] if draws else [])]
     passed = ", ".join(f"*(const {kind}*)arguments[{i}]" for i, kind in enumerate(types))
     text = "\n".join(
         [

@@ -58,6 +58,7 @@ struct Fiber {
     unsigned char* stack = nullptr;
     bool done = false;
     std::vector<std::pair<void*, const void*>> small_copies;  // of 16 bytes, on their way
+    std::vector<size_t> groups;                               // how many of them are in each
     const char* waits_for = "its first turn";
     Fiber* next = nullptr;
 };

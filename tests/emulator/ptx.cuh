@@ -76,9 +76,21 @@ inline void copy_slot(u32 dst, const void* src, u32 bytes, u32 barrier, u64) {
 constexpr u32 COPY_LANES = 32;
 #endif
 inline void copy16(void* dst, const void* src) { machine::current->small_copies.push_back({dst, src}); }
-inline void copies_done() {
-    for (auto [to, from] : machine::current->small_copies) std::memcpy(to, from, 16);
-    machine::current->small_copies.clear();
+inline void land_copies(size_t from, size_t count) {
+    auto& copies = machine::current->small_copies;
+    for (size_t i = from; i < from + count; i++) std::memcpy(copies[i].first, copies[i].second, 16);
+    copies.erase(copies.begin() + from, copies.begin() + from + count);
+}
+inline void copies_done() { land_copies(0, machine::current->small_copies.size()), machine::current->groups.clear(); }
+inline void copies_queued() {
+    size_t queued = 0;
+    for (size_t each : machine::current->groups) queued += each;
+    machine::current->groups.push_back(machine::current->small_copies.size() - queued);
+}
+template <int LEFT>
+inline void copies_left() {
+    auto& groups = machine::current->groups;
+    for (; groups.size() > LEFT; groups.erase(groups.begin())) land_copies(0, groups.front());
 }
 inline void prefetch(const void*) {}
 template <int COUNT>

@@ -1,29 +1,6 @@
 // What kernels/common/wgmma.cuh names, on the emulated machine.
 #pragma once
-#include "common/ptx.cuh"
-
-// --- pairs of fp16 --------------------------------------------------------------------------------------------------
-
-inline u32 subtract_half(u32 a, u32 b) {
-    const float2 x = unpack_half(a), y = unpack_half(b);
-    return pack_half(x.x - y.x, x.y - y.y);
-}
-inline u32 multiply_halves(u32 a, u32 b) {
-    const float2 x = unpack_half(a), y = unpack_half(b);
-    return pack_half(x.x * y.x, x.y * y.y);
-}
-inline u32 one_half(u32 pair, int high) { return high ? pair >> 16 | (pair & 0xffff0000u) : (pair & 0xffff) | pair << 16; }
-template <int HIGH>
-inline u32 multiply_half(u32 a, u32 pair) { return multiply_halves(a, one_half(pair, HIGH)); }
-// A product of two halves is exact in a float, and its sum with a third in a double.
-inline u32 multiply_add_halves(u32 a, u32 b, u32 c) {
-    const float2 x = unpack_half(a), y = unpack_half(b), z = unpack_half(c);
-    return half_of((float)((double)x.x * y.x + z.x)) | half_of((float)((double)x.y * y.y + z.y)) << 16;
-}
-template <int HIGH>
-inline u32 multiply_add_half_by(u32 a, u32 pair, u32 add) { return multiply_add_halves(a, one_half(pair, HIGH), add); }
-template <int HIGH>
-inline u32 multiply_add_half(u32 a, u32 pair, u32 add) { return multiply_add_halves(a, one_half(pair, HIGH), one_half(add, HIGH)); }
+#include "common/halves.cuh"
 
 // --- a counter that all SMs share -----------------------------------------------------------------------------------
 

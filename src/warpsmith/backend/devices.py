@@ -46,7 +46,7 @@ class Device:
                     )
             elif name not in self.settings:
                 return BadRequest(
-                    f"The {self.name} device has no setting for {name}.", "Leave it out, or use the cpu device."
+                    f"The {self.name} device has no setting for {name}.", f"Leave it out, or use {_owners(name)}."
                 )
         return None
 
@@ -63,9 +63,21 @@ class Device:
         return made(config, checkpoint.tensors, **taken)
 
 
+def _owners(setting: str) -> str:
+    owners = [device.name for device in DEVICES if setting in device.settings]
+    return f"the {' or '.join(owners)} device" if owners else "another device"
+
+
 _CACHES = ("cache_type_k", "cache_type_v")
 DEVICES = (  # as `auto` tries them
-    Device("cuda", "open_backend", ("f16",), offers=("context", "progress"), own_memory=True),
+    Device(
+        "cuda",
+        "open_backend",
+        ("f16", "q8_0", "q4_0"),
+        (*_CACHES, "memory_limit"),
+        offers=("context", "progress"),
+        own_memory=True,
+    ),
     Device("cpu", "CpuBackend", ("f16", "f32", "q8_0"), ("threads", "cpu_features", *_CACHES), offers=("progress",)),
     Device("reference", "ReferenceBackend", ("f32",)),
 )

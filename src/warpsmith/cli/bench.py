@@ -22,8 +22,9 @@ from warpsmith.cli.terminal import aside
 from warpsmith.errors import BadRequest
 
 if TYPE_CHECKING:
+    from warpsmith.backend.base import Snapshot
     from warpsmith.llm import LLM
-    from warpsmith.measure.speed import Case
+    from warpsmith.measure.speed import Case, Result
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,13 +87,15 @@ def main(args: argparse.Namespace) -> int:
         introduce(args, llm)
         facts = _facts(llm)
         bandwidth = _bandwidth(llm) if args.bandwidth else None
-        results = []
-        for test in tests:
-            aside(f"{test.name} ...")
-            if test.first:
-                results.append(measure_first(llm, test, args.repetitions))
+        measured: dict[int, Result] = {}
+        pasts: dict[int, Snapshot] = {}  # a long past is read once for all tests on top of it
+        for i in sorted(range(len(tests)), key=lambda i: tests[i].depth):
+            aside(f"{tests[i].name} ...")
+            if tests[i].first:
+                measured[i] = measure_first(llm, tests[i], args.repetitions)
             else:
-                results.append(measure(llm.backend, test, args.repetitions))
+                measured[i] = measure(llm.backend, tests[i], args.repetitions, pasts=pasts)
+        results = [measured[i] for i in range(len(tests))]
         records = [record(result, facts) for result in results]
         for result, each in zip(results, records, strict=True):
             if args.tree:

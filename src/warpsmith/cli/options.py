@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -38,14 +39,12 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens drafted a step; 0 is off (default: auto)",
     )
-    for short, kept in (("k", "keys"), ("v", "values")):
-        group.add_argument(
-            f"-ct{short}",
-            f"--cache-type-{short}",
-            choices=CACHE_TYPES,
-            help=f"how {kept} of the past are kept (default: f16; the reference: f32)",
-        )
+    cache_arguments(group)
     group.add_argument("--offline", action="store_true", help="use the network for nothing")
+    cuda = parser.add_argument_group("cuda device", "Naming it chooses the GPU.")
+    cuda.add_argument(
+        "--memory-limit", type=nbytes, metavar="N[KMGT]", help="bytes that model and context may take, such as 24G"
+    )
     cpu = parser.add_argument_group("cpu device", "Naming one of these chooses the cpu.")
     cpu.add_argument("-t", "--threads", type=natural, metavar="N", help="threads (default: all usable cores)")
     cpu.add_argument(
@@ -54,6 +53,16 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="F,...",
         help="instruction sets that kernels may use, of those `doctor` lists; portable is none (default: all)",
     )
+
+
+def cache_arguments(group: argparse._ActionsContainer) -> None:
+    for short, kept in (("k", "keys"), ("v", "values")):
+        group.add_argument(
+            f"-ct{short}",
+            f"--cache-type-{short}",
+            choices=CACHE_TYPES,
+            help=f"how {kept} of the past are kept (default: f16; the reference: f32)",
+        )
 
 
 def sampling_arguments(parser: argparse.ArgumentParser, predict: int) -> None:
@@ -116,6 +125,7 @@ def open_model(args: argparse.Namespace, **options: Any) -> LLM:
             cpu_features=args.cpu_features,
             cache_type_k=args.cache_type_k,
             cache_type_v=args.cache_type_v,
+            memory_limit=args.memory_limit,
             offline=args.offline,
             progress=progress,
             **options,
@@ -149,6 +159,15 @@ def _limit(text: str) -> int:
     number = whole(text)
     if number < 1 and number != -1:
         raise argparse.ArgumentTypeError(f"{text} is no number of tokens; -1 is no limit")
+    return number
+
+
+def nbytes(text: str) -> int:
+    """An argparse type: bytes, in units of 2 ** 10, 20, 30 or 40 with a letter behind."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)", text.upper())
+    number = int(float(found[1]) * 1024 ** " KMGT".find(found[2] or " ")) if found else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of bytes such as 24G")
     return number
 
 

@@ -8,10 +8,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from warpsmith.cli.escape import printable
-from warpsmith.cli.options import natural
+from warpsmith.cli.options import cache_arguments, natural
+from warpsmith.errors import BadRequest, NoDevice
 from warpsmith.measure.units import count, size
 
 if TYPE_CHECKING:
+    from warpsmith.backend.cuda.build.profiles import Profile
     from warpsmith.checkpoint.canonical import Checkpoint
     from warpsmith.model.config import Config
 
@@ -25,6 +27,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-c", "--ctx-size", type=natural, metavar="N", help="context to plan memory for (default: as `run`)"
     )
+    parser.add_argument("--device", choices=("cuda",), help="plan for this device: everything it will hold")
+    parser.add_argument("--chip", metavar="NAME", help="plan for a GPU that is not here, such as rtx-3090")
+    cache_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--offline", action="store_true", help="use the network for nothing")
 
@@ -36,7 +41,11 @@ def main(args: argparse.Namespace) -> int:
         print(json.dumps(draft, indent=2) if args.json else _draft_page(draft))
         return 0
     checkpoint, config = _open(args.model, args.offline)
-    facts = describe(checkpoint, config, args.ctx_size or min(DEFAULT_CONTEXT, config.context))
+    context = args.ctx_size or min(DEFAULT_CONTEXT, config.context)
+    facts = describe(checkpoint, config, context)
+    if args.device or args.chip:
+        caches = (args.cache_type_k or "f16", args.cache_type_v or "f16")
+        facts["memory"] = device_plan(checkpoint, config, _chip(args.chip), context, caches)
     print(json.dumps(facts, indent=2) if args.json else _page(facts))
     return 0
 
@@ -123,6 +132,59 @@ def memory_plan(weight_bytes: int, config: Config, context: int) -> dict[str, in
     }
 
 
+def _chip(name: str | None) -> Profile:
+    """A chip by the name of its profile; None is the GPU at hand, as the driver describes it."""
+    from dataclasses import replace
+
+    from warpsmith.backend.cuda.build.profiles import capability_from, choose, load_profiles
+    from warpsmith.backend.devices import gpus
+
+    profiles = load_profiles()
+    if name is not None:
+        if name not in profiles:
+            raise BadRequest(f"There is no chip {name!r}.", f"Choose one of {', '.join(sorted(profiles))}.")
+        return profiles[name]
+    found, _ = gpus()
+    if not found:
+        raise NoDevice("No NVIDIA GPU is visible.", f"Name one with --chip: {', '.join(sorted(profiles))}.")
+    gpu, capability = found[0], capability_from(found[0]["compute_capability"])
+    known, _ = choose(gpu["name"], capability)
+    return replace(known, name=gpu["name"], capability=capability, sms=gpu["multiprocessors"], memory=gpu["memory"])
+
+
+def device_plan(
+    checkpoint: Checkpoint, config: Config, chip: Profile, context: int, caches: tuple[str, str]
+) -> dict[str, Any]:
+    """What the cuda device will hold on a chip, part by part."""
+    from warpsmith.backend.cuda.choice import LARGE_CAPABILITY, activations_first, planned
+    from warpsmith.backend.cuda.memory.caches import CACHE_ROWS
+
+    stored = {name: tensor.type.name for name, tensor in checkpoint.tensors.items()}
+    large = activations_first(config, stored)
+    for kind in caches:
+        if kind not in (CACHE_ROWS if large else ("f16",)):
+            raise BadRequest(f"The cuda device does not keep keys and values of this model as {kind}.", "Use f16.")
+    parts = planned(config, stored, chip, context, caches)
+    total = sum(part.nbytes for part in parts)
+    plan: dict[str, Any] = {"context": context, "chip": chip.name, "type_k": caches[0], "type_v": caches[1]}
+    plan["parts"] = {part.what: part.nbytes for part in parts if part.nbytes}
+    plan |= {"total": total, "memory": chip.memory, "fits": total <= chip.memory}
+    if large and chip.capability != LARGE_CAPABILITY:
+        needed = ".".join(map(str, LARGE_CAPABILITY))
+        plan["note"] = f"planned only: the kernels for this model need compute capability {needed} so far"
+    return plan
+
+
+def _device_lines(plan: dict[str, Any]) -> list[str]:
+    lines = [f"memory on {plan['chip']} for a context of {plan['context']} (-c)"]
+    for name, nbytes in plan["parts"].items():
+        kinds = f"  ({plan['type_k']}, {plan['type_v']})" if name == "keys and values" else ""
+        lines.append(f"  {name:<16} {size(nbytes):>11}{kinds}")
+    verdict = "fits" if plan["fits"] else "does not fit"
+    lines.append(f"  {'total':<16} {size(plan['total']):>11}  {verdict} in {size(plan['memory'])}")
+    return lines + ([f"  {plan['note']}"] if "note" in plan else [])
+
+
 def _page(facts: dict[str, Any]) -> str:
     config, memory = facts["config"], facts["memory"]
     attention = config["recurrent"].count(False)
@@ -144,19 +206,20 @@ def _page(facts: dict[str, Any]) -> str:
     ]
     for name, row in facts["types"].items():
         lines.append(f"  {name:<7} {row['tensors']:>5}  {count(row['parameters']):>9}  {size(row['bytes']):>11}")
+    lines += ["", *(_device_lines(memory) if "chip" in memory else _plain_lines(memory)), "", "metadata"]
+    lines += [f"  {key} = {_brief(value)}" for key, value in facts["metadata"].items()]
+    return "\n".join(map(printable, lines))
+
+
+def _plain_lines(memory: dict[str, int]) -> list[str]:
     total = memory["weights"] + memory["keys_and_values"] + memory["deltanet_states"]
-    lines += [
-        "",
+    return [
         f"memory for a context of {memory['context']} (-c)",
         f"  weights          {size(memory['weights']):>11}",
         f"  keys and values  {size(memory['keys_and_values']):>11}  (16 bits)",
         f"  DeltaNet states  {size(memory['deltanet_states']):>11}  (float32)",
         f"  total            {size(total):>11}",
-        "",
-        "metadata",
     ]
-    lines += [f"  {key} = {_brief(value)}" for key, value in facts["metadata"].items()]
-    return "\n".join(map(printable, lines))
 
 
 def _brief(value: object) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from warpsmith.backend.base import Backend, State, wanted_for
+from warpsmith.backend.base import Backend, Snapshot, State, wanted_for
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
 from warpsmith.draft.costs import typical_tree
@@ -118,16 +118,28 @@ def against_one_node(result: Result, others: Iterable[Result]) -> float | None:
     return result.pass_seconds / single.pass_seconds if single is not None and result.test.nodes else None
 
 
-def measure(backend: Backend, test: Case, repetitions: int = 5, clock: Callable[[], int] = perf_counter_ns) -> Result:
-    """Time a test, after one run that warms up."""
+def measure(
+    backend: Backend,
+    test: Case,
+    repetitions: int = 5,
+    clock: Callable[[], int] = perf_counter_ns,
+    pasts: dict[int, Snapshot] | None = None,
+) -> Result:
+    """Time a test, after one run that warms up. `pasts` keeps the last depth's tokens for the next test there."""
     random = np.random.default_rng(0)
     ids = random.integers(backend.config.vocab, size=test.depth + test.prompt + 1).tolist()
     past, prompt, first = ids[: test.depth], ids[test.depth : -1], ids[-1]
     states = [backend.new_state(test.context) for _ in range(test.sequences)]
     state = states[0]
-    if past:
-        backend.prefill(state, past)
-    start = backend.snapshot(state)
+    pasts = {} if pasts is None else pasts
+    if test.depth in pasts:
+        backend.restore(state, pasts[test.depth])
+    else:
+        pasts.clear()  # first give back the memory of the old one
+        if past:
+            backend.prefill(state, past)
+        pasts[test.depth] = backend.snapshot(state)
+    start = pasts[test.depth]
     trees = [typical_tree(test.nodes, random, backend.config.vocab)] * PASSES if test.nodes else []
 
     def run(generate: int, passes: int) -> None:

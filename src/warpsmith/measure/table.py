@@ -54,7 +54,9 @@ def table(records: Sequence[dict[str, Any]], format: str) -> str:
 
 def _markdown(records: Sequence[dict[str, Any]]) -> str:
     several = any(r["n_seq"] > 1 for r in records)
-    header = ["model", "size", "params", "backend", "threads", *["sequences"] * several, "test", "t/s", "median"]
+    caches = any(r.get(name, "f16") != "f16" for r in records for name in ("type_k", "type_v"))
+    header = ["model", "size", "params", "backend", "threads", *["type_k", "type_v"] * caches]
+    header += [*["sequences"] * several, "test", "t/s", "median"]
     trees, bandwidth = any(r["n_nodes"] for r in records), records[0].get("bandwidth")
     first = any(r.get("first_token_ms") for r in records)
     header += ["first token, ms"] * first
@@ -67,6 +69,7 @@ def _markdown(records: Sequence[dict[str, Any]]) -> str:
             count(r["model_n_params"]),
             r["backends"],
             str(r["n_threads"]),
+            *[r.get("type_k"), r.get("type_v")] * caches,
             *[str(r["n_seq"])] * several,
             r["test"],
             f"{r['avg_ts']:.2f} ± {r['stddev_ts']:.2f}",

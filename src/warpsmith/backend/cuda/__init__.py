@@ -6,24 +6,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from warpsmith.backend.cuda.backend import CudaBackend
+from warpsmith.backend.cuda.choice import LARGE_CAPABILITY, activations_first
 from warpsmith.backend.cuda.large.backend import LargeBackend
-from warpsmith.backend.cuda.large.layout import takes
 from warpsmith.backend.cuda.memory.driver import Device
-from warpsmith.backend.cuda.shape import LARGEST_HIDDEN
 from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.errors import NoDevice
 from warpsmith.model.config import Config
 
 __all__ = ["CudaBackend", "LargeBackend", "open_backend"]
 
-K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
-FEW_BYTES = 2048  # hidden size up to which a model of K-quants is faster when it is held in BF16
 
-
-def open_backend(config: Config, tensors: Mapping[str, Tensor], **settings: Any) -> CudaBackend:
-    """The model on the GPU, with the forward pass that suits it: activations first for models too wide for the other,
-    and for K-quants, which stay as they are in the file. That one is written for compute capability 9.0."""
-    wide = config.hidden > LARGEST_HIDDEN
-    quantised = config.hidden > FEW_BYTES and any(tensor.type.name in K_QUANTS for tensor in tensors.values())
-    if (wide or quantised) and takes(config) and Device().chip.capability == (9, 0):
-        return LargeBackend(config, tensors, **settings)
+def open_backend(
+    config: Config,
+    tensors: Mapping[str, Tensor],
+    *,
+    cache_type_k: str = "f16",
+    cache_type_v: str = "f16",
+    **settings: Any,
+) -> CudaBackend:
+    """The model on the GPU, with the forward pass that suits it."""
+    stored = {name: tensor.type.name for name, tensor in tensors.items()}
+    if activations_first(config, stored) and Device().chip.capability == LARGE_CAPABILITY:
+        return LargeBackend(config, tensors, cache_type_k=cache_type_k, cache_type_v=cache_type_v, **settings)
+    if (cache_type_k, cache_type_v) != ("f16", "f16"):
+        raise NoDevice(
+            "The GPU keeps keys and values of this model in f16 only.", "Leave -ctk and -ctv out, or use --device cpu."
+        )
     return CudaBackend(config, tensors, **settings)

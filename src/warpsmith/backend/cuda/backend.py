@@ -86,8 +86,7 @@ class CudaState(State):
         self.length, self.context = 0, context
         self.delta = device.zeros(layout.delta_bytes)
         self.history = device.zeros(layout.history_bytes)
-        self.keys = device.allocate(layout.cache_bytes(context))
-        self.values = device.allocate(layout.cache_bytes(context))
+        self.keys, self.values = map(device.allocate, layout.cache_bytes(context))
         self.pending = {name: device.allocate(nbytes) for name, nbytes in pending_bytes(layout).items()}
         self.kept_delta = device.allocate(layout.delta_bytes)
         self.kept_history = device.allocate(layout.history_bytes)
@@ -99,6 +98,7 @@ class CudaBackend(Backend):
     """Weights packed on one GPU, and the kernels built for it."""
 
     name = "cuda"
+    cache_types: tuple[str, str] = ("f16", "f16")  # of keys and of values
     _prompts: Prefill | None = None  # where the model and the chip suit its kernels
     _lent: Lent | None = None  # these once a draft has asked
     _head: HeadProgram | None = None
@@ -112,11 +112,12 @@ class CudaBackend(Backend):
         *,
         context: int | None = None,
         progress: Progress | None = None,
+        memory_limit: int | None = None,
         profile: Profile | None = None,
         architecture: str | None = None,
         options: Mapping[str, object] | None = None,
     ) -> None:
-        self.config, self.device = config, Device()
+        self.config, self.device = config, Device(limit=memory_limit)
         check_shape(config)
         self.chip = self.device.chip
         self.chip_profile = profile or choose_profile(self.chip.name, self.chip.capability)[0]
@@ -154,7 +155,7 @@ class CudaBackend(Backend):
         marks = int(str(self.options.get("PROFILE", 0)))  # a profiling build keeps that many clocks an SM
         self.profile = self.device.zeros(layout.sms * marks * 8)
         self._top = Top(self.device, top_image.result(), self.logits)
-        sampler = DeviceSampler(self.device, layout, self.context)
+        sampler = DeviceSampler(self.device, layout.sms, self.context, layout.samples)
         self._decoder = Decoder(self.device, sampler, self.ring, self.logits, config.vocab)
         self._prepare_prompts(RowTiles(layout))
         self.undecided = 0  # sampled tokens that the device left to the host
@@ -186,8 +187,8 @@ class CudaBackend(Backend):
             "sms": self.layout.sms,
             "architecture": self.architecture,
             "profile": repr(self.chip_profile),
-            "type_k": "f16",
-            "type_v": "f16",
+            "type_k": self.cache_types[0],
+            "type_v": self.cache_types[1],
             "weight_types": self._weight_types,
             **{name: str(value) for name, value in self.options.items()},
         }
@@ -199,7 +200,7 @@ class CudaBackend(Backend):
         return self.device.free_memory()
 
     def snapshot_bytes(self, length: int) -> int:
-        return self.layout.delta_bytes + self.layout.history_bytes + 2 * self.layout.cache_bytes(length)
+        return self.layout.delta_bytes + self.layout.history_bytes + sum(self.layout.cache_bytes(length))
 
     def new_state(self, context: int) -> CudaState:
         if context > self.context:
@@ -389,8 +390,7 @@ class CudaBackend(Backend):
         for source in (state.delta, state.history):
             copies.append(self.device.allocate(source.nbytes))
             copies[-1].copy_from(source)
-        used = self.layout.cache_bytes(state.length)
-        for source in (state.keys, state.values):
+        for source, used in zip((state.keys, state.values), self.layout.cache_bytes(state.length), strict=True):
             copies.append(self.device.allocate(used))
             if used:
                 copies[-1].copy_starts(source, self.layout.caches, used // self.layout.caches)
@@ -402,9 +402,10 @@ class CudaBackend(Backend):
         delta, history, keys, values = snapshot.data
         state.delta.copy_from(delta)
         state.history.copy_from(history)
-        if used := self.layout.cache_bytes(snapshot.length):
-            state.keys.copy_starts(keys, self.layout.caches, used // self.layout.caches)
-            state.values.copy_starts(values, self.layout.caches, used // self.layout.caches)
+        if snapshot.length:
+            key_bytes, value_bytes = self.layout.cache_bytes(snapshot.length)
+            state.keys.copy_starts(keys, self.layout.caches, key_bytes // self.layout.caches)
+            state.values.copy_starts(values, self.layout.caches, value_bytes // self.layout.caches)
         state.length, state.drafted = snapshot.length, None
 
     def trace(self, state: State, tree: Tree, stop_after: str) -> dict[str, np.ndarray]:
@@ -419,7 +420,7 @@ class CudaBackend(Backend):
     def bytes_a_token(self, length: int) -> int:
         layout = self.layout
         weights = layout.stream.bytes + layout.vector_bytes
-        return weights + 2 * layout.cache_bytes(length) + 2 * layout.delta_bytes
+        return weights + sum(layout.cache_bytes(length)) + 2 * layout.delta_bytes
 
     def read_bandwidth(self) -> float:
         """Every SM reads its stream and does nothing with it; the median of nine times."""

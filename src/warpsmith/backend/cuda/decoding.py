@@ -36,7 +36,7 @@ class Decoder:
 
     It is part of the backend, so it is lent it call by call and keeps no reference: memory is given back at once."""
 
-    def __init__(self, device: Device, sampler: DeviceSampler | None, ring: Pinned, logits: Buffer, vocab: int) -> None:
+    def __init__(self, device: Device, sampler: DeviceSampler, ring: Pinned, logits: Buffer, vocab: int) -> None:
         self._device, self._sampler, self._ring = device, sampler, ring
         self._logits, self._vocab = logits, vocab
         self._burst: _Burst | None = None  # the one that the ring belongs to
@@ -47,7 +47,7 @@ class Decoder:
             return False
         if sampling is None or sampling.greedy:
             return True
-        return self._sampler is not None and self._sampler.takes(sampling, history)
+        return self._sampler.takes(sampling, history)
 
     def run(
         self,
@@ -111,7 +111,6 @@ class Decoder:
         draw, want = None, ARGMAX
         self.let_go_of_ring()
         if sampling is not None:
-            assert self._sampler is not None
             draw = self._sampler.request(sampling, text, steps)
             want = LOGITS if sampling.temperature > 0 else ARGMAX  # kept for tokens that it leaves to us
         self._ring.array[0] = 0

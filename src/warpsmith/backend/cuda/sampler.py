@@ -8,29 +8,39 @@ from math import isfinite, log
 import numpy as np
 
 from warpsmith.backend.cuda.memory.driver import Buffer, Device
-from warpsmith.backend.cuda.memory.layout import MAX_BIASES, Layout
 from warpsmith.backend.cuda.shape import CANDIDATES, ROUNDS
 from warpsmith.backend.cuda.structures import Draw
 from warpsmith.backend.sampling import Sampling, mix
 
 UNDECIDED = -1  # instead of a token: the host decides
+MAX_BIASES = 4096  # of a launch that samples
+
+
+def sampler_bytes(sms: int, context: int) -> dict[str, int]:
+    """The buffers of sampled launches."""
+    return {
+        "lists": 16 * (1 + sms * (1 + CANDIDATES)),  # what SMs tell each other: records of 16 bytes
+        "window": context * 4,
+        "biases": MAX_BIASES * 8,
+    }
 
 
 class DeviceSampler:
     """The buffers that sampled launches use, and the requests for them."""
 
-    def __init__(self, device: Device, layout: Layout, context: int) -> None:
-        self.layout, self.context = layout, context
-        self._lists = device.zeros(layout.list_bytes)
-        self._window = device.allocate(context * 4)
-        self._biases = device.allocate(MAX_BIASES * 8)
+    def __init__(self, device: Device, sms: int, context: int, samples: bool) -> None:
+        self.sms, self.context = sms, context
+        self.samples = samples  # whether an SM has room for its logits
+        sizes = sampler_bytes(sms, context)
+        self._lists = device.zeros(sizes["lists"])
+        self._window, self._biases = device.allocate(sizes["window"]), device.allocate(sizes["biases"])
         self._serial = 1  # tags of an earlier launch lie in the lists: none comes again
 
     def takes(self, sampling: Sampling, history: Sequence[int]) -> bool:
         """Whether the kernel draws by these settings; otherwise the host does it token by token."""
         return (
-            self.layout.samples
-            and sampling.top_k <= min(CANDIDATES // 3, 2 * self.layout.sms)  # more would seldom be found
+            self.samples
+            and sampling.top_k <= min(CANDIDATES // 3, 2 * self.sms)  # more would seldom be found
             and (sampling.temperature <= 0 or isfinite(1 / sampling.temperature))
             and len(sampling.logit_bias) <= MAX_BIASES
             and len(history) <= self.context

@@ -1,7 +1,7 @@
 """What is known of a chip before one is seen: how to build for it, and which settings suit it (`chips/*.toml`).
 
-A device's own number of multiprocessors and its own shared memory always count; a profile's are for building without
-a device.
+A device's own number of multiprocessors and its own memories always count; a profile's are for building and planning
+without a device.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Profile:
     devices: tuple[str, ...]  # what the driver calls such chips
     capability: tuple[int, int]
     sms: int
+    memory: int  # bytes
     shared_memory: int  # bytes a block may ask for
     in_flight: int  # bytes of weights on their way to an SM at a time
     largest_tree: int  # nodes of the largest tree worth a build of its own
@@ -73,6 +74,7 @@ def parse(name: str, text: str) -> Profile:
         devices=tuple(field("devices", list, lambda parts: all(isinstance(p, str) and p for p in parts))),
         capability=capability_from(field("compute_capability", str, lambda text: capability_from(text) >= OLDEST)),
         sms=field("multiprocessors", int, lambda n: 1 <= n <= 1024),
+        memory=field("memory_gb", int, lambda n: 1 <= n <= 1024) * 10**9,
         shared_memory=field("shared_memory_kib", int, lambda n: 48 <= n <= 1024) << 10,
         in_flight=field("in_flight_kib", int, lambda n: 1 <= n <= 1024) << 10,
         largest_tree=field("largest_tree", int, lambda n: 1 <= n <= MAX_NODES),

@@ -18,22 +18,29 @@ from warpsmith.backend.cuda.decoding import BURST, Decoder
 from warpsmith.backend.cuda.draft.lent import Lent, lendable
 from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.large.loading import load_weights
+from warpsmith.backend.cuda.large.plan import LARGEST_TREE, large_parts, prompts_suit
 from warpsmith.backend.cuda.large.structures import LargeParams, LargeRequest
 from warpsmith.backend.cuda.memory.driver import Device, Kernel, Pinned
+from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.cuda.memory.layout import rope_table
-from warpsmith.backend.cuda.memory.plan import DRIVER_BYTES, pending_bytes, refuse_what_does_not_fit
-from warpsmith.backend.cuda.prefill import SlabStream, buffer_bytes
+from warpsmith.backend.cuda.memory.plan import refuse_what_does_not_fit
+from warpsmith.backend.cuda.prefill import SlabStream
+from warpsmith.backend.cuda.sampler import DeviceSampler
 from warpsmith.backend.cuda.shape import MAX_FEATURES
 from warpsmith.backend.cuda.structures import Draw, Path
-from warpsmith.backend.cuda.top import Top, top_bytes
-from warpsmith.backend.cuda.weights.loading import STAGING_BYTES, Progress
+from warpsmith.backend.cuda.top import Top
+from warpsmith.backend.cuda.weights.loading import Progress
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.errors import BadRequest
 from warpsmith.model.config import Config
 
-VARIANTS = (8, 16, 24)  # nodes a build of the kernel takes
+VARIANTS = (1, 8, 16, LARGEST_TREE)  # nodes a build of the kernel takes
 THREADS = 384
+
+
+def variant(nodes: int) -> int:
+    return next(n for n in VARIANTS if nodes <= n)
 
 
 class LargeBackend(CudaBackend):
@@ -46,18 +53,22 @@ class LargeBackend(CudaBackend):
         *,
         context: int | None = None,
         progress: Progress | None = None,
+        cache_type_k: str = "f16",
+        cache_type_v: str = "f16",
+        memory_limit: int | None = None,
         profile: Profile | None = None,
         options: Mapping[str, object] | None = None,
         prompts: bool = True,
     ) -> None:
         """`prompts`: kernels of their own for long chains are made ready too."""
-        self.config, self.device = config, Device()
+        self.config, self.device = config, Device(limit=memory_limit)
         self.chip = self.device.chip
         self.chip_profile = profile or choose_profile(self.chip.name, self.chip.capability)[0]
         self.largest_tree = VARIANTS[-1]
         self.architecture = target(self.chip.capability)
         stored = {name: tensor.type.name for name, tensor in tensors.items()}
-        self.large = layout = LargeLayout(config, self.chip.sms, stored)
+        self.cache_types = (cache_type_k, cache_type_v)
+        self.large = layout = LargeLayout(config, self.chip.sms, stored, self.cache_types)
         self.layout = layout  # type: ignore[assignment]  # states and snapshots ask it for the same sizes
         self.options = dict(options or {})
         self.context = context or config.context
@@ -78,7 +89,6 @@ class LargeBackend(CudaBackend):
         self.tables = [device.upload(table) for table in layout.tables]
         self.recurrent = device.upload(np.array(config.recurrent, np.uint8))
         self.scratch = {name: device.zeros(size) for name, size in layout.scratch_bytes(self.largest_tree).items()}
-        self.branch_state = device.allocate(layout.pending_bytes()["branch_state"])
         self.logits = device.allocate(MAX_NODES * config.vocab * 4)
         self.features = device.allocate(MAX_FEATURES * MAX_NODES * config.hidden * 4)
         self.hidden = device.allocate(MAX_NODES * config.hidden * 4)
@@ -86,8 +96,9 @@ class LargeBackend(CudaBackend):
         marks = int(str(self.options.get("PROFILE", 0)))  # a profiling build keeps that many clocks an SM
         self.profile = device.zeros(layout.sms * marks * 8)
         self._top = Top(device, top_image.result(), self.logits)
-        self._decoder = Decoder(device, None, self.ring, self.logits, config.vocab)
-        if prompts:
+        sampler = DeviceSampler(device, layout.sms, self.context, layout.samples)
+        self._decoder = Decoder(device, sampler, self.ring, self.logits, config.vocab)
+        if prompts and prompts_suit(layout, self.architecture):
             self._prepare_prompts(SlabStream(layout))
         self.undecided = 0
         self._launches = 0
@@ -95,28 +106,7 @@ class LargeBackend(CudaBackend):
         self._lendable = lendable(config, tensors)
 
     def memory(self, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
-        c, layout = self.config, self.large
-        states = 2 * (layout.delta_bytes + layout.history_bytes)  # and the copy that decoding can go back to
-        outputs = MAX_NODES * 4 * (c.vocab + c.hidden * (1 + MAX_FEATURES)) + sum(top_bytes().values())
-        scratch = sum(layout.scratch_bytes(VARIANTS[-1]).values()) + layout.pending_bytes()["branch_state"]
-        tables = (64 + context // 64 + 1) * (c.rotary_dim // 2) * 8 + layout.table_bytes + STAGING_BYTES
-        pending = sum(pending_bytes(layout).values())
-        return [
-            MemoryPart("weights", layout.stream_bytes + layout.embedding_bytes + layout.vector_bytes),
-            MemoryPart("keys and values", sequences * 2 * layout.cache_bytes(context)),
-            MemoryPart("DeltaNet states", sequences * states),
-            MemoryPart("rows of a tree", sequences * pending),
-            MemoryPart("snapshots", snapshots),
-            MemoryPart("scratch", scratch + outputs + tables),
-            MemoryPart("prompts", self._prompt_bytes()),
-            MemoryPart("driver", DRIVER_BYTES),
-        ]
-
-    def _prompt_bytes(self) -> int:
-        if not SlabStream(self.large).suits(self.architecture):
-            return 0
-        places = sum(stage.tiles * stage.blocks for stage in self.large.stages)
-        return sum(buffer_bytes(self.config).values()) + 8 * places
+        return large_parts(self.large, context, sequences, snapshots, self.architecture)
 
     def commit(self, state: State, path: Sequence[int]) -> None:
         assert isinstance(state, CudaState)
@@ -139,7 +129,7 @@ class LargeBackend(CudaBackend):
     def bytes_a_token(self, length: int) -> int:
         layout = self.large
         weights = layout.stream_bytes + layout.vector_bytes
-        return weights + 2 * layout.cache_bytes(length) + 2 * layout.delta_bytes
+        return weights + sum(layout.cache_bytes(length)) + 2 * layout.delta_bytes
 
     def _stream_bounds(self) -> np.ndarray:
         return np.append(self.large.stream_start, self.large.stream_bytes)
@@ -147,14 +137,15 @@ class LargeBackend(CudaBackend):
     # -- launching ------------------------------------------------------------------------------------------------
 
     def _kernel(self, nodes: int) -> Kernel:
-        size = next(n for n in VARIANTS if nodes <= n)
+        size = variant(nodes)
         if size not in self._kernels:
             module = self.device.load(self._images[size].result())
             self._kernels[size] = module.kernel("forward", self.chip.shared_memory)
         return self._kernels[size]
 
     def _image(self, source: str, nodes: int = VARIANTS[0]) -> bytes:
-        own = {"IN_FLIGHT": 4, "SHARED_MEMORY": self.chip.shared_memory}
+        samples = nodes == VARIANTS[0] and self.large.samples  # the build that decodes
+        own = {"IN_FLIGHT": 4, "SHARED_MEMORY": self.chip.shared_memory, "SAMPLES": int(samples)}
         return build(source, self.architecture, self.large.constants(nodes) | own | self.options)
 
     def params_for(self, state: CudaState) -> LargeParams:  # type: ignore[override]
@@ -166,7 +157,7 @@ class LargeBackend(CudaBackend):
             stream=self.stream.pointer, stream_start=self.stream_start.pointer, stages=stages, runs=runs, tiles=tiles,
             recurrent=self.recurrent.pointer, embedding=self.embedding.pointer, vectors=self.vectors.pointer,
             rope=self.rope.pointer, delta=state.delta.pointer, history=state.history.pointer, keys=state.keys.pointer,
-            values=state.values.pointer, context=state.context, branch_state=self.branch_state.pointer,
+            values=state.values.pointer, context=state.context,
             out_count=self.ring.pointer, out_tokens=self.ring.pointer + 4, out_logits=self.logits.pointer,
             out_features=self.features.pointer, out_hidden=self.hidden.pointer, profile=self.profile.pointer,
             **shared, **own,
@@ -196,5 +187,7 @@ class LargeBackend(CudaBackend):
             want_hidden=want.hidden,
         )
         fill_request(request, tree, stop, want)
-        self.scratch["counter"].fill_starts(0, 1, self.scratch["counter"].nbytes // 4)
-        self._kernel(len(tree)).launch(self.large.sms, THREADS, params, request, cooperative=True)
+        words = self.large.exchange_bytes(variant(len(tree))) // 4
+        self.scratch["exchange"].fill_starts(NOT_YET, 1, words)
+        arguments = (params, request, draw or Draw())
+        self._kernel(len(tree)).launch(self.large.sms, THREADS, *arguments, cooperative=True)

@@ -14,14 +14,14 @@ from functools import cached_property
 import numpy as np
 
 from warpsmith.backend.cuda.large.formats import EMBEDDINGS, ROUNDED, SLAB_BYTES, SLABS, SOURCES
-from warpsmith.backend.cuda.shape import COLUMNS, HEAD_DIM, HISTORY, STATE_DIM
+from warpsmith.backend.cuda.memory.caches import CACHE_ROWS
+from warpsmith.backend.cuda.shape import COLUMNS, HEAD_DIM, HISTORY, MAX_OWN_LOGITS, STATE_DIM
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.model.config import Config
 from warpsmith.model.weights import expected_shapes
 
 ROWS, BLOCK_K, GROUP_BLOCKS = 64, 256, 8
-TAILS = 2  # chunks of keys that every node has of its own
 
 
 @dataclass(frozen=True)
@@ -197,8 +197,8 @@ class SlabStages:
 
     @property
     def results(self) -> int:
-        """Tiles of results that a stage writes, at most."""
-        return max(deal.results for deal in self.deals)
+        """Tiles of results that a stage but the head writes, at most."""
+        return max(deal.results for deal in self.deals[:-1])
 
     @cached_property
     def tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -232,10 +232,13 @@ def kernel_tables(deals: Sequence[Deal]) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 class LargeLayout(SlabStages):
-    """Sizes and offsets for one model on one number of SMs."""
+    """Sizes and offsets for one model on one number of SMs, with keys and values kept as named types."""
 
-    def __init__(self, config: Config, sms: int, stored: Mapping[str, str]) -> None:
+    def __init__(
+        self, config: Config, sms: int, stored: Mapping[str, str], cache_types: tuple[str, str] = ("f16", "f16")
+    ) -> None:
         self.config, self.sms, self.stored = config, sms, stored
+        self.key_rows, self.value_rows = (CACHE_ROWS[name] for name in cache_types)
         self.delta_layers, self.attention_layers = len(config.recurrent_layers), len(config.attention_layers)
         self.splits = 128 // config.kv_heads
 
@@ -280,42 +283,49 @@ class LargeLayout(SlabStages):
         """Key heads of all layers, each with a contiguous cache of its own."""
         return self.attention_layers * self.config.kv_heads
 
-    def cache_bytes(self, context: int) -> int:
-        """Keys, or values."""
-        return self.caches * context * HEAD_DIM * 2
+    def cache_bytes(self, context: int) -> tuple[int, int]:
+        """Keys, and values."""
+        rows = self.caches * context
+        return rows * self.key_rows.row_bytes, rows * self.value_rows.row_bytes
 
     def pending_bytes(self) -> dict[str, int]:
         c, nodes = self.config, self.delta_layers * MAX_NODES * 4
-        kv = self.caches * MAX_NODES * HEAD_DIM * 2
+        keys, values = self.cache_bytes(MAX_NODES)
         return {
             "pending_raw": nodes * c.conv_channels,
             "pending_key": nodes * c.key_heads * STATE_DIM,
             "pending_write": nodes * c.value_dim,
             "pending_fade": nodes * c.value_dim // COLUMNS,
-            "pending_keys": kv,
-            "pending_values": kv,
-            "branch_state": c.value_dim * MAX_NODES * STATE_DIM * 4,
+            "pending_keys": keys,
+            "pending_values": values,
         }
 
     # -- what a pass writes ---------------------------------------------------------------------------------------
 
+    def exchange_bytes(self, nodes: int) -> int:
+        """Words between SMs that are all ones before a launch of the build for `nodes` nodes (see shape.cuh)."""
+        c = self.config
+        squares = -(-nodes * self.sms // 32) * 32 + -(-nodes * c.value_dim // 8 // 32) * 32
+        rows = nodes * (c.hidden + c.value_dim + c.heads * c.head_dim + c.ffn) // 2
+        return 4 * (32 + 2 * (rows + squares + self.results * nodes * ROWS))
+
     def scratch_bytes(self, nodes: int) -> dict[str, int]:
         """Between SMs, for trees of up to `nodes` nodes."""
         c = self.config
-        parts = nodes * c.heads * (self.splits + TAILS)
+        parts = nodes * c.heads * (self.splits + 1)
         return {
-            "counter": 128,
-            "sums": self.results * nodes * ROWS * 4,
-            "x": nodes * c.hidden * 2,
-            "x_squares": nodes * self.sms * 4,
-            "y": nodes * max(c.value_dim, c.heads * c.head_dim) * 2,
-            "y_squares": nodes * c.value_dim // 8 * 4,
-            "h": nodes * c.ffn * 2,
+            "exchange": self.exchange_bytes(nodes) + self.deals[-1].results * nodes * ROWS * 4,
             "queries": nodes * c.heads * HEAD_DIM * 2,
             "parts": parts * HEAD_DIM * 2,
             "part_stats": parts * 8,
             "best": nodes * self.sms * 8,
+            "branch_state": nodes * c.value_dim * STATE_DIM * 4,
         }
+
+    @property
+    def samples(self) -> bool:
+        """Whether an SM has room for its logits while a token is sampled (see candidates.cuh)."""
+        return -(-self.stages[-1].tiles // self.sms) * ROWS <= MAX_OWN_LOGITS
 
     @property
     def table_bytes(self) -> int:
@@ -358,6 +368,7 @@ class LargeLayout(SlabStages):
             "KV_HEADS": c.kv_heads, "KEY_HEADS": c.key_heads, "VALUE_HEADS": c.value_heads, "EPS": f"{c.eps!r}f",
             "SLAB_TYPE_MASK": mask, "EMBEDDING_TYPE": EMBEDDINGS.index(self.embedding_type),
             "GROUP_BLOCKS": GROUP_BLOCKS, "SMS": self.sms, "NODES": nodes,
-            "DELTA_LAYERS": self.delta_layers,
+            "DELTA_LAYERS": self.delta_layers, "KEY_TYPE": self.key_rows.number, "VALUE_TYPE": self.value_rows.number,
+            "RESULTS": self.results,
             "TABLE_ENTRIES": 1 + max(deal.tables.size for deal in self.deals[:-1]),
         }  # fmt: skip

@@ -51,10 +51,11 @@ class Chip:
 
 
 class Device:
-    """One GPU and its primary context, made current for the calling thread."""
+    """One GPU and its primary context, made current for the calling thread. `limit`: bytes its buffers may take."""
 
-    def __init__(self, ordinal: int = 0) -> None:
+    def __init__(self, ordinal: int = 0, limit: int | None = None) -> None:
         self.cu = cu = _bindings()
+        self.limit, self.held = limit, 0
         try:
             code = int(cu.cuInit(0)[0])
         except RuntimeError:  # the bindings raise when there is no driver library at all
@@ -91,7 +92,8 @@ class Device:
         check(cu.cuCtxSetCurrent(self.context))
 
     def free_memory(self) -> int:
-        return int(check(self.cu.cuMemGetInfo())[0])
+        free = int(check(self.cu.cuMemGetInfo())[0])
+        return free if self.limit is None else max(0, min(free, self.limit - self.held))
 
     def synchronize(self) -> None:
         check(self.cu.cuCtxSynchronize())
@@ -118,7 +120,8 @@ class Buffer:
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self.device, self.nbytes = device, nbytes
-        code, pointer = device.cu.cuMemAlloc(max(nbytes, 16))
+        over = device.limit is not None and device.held + nbytes > device.limit
+        code, pointer = (OUT_OF_MEMORY, 0) if over else device.cu.cuMemAlloc(max(nbytes, 16))
         if int(code) == OUT_OF_MEMORY:
             free = device.free_memory()
             raise DoesNotFit(
@@ -127,10 +130,12 @@ class Buffer:
             )
         check((code, pointer))
         self.pointer = int(pointer)
+        device.held += nbytes
 
     def __del__(self) -> None:
         if pointer := getattr(self, "pointer", 0):
             self.device.cu.cuMemFree(pointer)
+            self.device.held -= self.nbytes
             self.pointer = 0
 
     def clear(self) -> None:

@@ -9,13 +9,11 @@ import numpy as np
 
 from warpsmith.backend.cuda.memory.exchange import Exchange
 from warpsmith.backend.cuda.schedule import Schedule
-from warpsmith.backend.cuda.shape import CANDIDATES, COLUMNS, HEAD_DIM, HISTORY, MAX_OWN_LOGITS, STATE_DIM, WIDE
+from warpsmith.backend.cuda.shape import COLUMNS, HEAD_DIM, HISTORY, MAX_OWN_LOGITS, STATE_DIM, WIDE
 from warpsmith.backend.cuda.weights.stream import WeightStream
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.model.config import Config
 from warpsmith.model.weights import expected_shapes
-
-MAX_BIASES = 4096  # of a launch that samples
 
 
 class Layout:
@@ -42,9 +40,6 @@ class Layout:
         names, shapes = self.schedule.vectors(), expected_shapes(self.config)
         return sum(math.prod(shapes[n]) for n in names[: names.index(name)])
 
-    def rope_bytes(self, context: int) -> int:
-        return (64 + context // 64 + 1) * (self.config.rotary_dim // 2) * 8
-
     def rope_table(self, context: int) -> np.ndarray:
         return rope_table(self.config, context)
 
@@ -64,14 +59,6 @@ class Layout:
         """Whether an SM has room for its logits while a token is sampled (see candidates.cuh)."""
         return -(-self.schedule.head.tiles // self.sms) * WIDE <= MAX_OWN_LOGITS
 
-    @property
-    def list_bytes(self) -> int:
-        """What SMs tell each other while a token is sampled: records of 16 bytes (see sample.cuh)."""
-        return 16 * (1 + self.sms * (1 + CANDIDATES))
-
-    def sampler_bytes(self, context: int) -> int:
-        return self.list_bytes + context * 4 + MAX_BIASES * 8
-
     # -- per sequence, in bytes -----------------------------------------------------------------------------------
 
     @property
@@ -87,9 +74,9 @@ class Layout:
         """Key heads of all layers, each with a contiguous cache of its own."""
         return self.attention_layers * self.config.kv_heads
 
-    def cache_bytes(self, context: int) -> int:
-        """Keys, or values."""
-        return self.caches * context * HEAD_DIM * 2
+    def cache_bytes(self, context: int) -> tuple[int, int]:
+        """Keys, and values."""
+        return (self.caches * context * HEAD_DIM * 2,) * 2
 
     def pending_bytes(self) -> dict[str, int]:
         nodes = self.delta_layers * MAX_NODES * 4
@@ -110,6 +97,10 @@ class Layout:
     def headers(self) -> dict[str, str]:
         """Generated ones, by the names they are included by."""
         return {"schedule.cuh": self.schedule.header(), "stream.cuh": self.stream.header()}
+
+
+def rope_bytes(config: Config, context: int) -> int:
+    return (64 + context // 64 + 1) * (config.rotary_dim // 2) * 8
 
 
 def rope_table(config: Config, context: int) -> np.ndarray:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from warpsmith.backend.base import MemoryPart
-from warpsmith.backend.cuda.memory.layout import Layout
+from warpsmith.backend.cuda.memory.layout import Layout, rope_bytes
 from warpsmith.backend.cuda.prefill.plan import buffer_bytes
 from warpsmith.backend.cuda.prefill.streams import RowTiles
+from warpsmith.backend.cuda.sampler import sampler_bytes
 from warpsmith.backend.cuda.shape import MAX_FEATURES
 from warpsmith.backend.cuda.top import top_bytes
 from warpsmith.backend.cuda.weights.loading import STAGING_BYTES
@@ -37,11 +38,11 @@ def memory_parts(
     states = 2 * (layout.delta_bytes + layout.history_bytes)  # and the copy that decoding can go back to
     exchanges = layout.exchange.bytes + layout.parts_bytes + layout.pending_bytes()["branch_state"]
     outputs = MAX_NODES * 4 * (c.vocab + c.hidden * (1 + MAX_FEATURES))
-    outputs += layout.sampler_bytes(context) + sum(top_bytes().values())
-    tables = layout.rope_bytes(context) + STAGING_BYTES
+    outputs += sum(sampler_bytes(layout.sms, context).values()) + sum(top_bytes().values())
+    tables = rope_bytes(c, context) + STAGING_BYTES
     return [
         MemoryPart("weights", layout.stream.bytes + layout.stream.embedding_bytes + layout.vector_bytes),
-        MemoryPart("keys and values", sequences * 2 * layout.cache_bytes(context)),
+        MemoryPart("keys and values", sequences * sum(layout.cache_bytes(context))),
         MemoryPart("DeltaNet states", sequences * states),
         MemoryPart("rows of a tree", sequences * sum(pending_bytes(layout).values())),
         MemoryPart("snapshots", snapshots),

@@ -115,11 +115,17 @@ __device__ __forceinline__ void copy_slot(u32 dst, const void* src, u32 bytes, u
 constexpr u32 COPY_LANES = 32;
 #endif
 
-// A small copy that is there after `copies_done` and a barrier.
+// A small copy that is there after `copies_done` (or `copies_left`, for those of all groups but the last few) and a barrier.
 __device__ __forceinline__ void copy16(void* dst, const void* src) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(dst)), "l"(src) : "memory");
 }
 __device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Those since the last call are a group.
+__device__ __forceinline__ void copies_queued() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void copies_left() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
 
 // A line of global memory on its way to the L2 cache.
 __device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }

@@ -98,10 +98,12 @@ __device__ __forceinline__ void consume(Block& b) {
             }
             break;
         }
-        if (SAMPLES && b.draw->inverse_temperature > 0)
+        if (SAMPLES && b.draw->inverse_temperature > 0) {
+            b.begin_stage();
             draw_token(b, step);
-        else
+        } else {
             choose_greedy(b);
+        }
         b.phases ^= X_PHASE | BEST_PHASE;
         const int token = b.s.token[0];
         b.length++;

@@ -5,48 +5,11 @@
 
 // Where a token is drawn, an SM keeps its logits (see sample.cuh).
 __device__ __forceinline__ Candidates& candidates(const Block& b) { return *(Candidates*)(b.scratch + MIX_AT); }
+__device__ __forceinline__ int first_logit(const Block& b) { return first_of(HEAD_TILES, b.sm) * WIDE; }
 __device__ __forceinline__ int own_logits(const Block& b) {
-    return min(first_of(HEAD_TILES, b.sm + 1) * WIDE, VOCAB) - first_of(HEAD_TILES, b.sm) * WIDE;
+    return min(first_of(HEAD_TILES, b.sm + 1) * WIDE, VOCAB) - first_logit(b);
 }
-
-// Bias, then penalties, as the sampler's `penalise`; and the best of each warp after them. All logits are there.
-__device__ __forceinline__ void penalise_own(Block& b) {
-    b.begin_stage();
-    Candidates& c = candidates(b);
-    const Draw& d = *b.draw;
-    const int first = first_of(HEAD_TILES, b.sm) * WIDE, count = own_logits(b), drawn = b.length - b.r.length;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < d.biased; i += CONSUMERS) {
-        const int2 bias = __ldg(d.biases + i);
-        const int at = bias.x - first;
-        if (at >= 0 && at < count) c.own[at] = c.own[at] + __int_as_float(bias.y);
-    }
-    if (d.last_n != 0) {
-#pragma unroll 1
-        for (int i = threadIdx.x; i < count; i += CONSUMERS) c.count[i] = 0;
-        b.sync();
-        const int end = d.windowed + drawn;
-#pragma unroll 1
-        for (int i = (d.last_n < 0 ? 0 : max(0, end - d.last_n)) + threadIdx.x; i < end; i += CONSUMERS) {
-            const int at = (i < d.windowed ? __ldg(d.window + i) : b.s.drawn[i - d.windowed]) - first;
-            if (at >= 0 && at < count) atomicAdd(&c.count[at], 1);
-        }
-    }
-    b.sync();
-    u64 best = 0;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < count; i += CONSUMERS) {
-        float logit = c.own[i];
-        if (d.last_n != 0 && c.count[i] > 0) logit = penalised(d, logit, c.count[i]);
-        logit += 0.0f;  // no -0, which is 0 to the sampler
-        c.own[i] = logit;
-        best = best_of(best, ranked(logit, first + i));
-    }
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) best = best_of(best, __shfl_xor_sync(~0u, best, step));
-    if (b.lane == 0) b.s.best[b.warp] = best;
-    b.sync();
-}
+#include "sample/penalties.cuh"
 
 // Logits of every token, the best of which is kept; written out if asked.
 __device__ __forceinline__ void begin_head(Block& b) {
@@ -64,7 +27,7 @@ __device__ __forceinline__ void rank_logits(Block& b, bool live, int row, int to
             if (b.r.want_logits) b.p.out_logits[(size_t)token * VOCAB + row + i] = logit[i];
         }
     if constexpr (SAMPLES)
-        if (live && b.draw->sampled) *(float4*)(candidates(b).own + (row - first_of(HEAD_TILES, b.sm) * WIDE)) = logits;
+        if (live && b.draw->sampled) *(float4*)(candidates(b).own + (row - first_logit(b))) = logits;
     // One token: several warps have some of its rows. Several: a token's lanes are one warp's.
 #pragma unroll
     for (int step = 1; step < (NODES == 1 ? 2 : 4 * TILES_AT_ONCE); step *= 2)
@@ -76,7 +39,12 @@ __device__ __forceinline__ void rank_logits(Block& b, bool live, int row, int to
 __device__ __forceinline__ void end_head(Block& b, const float* norm_weight) {
     b.sync();
     if constexpr (SAMPLES)
-        if (b.draw->sampled) penalise_own(b);
+        if (b.draw->sampled) {
+            b.begin_stage();
+            const u64 best = penalise_own(b);
+            if (b.lane == 0) b.s.best[b.warp] = best;
+            b.sync();
+        }
 #pragma unroll 1
     for (int token = threadIdx.x; token < b.nodes; token += CONSUMERS) {
         u64 best = b.s.best[token];
@@ -124,6 +92,23 @@ __device__ __forceinline__ void choose_greedy(Block& b) {
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) best = best_of(best, __shfl_xor_sync(~0u, best, step));
         if (b.lane == 0) b.s.token[token] = token_of(best);
+    }
+    b.sync();
+}
+
+// All SMs' best.
+__device__ __forceinline__ void hear_best(Block& b) {
+    Candidates& c = candidates(b);
+    const u32* from = b.words(BEST_PHASE, 0, BEST_AT);
+#pragma unroll 1
+    for (int sm = threadIdx.x; sm < SMS; sm += CONSUMERS) {
+        uint2 got;
+        Watchdog dog;
+        do {
+            got = load8(from + sm * 2);
+            dog.check();
+        } while (got.x == NOT_YET);
+        c.best[sm] = (u64)got.y << 32 | (u32)~got.x;
     }
     b.sync();
 }

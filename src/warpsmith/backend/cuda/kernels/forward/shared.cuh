@@ -1,8 +1,13 @@
 // What lies where in an SM's shared memory: the ring, the scratch of the stages, states kept for branches, then
 // `Shared`. The ring is as deep as there is room.
 #pragma once
-#include "sample/candidates.cuh"
 #include "forward/parts.cuh"
+
+constexpr int OWN_LOGITS = (HEAD_TILES + SMS - 1) / SMS * WIDE;  // of an SM, at most
+#include "sample/candidates.cuh"
+// Only plain decoding draws, and only where an SM's logits are few enough to lie there.
+constexpr bool SAMPLES = NODES == 1 && OWN_LOGITS <= MAX_OWN_LOGITS;
+constexpr int SAMPLE_FLOATS = SAMPLES ? (int)(sizeof(Candidates) + 15) / 16 * 4 : 0;
 
 // A node of the tree in a DeltaNet layer: where its parent's state is kept (-1: in registers, or committed), where its
 // own will be (-1: nowhere), and which node its worker takes next (-1: none).

@@ -34,10 +34,12 @@ extern "C" __global__ void __launch_bounds__(256)
     } else {
         const size_t head = blockIdx.x - DELTA_LAYERS * MIX_UNITS;
         for (int i = warp; i < path.count; i += 8) {
-            const size_t from = (head * MAX_NODES + path.node[i]) * (HEAD_DIM / 2) + lane * 4;
-            const size_t to = (head * p.context + path.length + i) * (HEAD_DIM / 2) + lane * 4;
-            *(uint4*)(p.keys + to) = *(const uint4*)(p.pending_keys + from);
-            *(uint4*)(p.values + to) = *(const uint4*)(p.pending_values + from);
+            const size_t from = head * MAX_NODES + path.node[i], to = head * p.context + path.length + i;
+            if (lane < KEY_ROW / 16)
+                ((uint4*)(p.keys + to * KEY_ROW))[lane] = ((const uint4*)(p.pending_keys + from * KEY_ROW))[lane];
+            if (lane < VALUE_ROW / 16)
+                ((uint4*)(p.values + to * VALUE_ROW))[lane] =
+                    ((const uint4*)(p.pending_values + from * VALUE_ROW))[lane];
         }
     }
 }

@@ -3,15 +3,16 @@
 #pragma once
 #include "large/embedding.cuh"
 #include "large/products.cuh"
-#include "sample/ranked.cuh"
+#include "large/sampling.cuh"
 
 // --- the residual stream: every SM has some pieces of 8 rows
 // ----------------------------------------------------------
 
 // Publish what the next projection reads: rows times the next norm's weight, and this SM's sum of squares. `update`
-// gives four rows' new values for a node, from the old ones.
+// gives four rows' new values for a node, from the old ones; `next`: the stage that reads them.
 template <class Update>
-__device__ __forceinline__ void update_residual(Block& b, const float* norm, float* feature, Update update) {
+__device__ __forceinline__ void update_residual(Block& b, const float* norm, float* feature, int next, Update update) {
+    const Copy to = x_copy(b, next), squares = squares_copy(b.p, b.token, next);
     const int first = first_of(PIECES, b.sm), pieces = first_of(PIECES, b.sm + 1) - first, count = pieces * b.nodes * 2;
 #pragma unroll 1
     for (int at = 0; at < count; at += CONSUMERS) {
@@ -26,8 +27,8 @@ __device__ __forceinline__ void update_residual(Block& b, const float* norm, flo
             const float4 x = update(*(const float4*)own, node, k);
             *(float4*)own = x;
             if (feature) *(float4*)(feature + (size_t)node * HIDDEN + k) = x;
-            *(uint2*)(b.p.x + activation_at(node, k)) = {pack_bf16(x.x * w.x, x.y * w.y),
-                                                         pack_bf16(x.z * w.z, x.w * w.w)};
+            publish8(to.words + activation_at(node, k) / 2, to.other, pack_bf16(x.x * w.x, x.y * w.y),
+                     pack_bf16(x.z * w.z, x.w * w.w));
             square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, x.w * x.w)));
         }
         square += __shfl_xor_sync(~0u, square, 1);
@@ -38,14 +39,14 @@ __device__ __forceinline__ void update_residual(Block& b, const float* norm, flo
         float square = 0.0f;
 #pragma unroll 1
         for (int piece = 0; piece < pieces; piece++) square += b.s.squares[piece][threadIdx.x];
-        b.p.x_squares[threadIdx.x * SMS + b.sm] = square;
+        publish4(squares.words + threadIdx.x * SMS + b.sm, squares.other, __float_as_uint(square));
     }
 }
 
 // --- the embedding ---------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void embed(Block& b) {
-    update_residual(b, b.p.vectors + MIX_NORM, nullptr, [&](float4, int node, int k) -> float4 {
+    update_residual(b, b.p.vectors + MIX_NORM, nullptr, 0, [&](float4, int node, int k) -> float4 {
         const u8* row = b.p.embedding + b.s.token[node] * embedding_row_bytes();
         return {embedding_value(row, k), embedding_value(row, k + 1), embedding_value(row, k + 2),
                 embedding_value(row, k + 3)};
@@ -55,16 +56,18 @@ __device__ __forceinline__ void embed(Block& b) {
 // --- the MLP's inner activation: silu(gate) * up. Rows come eight of the gate, then their eight of up
 // ------------------
 
-__device__ __forceinline__ void activate(Block& b) {
+__device__ __forceinline__ void activate(Block& b, int layer) {
     const Sums<HIDDEN_GROUPS> sums(b, MLP_ROWS);
+    const Copy to = h_copy(b, layer);
     const int first = first_of(FFN / 8, b.sm), pieces = first_of(FFN / 8, b.sm + 1) - first,
               count = pieces * b.nodes * 2;
 #pragma unroll 2
     for (int i = threadIdx.x; i < count; i += CONSUMERS) {
         const int node = i / 2 / pieces, piece = first + i / 2 - node * pieces, in = (i & 1) * 4;
         const float4 gate = sums.at(node, piece * 16 + in), up = sums.at(node, piece * 16 + 8 + in);
-        *(uint2*)(b.p.h + activation_at(node, piece * 8 + in)) = {pack_bf16(silu(gate.x) * up.x, silu(gate.y) * up.y),
-                                                                  pack_bf16(silu(gate.z) * up.z, silu(gate.w) * up.w)};
+        publish8(to.words + activation_at(node, piece * 8 + in) / 2, to.other,
+                 pack_bf16(silu(gate.x) * up.x, silu(gate.y) * up.y),
+                 pack_bf16(silu(gate.z) * up.z, silu(gate.w) * up.w));
     }
 }
 
@@ -86,6 +89,7 @@ __device__ __forceinline__ void rank_logits(Block& b) {
             u64 best = 0;
             if (live) {
                 const float4 v = sums.at(node, row);
+                if (SAMPLES && b.draw->sampled) *(float4*)(candidates(b).own + i * 4) = v;
                 const float logit[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
                 for (int j = 0; j < 4; j++)
@@ -100,6 +104,12 @@ __device__ __forceinline__ void rank_logits(Block& b) {
         }
     }
     b.sync();
+    if (SAMPLES && b.draw->sampled) {  // one node
+        if (threadIdx.x == 0) b.s.best[0] = 0;
+        const u64 best = penalise_own(b);
+        if (b.lane == 0) atomicMax(&b.s.best[0], best);
+        b.sync();
+    }
     if (threadIdx.x < b.nodes) b.p.best[threadIdx.x * SMS + b.sm] = b.s.best[threadIdx.x];
     if (b.r.want_hidden) {
         const float* norm = b.vectors;
@@ -121,7 +131,7 @@ __device__ __forceinline__ void choose_tokens(Block& b) {
         for (int i = b.lane; i < SMS; i += 32) best = best_of(best, __ldcg(b.p.best + node * SMS + i));
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) best = best_of(best, __shfl_xor_sync(~0u, best, step));
-        if (b.lane == 0) b.s.token[node] = id_of(best);
+        if (b.lane == 0) b.s.token[node] = token_of(best);
     }
     b.sync();
 }

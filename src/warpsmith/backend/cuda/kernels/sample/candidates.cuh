@@ -1,15 +1,12 @@
 // What an SM remembers while a token is sampled (see sample.cuh). It lies in the scratch of the mixers, which rest
-// then.
+// then. The forward pass that includes this says how many SMS and WARPS there are, and OWN_LOGITS of an SM at most.
 #pragma once
-#include "forward/params.cuh"
+#include "common/ptx.cuh"
 
-constexpr int OWN_LOGITS = (HEAD_TILES + SMS - 1) / SMS * WIDE;  // of an SM, at most
-constexpr int CANDIDATES = 768;                                  // for a token, at most
-constexpr int MAX_STEPS = 64;                                    // tokens of a launch that samples
-
-// Only plain decoding draws, and only where an SM's logits are few enough to lie there.
-constexpr int MAX_OWN_LOGITS = 4096;
-constexpr bool SAMPLES = NODES == 1 && OWN_LOGITS <= MAX_OWN_LOGITS;
+constexpr int CANDIDATES = 768;       // for a token, at most
+constexpr int ROUNDS = 8;             // of lists for one token
+constexpr int MAX_STEPS = 64;         // tokens of a launch that samples
+constexpr int MAX_OWN_LOGITS = 4096;  // of an SM, so that they have room
 
 struct Candidates {
     float own[OWN_LOGITS];  // this SM's logits, after bias and penalties
@@ -33,4 +30,3 @@ struct Candidates {
         };
     };
 };
-constexpr int SAMPLE_FLOATS = SAMPLES ? (int)(sizeof(Candidates) + 15) / 16 * 4 : 0;

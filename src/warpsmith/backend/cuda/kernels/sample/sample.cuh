@@ -13,11 +13,13 @@
 //
 // Lists are read by SM 0 only, after which everybody hears from it: so one copy of them is enough, and instead of being
 // reset, each record of 16 bytes carries a tag that no other round has.
+//
+// The forward pass that includes this has: candidates(b), where an SM remembers them; first_logit(b) and own_logits(b),
+// which are its; hear_best(b), which gets all SMs' best; b.draw; and in b.s token, drawn and reach.
 #pragma once
-#include "forward/head.cuh"
+#include "sample/penalties.cuh"
 
 constexpr int RECORD = 4;                                       // words
-constexpr int ROUNDS = 8;                                       // of lists for one token
 constexpr int AGAIN = -2;                                       // instead of a token, as UNDECIDED
 constexpr int FEW = CANDIDATES / 2, MANY = CANDIDATES * 5 / 6;  // m is changed outside of these
 
@@ -43,23 +45,6 @@ __device__ __forceinline__ uint4 poll_tagged(const u32* at, u32 tag) {
 
 __device__ __forceinline__ u64 words_of(uint2 words) { return (u64)words.y << 32 | words.x; }
 
-// All SMs' best.
-__device__ __forceinline__ void hear_best(Block& b) {
-    Candidates& c = candidates(b);
-    const u32* from = b.words(BEST_PHASE, 0, BEST_AT);
-#pragma unroll 1
-    for (int sm = threadIdx.x; sm < SMS; sm += CONSUMERS) {
-        uint2 got;
-        Watchdog dog;
-        do {
-            got = load8(from + sm * 2);
-            dog.check();
-        } while (got.x == NOT_YET);
-        c.best[sm] = (u64)got.y << 32 | (u32)~got.x;
-    }
-    b.sync();
-}
-
 __device__ __forceinline__ void find_floor(Block& b, int m) {
     Candidates& c = candidates(b);
 #pragma unroll 1
@@ -78,7 +63,7 @@ __device__ __forceinline__ void find_floor(Block& b, int m) {
 __device__ __forceinline__ void list_candidates(Block& b, u32 tag) {
     Candidates& c = candidates(b);
     const Draw& d = *b.draw;
-    const int first = first_of(HEAD_TILES, b.sm) * WIDE, count = own_logits(b);
+    const int first = first_logit(b), count = own_logits(b);
     const bool by_min_p = floored_by_min_p(d), summed = needs_total(d);
     const double peak = c.peak, least = peak + d.log_min_p, scale = total_scale(d);
     const u64 floor = c.floor;
@@ -185,7 +170,6 @@ __device__ __forceinline__ void sort_and_weigh(Block& b) {
 __device__ __forceinline__ void draw_token(Block& b, int step) {
     Candidates& c = candidates(b);
     const Draw& d = *b.draw;
-    b.begin_stage();
     hear_best(b);
     u32 tag = d.serial + step * ROUNDS;
 #pragma unroll 1

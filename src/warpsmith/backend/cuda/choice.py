@@ -1,0 +1,38 @@
+"""Which of the two forward passes a model takes, and what it will take on a chip: asked before a GPU is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from warpsmith.backend.base import MemoryPart
+from warpsmith.backend.cuda.build.profiles import Profile
+from warpsmith.backend.cuda.large.layout import LargeLayout, takes
+from warpsmith.backend.cuda.large.plan import large_parts
+from warpsmith.backend.cuda.memory.layout import Layout
+from warpsmith.backend.cuda.memory.plan import memory_parts
+from warpsmith.backend.cuda.schedule import busy_sms
+from warpsmith.backend.cuda.shape import LARGEST_HIDDEN
+from warpsmith.model.config import Config
+
+K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
+FEW_BYTES = 2048  # hidden size up to which a model of K-quants is faster when it is held in BF16
+LARGE_CAPABILITY = (9, 0)  # that the activations-first pass is written for
+
+
+def activations_first(config: Config, stored: Mapping[str, str]) -> bool:
+    """Whether that pass suits a model: it is too wide for the other, or of K-quants, which stay as they are."""
+    wide = config.hidden > LARGEST_HIDDEN
+    quantised = config.hidden > FEW_BYTES and any(kind in K_QUANTS for kind in stored.values())
+    return (wide or quantised) and takes(config)
+
+
+def planned(
+    config: Config, stored: Mapping[str, str], chip: Profile, context: int, cache_types: tuple[str, str]
+) -> list[MemoryPart]:
+    """What a model with tensors of these types takes on a chip."""
+    architecture = "sm_90a" if chip.capability == (9, 0) else ""
+    if activations_first(config, stored):
+        layout_large = LargeLayout(config, chip.sms, stored, cache_types)
+        return large_parts(layout_large, context, architecture=architecture)
+    layout = Layout(config, min(chip.sms, busy_sms(config)), stored)
+    return memory_parts(layout, context, architecture=architecture)

@@ -1,0 +1,311 @@
+// One walk over chunks of keys and values, for some rows of queries of one key head.
+//
+// A step takes a chunk of 64 positions: scores (a warp has 8 keys), softmax so far (eight lanes have a query), sums (a
+// warp has 32 dimensions). CHUNKS_AT_ONCE steps are a round: barriers are between the parts of a round. Scores of the
+// next round are made beside the softmax, for which few warps are needed. Keys of the round after that are on their way
+// to registers, values of the next to shared memory. A query's numbers depend on it and its own keys alone, whatever
+// else is in its tile, and however many steps are a round.
+#pragma once
+#include "large/attention_operands.cuh"
+#include "large/attention_rows.cuh"
+
+static_assert(HEAD_DIM == 32 * WARPS && CHUNK == 8 * WARPS, "a warp has 32 dimensions, or 8 keys");
+
+// Chunks that a query at a position shares with the others: those that end before position - 63.
+__device__ __forceinline__ int shared_chunks(int position) {
+    return position < CHUNK - 1 ? 0 : (position - (CHUNK - 1)) / CHUNK;
+}
+
+// What there is to do for a layer, the same for all its SMs.
+struct AttentionItems {
+    int chunks, batches, shared, all;  // shared chunks; batches of queries; items of shared chunks; items
+    __device__ explicit AttentionItems(const Block& b) {
+        constexpr int AT_ONCE = QUERY_TILES * 16;
+        chunks = shared_chunks(b.length + uniform(b.s.deepest)), batches = (b.nodes * GROUP + AT_ONCE - 1) / AT_ONCE;
+        shared = min(chunks, SPLITS) * batches * KV_HEADS, all = shared + b.nodes * KV_HEADS;
+    }
+};
+
+struct AttentionScratch {
+    u8 *values, *queries, *scores, *weights;
+    float *peak, *weight, *factor;
+    __device__ explicit AttentionScratch(u8* at)
+        : values(at), queries(at + QUERIES_AT), scores(at + SCORES_AT), weights(at + WEIGHTS_AT),
+          peak((float*)(at + FACTORS_AT)), weight(peak + QUERY_TILES * 16), factor(weight + QUERY_TILES * 16) {}
+};
+
+// Queries and weights lie as operands: sixteen bytes of every lane of a product, product after product. Where the pair
+// of values is that row `row` of a tile gives to lane q of its four, in the first or second half of K.
+constexpr int OPERAND = 512, QUERY_TILE = HEAD_DIM / 16 * OPERAND, WEIGHT_TILE = CHUNK / 16 * OPERAND;
+__device__ __forceinline__ int operand_place(int row, int q, int half) {
+    return (row % 8 * 4 + q) * 16 + (half * 2 + row / 8 % 2) * 4;
+}
+// Where four keys' scores are: lanes that load together meet different banks.
+__device__ __forceinline__ int score_place(int row, int four) { return row * (CHUNK * 4) + (four ^ (row & 7)) * 16; }
+
+struct KeyWalk {
+    Block& b;
+    const AttentionScratch at;
+    const u8 *keys, *values, *drafted_keys, *drafted_values;  // of this key head
+    int kv_head, first_row, rows, part;                       // queries (node, head of the group) in order
+    int chunk, stride, steps;                                 // chunks chunk, chunk + stride, ...
+    int node, own_end;         // the one whose own positions these are, and where they end; or -1: shared chunks
+    int filled = 0, read = 0;  // places of chunks of values
+    KeyWords<KEY_TYPE> next[CHUNKS_AT_ONCE];
+
+    // Item number `item` of a layer: first splits of the shared chunks (batches of queries for the same keys at the
+    // same time), then nodes' own.
+    __device__ __forceinline__ KeyWalk(Block& block, int layer, const AttentionItems& items, int item)
+        : b(block), at(block.scratch) {
+        const bool shared = item < items.shared;
+        const int own = item - items.shared, batch = item % items.batches, pair = item / items.batches,
+                  split = pair / KV_HEADS;
+        node = shared ? -1 : own / KV_HEADS;
+        own_end = shared ? 0 : uniform(node_position(b, own / KV_HEADS)) + 1;
+        kv_head = shared ? pair % KV_HEADS : own % KV_HEADS;
+        first_row = shared ? batch * (QUERY_TILES * 16) : node * GROUP;
+        rows = shared ? min(QUERY_TILES * 16, b.nodes * GROUP - first_row) : GROUP;
+        part = shared ? split : SPLITS;
+        chunk = shared ? split : shared_chunks(own_end - 1);
+        stride = shared ? SPLITS : 1;
+        steps = shared ? (items.chunks - chunk + SPLITS - 1) / SPLITS : (own_end - chunk * CHUNK + CHUNK - 1) / CHUNK;
+        const size_t cache = cache_index(b, layer, kv_head);
+        keys = b.p.keys + cache * b.p.context * KEY_ROW, values = b.p.values + cache * b.p.context * VALUE_ROW;
+        drafted_keys = b.p.pending_keys + cache * MAX_NODES * KEY_ROW;
+        drafted_values = b.p.pending_values + cache * MAX_NODES * VALUE_ROW;
+    }
+
+    // Where the row at a position is. Past the end, any does: its weight is zero.
+    template <int ROW>
+    __device__ __forceinline__ const u8* row_at(const u8* committed, const u8* drafted, int position) const {
+        if (node < 0) return committed + (size_t)position * ROW;
+        position = min(position, own_end - 1);
+        const int ahead = b.decoding() ? -1 : position - b.length;
+        return ahead < 0 ? committed + (size_t)position * ROW : drafted + b.s.ancestor[node][ahead] * ROW;
+    }
+    __device__ __forceinline__ void ask_keys(int step, KeyWords<KEY_TYPE>& words) const {
+        const int position = (chunk + step * stride) * CHUNK + b.warp * 8 + (b.lane >> 2);
+        words.load(row_at<KEY_ROW>(keys, drafted_keys, position), b.lane & 3);
+    }
+    // Shared chunks are copied as they lie, a node's own row by row.
+    __device__ __forceinline__ void ask_values(int step) {
+        if (step < steps) {
+            constexpr int UNITS = VALUE_ROW / 16, AT_ONCE = CONSUMERS * 16,
+                          EACH = (VALUE_BYTES + AT_ONCE - 1) / AT_ONCE;
+            const int first = (chunk + step * stride) * CHUNK;
+            u8* to = at.values + filled * VALUE_BYTES;
+            if (node < 0) {
+                const u8* from = values + (size_t)first * VALUE_ROW + threadIdx.x * 16;
+                to += VALUE_TYPE == CACHE_F16 ? value_place<CACHE_F16>(threadIdx.x / 32, threadIdx.x % 32)
+                                              : threadIdx.x * 16;
+#pragma unroll
+                for (int i = 0; i < EACH; i++)
+                    if (VALUE_BYTES % AT_ONCE == 0 || i < EACH - 1 || threadIdx.x < VALUE_BYTES % AT_ONCE / 16)
+                        copy16(to + i * AT_ONCE, from + i * AT_ONCE);
+            } else {
+#pragma unroll 1
+                for (int i = threadIdx.x; i < CHUNK * UNITS; i += CONSUMERS)
+                    copy16(to + value_place<VALUE_TYPE>(i / UNITS, i % UNITS),
+                           row_at<VALUE_ROW>(values, drafted_values, first + i / UNITS) + i % UNITS * 16);
+            }
+            if (++filled == VALUE_STAGES * CHUNKS_AT_ONCE) filled = 0;
+        }
+    }
+
+    // Ask for what comes first. The scratch is free, and the rows are there, if they are a node's own.
+    __device__ __forceinline__ void begin() {
+#pragma unroll
+        for (int i = 0; i < CHUNKS_AT_ONCE; i++)
+            if (i < steps) ask_keys(i, next[i]);
+#pragma unroll
+        for (int round = 0; round < VALUE_STAGES - 1; round++) ask_round(round * CHUNKS_AT_ONCE);
+    }
+    // Values of a round, a group of copies.
+    __device__ __forceinline__ void ask_round(int step) {
+#pragma unroll
+        for (int i = 0; i < CHUNKS_AT_ONCE; i++) ask_values(step + i);
+        copies_queued();
+    }
+
+    __device__ __forceinline__ void take_queries(int tiles) const {
+#pragma unroll 2
+        for (int i = threadIdx.x; i < tiles * 16 * 32; i += CONSUMERS) {
+            const int row = i / 32, query = min(row, rows - 1) + first_row;
+            const u32* from =
+                b.p.queries + ((size_t)(query / GROUP) * HEADS + kv_head * GROUP + query % GROUP) * (HEAD_DIM / 2);
+            const uint4 v = __ldcg((const uint4*)from + i % 32);
+            const int q = KeyWords<KEY_TYPE>::lane_of(i % 32);
+            u8* to = at.queries + row / 16 * QUERY_TILE + KeyWords<KEY_TYPE>::operand_of(i % 32) * (2 * OPERAND);
+            *(u32*)(to + operand_place(row, q, 0)) = v.x, *(u32*)(to + operand_place(row, q, 1)) = v.y;
+            to += OPERAND;
+            *(u32*)(to + operand_place(row, q, 0)) = v.z, *(u32*)(to + operand_place(row, q, 1)) = v.w;
+        }
+        if (threadIdx.x < tiles * 16) at.peak[threadIdx.x] = MINUS_INFINITY, at.weight[threadIdx.x] = 0.0f;
+    }
+
+    // Of the keys of a round that have come; the next are asked for. Rounds take turns in two places.
+    __device__ __forceinline__ void scores(int step, int tiles) {
+        const int g = b.lane >> 2, q = b.lane & 3;
+#pragma unroll
+        for (int c = 0; c < CHUNKS_AT_ONCE; c++) {
+            if (step + c >= steps) break;
+            const int later = step + c + CHUNKS_AT_ONCE;
+            uint4 key[8];
+            next[c].operands(key, q);
+            if (KEY_TYPE != CACHE_F16 && later < steps) ask_keys(later, next[c]);
+#pragma unroll 1
+            for (int tile = 0; tile < tiles; tile++) {
+                const u8* queries = at.queries + tile * QUERY_TILE + b.lane * 16;
+                float s[4][4] = {};
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    mma_half(s[i % 4], *(const uint4*)(queries + 2 * i * OPERAND), key[i].x, key[i].y);
+                    mma_half(s[i % 4], *(const uint4*)(queries + (2 * i + 1) * OPERAND), key[i].z, key[i].w);
+                }
+                u8* to = scores_at(tile, step + c) + score_place(g, b.warp * 2 + q / 2) + q % 2 * 8;
+                *(float2*)to = {(s[0][0] + s[1][0]) + (s[2][0] + s[3][0]), (s[0][1] + s[1][1]) + (s[2][1] + s[3][1])};
+                *(float2*)(to + 8 * CHUNK * 4) = {(s[0][2] + s[1][2]) + (s[2][2] + s[3][2]),
+                                                  (s[0][3] + s[1][3]) + (s[2][3] + s[3][3])};
+            }
+            if (KEY_TYPE == CACHE_F16 && later < steps) ask_keys(later, next[c]);  // the operands are the words
+        }
+    }
+    __device__ __forceinline__ u8* scores_at(int tile, int step) const {
+        return at.scores + (tile * (2 * CHUNKS_AT_ONCE) + step % (2 * CHUNKS_AT_ONCE)) * SCORE_TILE;
+    }
+    __device__ __forceinline__ u8* weights_at(int tile, int c) const {
+        return at.weights + (tile * CHUNKS_AT_ONCE + c) * WEIGHT_TILE;
+    }
+
+    // Scores of a round become weights, chunk after chunk. Lane 4 u + r has row r of its warp's four, keys 4 u .. + 3
+    // of every 32.
+    __device__ __forceinline__ void softmax(int step) const {
+        const int u = b.lane >> 2;
+#pragma unroll 1
+        for (int pass = b.warp * 4; pass < rows; pass += WARPS * 4) {
+            const int row = pass + (b.lane & 3);
+            const int shared = shared_chunks(node_position(b, min(first_row + row, first_row + rows - 1) / GROUP));
+            float before = at.peak[row], total = at.weight[row];
+#pragma unroll
+            for (int c = 0; c < CHUNKS_AT_ONCE; c++) {
+                if (step + c >= steps) break;
+                const int here = chunk + (step + c) * stride, first = here * CHUNK;
+                float v[2][4];
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const float4 four =
+                        *(const float4*)(scores_at(row / 16, step + c) + score_place(row % 16, u + 8 * i));
+                    v[i][0] = four.x, v[i][1] = four.y, v[i][2] = four.z, v[i][3] = four.w;
+                }
+                const bool sees = node >= 0 || here < shared;  // nodes of one tile may share different chunks
+                if (node >= 0) {
+#pragma unroll
+                    for (int i = 0; i < 2; i++)
+#pragma unroll
+                        for (int j = 0; j < 4; j++)
+                            if (first + (u + 8 * i) * 4 + j >= own_end) v[i][j] = MINUS_INFINITY;
+                }
+                float peak = fmaxf(fmaxf(fmaxf(v[0][0], v[0][1]), fmaxf(v[0][2], v[0][3])),
+                                   fmaxf(fmaxf(v[1][0], v[1][1]), fmaxf(v[1][2], v[1][3])));
+#pragma unroll
+                for (int lanes = 4; lanes < 32; lanes *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, lanes));
+                const float now = fmaxf(before, peak), factor = power_of_2(before - now);  // 0 at first
+                uint2 packed[2];
+                float weight = 0.0f;
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    packed[i] = {pack_half(power_of_2(v[i][0] - now), power_of_2(v[i][1] - now)),
+                                 pack_half(power_of_2(v[i][2] - now), power_of_2(v[i][3] - now))};
+                    const float2 a = unpack_half(packed[i].x), d = unpack_half(packed[i].y);
+                    weight += (a.x + a.y) + (d.x + d.y);
+                }
+#pragma unroll
+                for (int lanes = 4; lanes < 32; lanes *= 2) weight += __shfl_xor_sync(~0u, weight, lanes);
+                // keys 4 (u + 8 i): product (u + 8 i) / 4, half u / 2 % 2, lanes u % 2 * 2, + 1
+                u8* to = weights_at(row / 16, c) + u / 4 * OPERAND + operand_place(row, u % 2 * 2, u / 2 % 2);
+#pragma unroll
+                for (int i = 0; i < 2; i++, to += 2 * OPERAND)
+                    *(u32*)to = sees ? packed[i].x : 0, *(u32*)(to + 16) = sees ? packed[i].y : 0;
+                if (u == 0) at.factor[c * (QUERY_TILES * 16) + row] = sees ? factor : 1.0f;
+                if (sees) before = now, total = fmaf(total, factor, weight);
+            }
+            __syncwarp();
+            if (u == 0) at.peak[row] = before, at.weight[row] = total;
+        }
+    }
+
+    __device__ __forceinline__ void add_values(float (&sum)[QUERY_TILES][4][4], int c, int tiles) const {
+        const int g = b.lane >> 2;
+        const u8* rows_at = at.values + read * VALUE_BYTES;
+        const float* factors = at.factor + c * (QUERY_TILES * 16);
+        const u32 scales = value_scales<VALUE_TYPE>(rows_at, b.warp, b.lane);
+#pragma unroll
+        for (int tile = 0; tile < QUERY_TILES; tile++) {
+            if (tile >= tiles) break;
+            const float low = factors[tile * 16 + g], high = factors[tile * 16 + 8 + g];
+#pragma unroll
+            for (int o = 0; o < 4; o++)
+                sum[tile][o][0] *= low, sum[tile][o][1] *= low, sum[tile][o][2] *= high, sum[tile][o][3] *= high;
+        }
+#pragma unroll
+        for (int from = 0; from < CHUNK; from += 16) {
+            u32 v[4][2];
+            value_operands<VALUE_TYPE>(v, rows_at, scales, from, b.warp, b.lane);
+#pragma unroll
+            for (int tile = 0; tile < QUERY_TILES; tile++) {
+                if (tile >= tiles) break;
+                const uint4 weights = *(const uint4*)(weights_at(tile, c) + from / 16 * OPERAND + b.lane * 16);
+#pragma unroll
+                for (int o = 0; o < 4; o++) mma_half(sum[tile][o], weights, v[o][0], v[o][1]);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void write(const float (&sum)[QUERY_TILES][4][4], int tiles) const {
+        const int g = b.lane >> 2, q = b.lane & 3;
+#pragma unroll
+        for (int tile = 0; tile < QUERY_TILES; tile++) {
+            if (tile >= tiles) break;
+#pragma unroll
+            for (int upper = 0; upper < 2; upper++) {
+                const int row = tile * 16 + upper * 8 + g;
+                if (row >= rows) continue;
+                const int query = first_row + row, head = kv_head * GROUP + query % GROUP;
+                const size_t to = ((size_t)(query / GROUP) * HEADS + head) * PARTS + part;
+                const float inverse = reciprocal(fmaxf(at.weight[row], 1e-30f));
+                float first[4], second[4];
+#pragma unroll
+                for (int o = 0; o < 4; o++)
+                    first[o] = sum[tile][o][upper * 2] * inverse, second[o] = sum[tile][o][upper * 2 + 1] * inverse;
+                store_sums<VALUE_TYPE>(b.p.parts + to * (HEAD_DIM / 2) + b.warp * 16, first, second, q);
+                if (b.warp == 0 && q == 0) b.p.part_stats[to] = {at.peak[row], at.weight[row]};
+            }
+        }
+    }
+
+    // After `begin`, when the queries are there.
+    __device__ __forceinline__ void run() {
+        const int tiles = (rows + 15) / 16;
+        float sum[QUERY_TILES][4][4] = {};
+        take_queries(tiles);
+        b.sync();
+        scores(0, tiles);
+#pragma unroll 1
+        for (int step = 0; step < steps; step += CHUNKS_AT_ONCE) {
+            b.sync();
+            ask_round(step + (VALUE_STAGES - 1) * CHUNKS_AT_ONCE);
+            softmax(step);
+            scores(step + CHUNKS_AT_ONCE, tiles);
+            copies_left<VALUE_STAGES - 1>();
+            b.sync();
+#pragma unroll
+            for (int c = 0; c < CHUNKS_AT_ONCE; c++) {
+                if (step + c >= steps) break;
+                add_values(sum, c, tiles);
+                if (++read == VALUE_STAGES * CHUNKS_AT_ONCE) read = 0;
+            }
+        }
+        write(sum, tiles);
+        copies_done();
+    }
+};

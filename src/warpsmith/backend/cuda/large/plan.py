@@ -1,0 +1,51 @@
+"""What the activations-first pass takes on the device, part by part: known before anything is loaded."""
+
+from __future__ import annotations
+
+from warpsmith.backend.base import MemoryPart
+from warpsmith.backend.cuda.large.layout import LargeLayout
+from warpsmith.backend.cuda.memory.layout import rope_bytes
+from warpsmith.backend.cuda.memory.plan import DRIVER_BYTES, pending_bytes
+from warpsmith.backend.cuda.prefill import SlabStream, buffer_bytes
+from warpsmith.backend.cuda.sampler import sampler_bytes
+from warpsmith.backend.cuda.shape import MAX_FEATURES
+from warpsmith.backend.cuda.top import top_bytes
+from warpsmith.backend.cuda.weights.loading import STAGING_BYTES
+from warpsmith.backend.tree import MAX_NODES
+
+LARGEST_TREE = 24  # nodes
+
+
+def prompts_suit(layout: LargeLayout, architecture: str) -> bool:
+    """Whether prompts run through kernels of their own, which write keys and values in f16 so far."""
+    kept = {layout.key_rows.name, layout.value_rows.name}
+    return kept == {"f16"} and SlabStream(layout).suits(architecture)
+
+
+def prompt_bytes(layout: LargeLayout, architecture: str) -> int:
+    if not prompts_suit(layout, architecture):
+        return 0
+    places = sum(stage.tiles * stage.blocks for stage in layout.stages)
+    return sum(buffer_bytes(layout.config).values()) + 8 * places
+
+
+def large_parts(
+    layout: LargeLayout, context: int, sequences: int = 1, snapshots: int = 0, architecture: str = ""
+) -> list[MemoryPart]:
+    """The weights, as many sequences of `context` tokens, bytes of snapshots, and everything a forward pass writes."""
+    c = layout.config
+    states = 2 * (layout.delta_bytes + layout.history_bytes)  # and the copy that decoding can go back to
+    outputs = MAX_NODES * 4 * (c.vocab + c.hidden * (1 + MAX_FEATURES)) + sum(top_bytes().values())
+    outputs += sum(sampler_bytes(layout.sms, context).values())
+    scratch = sum(layout.scratch_bytes(LARGEST_TREE).values())
+    tables = rope_bytes(c, context) + layout.table_bytes + STAGING_BYTES
+    return [
+        MemoryPart("weights", layout.stream_bytes + layout.embedding_bytes + layout.vector_bytes),
+        MemoryPart("keys and values", sequences * sum(layout.cache_bytes(context))),
+        MemoryPart("DeltaNet states", sequences * states),
+        MemoryPart("rows of a tree", sequences * sum(pending_bytes(layout).values())),
+        MemoryPart("snapshots", snapshots),
+        MemoryPart("scratch", scratch + outputs + tables),
+        MemoryPart("prompts", prompt_bytes(layout, architecture)),
+        MemoryPart("driver", DRIVER_BYTES),
+    ]
