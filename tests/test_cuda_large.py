@@ -36,7 +36,7 @@ def emulated(
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
     tensors, (keys, values) = tensors_of(config, types), caches
-    with emulated_gpu(sms, (1, 8)), rounded_caches(caches):
+    with emulated_gpu(sms, (8,)), rounded_caches(caches):
         cuda = LargeBackend(config, tensors, context=LONG, cache_type_k=keys, cache_type_v=values)
         yield cuda, ReferenceBackend(config, tensors)
 

@@ -28,7 +28,7 @@ from warpsmith.model.synthetic import weight_bytes
 from warpsmith.model.weights import expected_shapes
 
 STEPS, MARKS = 32, 4096
-NAMES = ("operands", "products", "work")  # with what each waits for
+NAMES = ("wait", "operands", "products", "wait for sums", "work", "done")
 
 
 def random_model(config: Config, recipe: str) -> dict[str, Tensor]:
@@ -70,18 +70,19 @@ def keep_as(backend: LargeBackend, keys: str, values: str) -> None:
 
 
 def print_profile(backend: LargeBackend, state, nodes: int) -> None:
-    """Three marks a stage."""
+    """Six marks a stage, each a clock and the clocks waited for weights since the last one."""
     c = backend.config
     backend.profile.clear()
     backend.launch(state, some_tree(nodes, c.vocab), ARGMAX)
     backend.device.synchronize()
-    took = np.diff(backend.profile.read(np.int64, (backend.large.sms, MARKS)), axis=1)
+    marks = backend.profile.read(np.int64, (backend.large.sms, MARKS // 2, 2))
+    took = np.diff(marks[:, :, 0], axis=1)
     for kind in (True, False):
         layers = [layer for layer, recurrent in enumerate(c.recurrent) if recurrent is kind]
         for slot, stage in enumerate(("in", "mix_out", "mlp_in", "mlp_out")):
             cells = []
             for step, name in enumerate(NAMES):
-                at = [(layer * 4 + slot) * len(NAMES) + step for layer in layers]
+                at = [(layer * 4 + slot) * 6 + step for layer in layers]
                 cells.append(f"{name} {took[:, at].mean():.0f}/{took[:, at].max(axis=0).mean():.0f}")
             print("DeltaNet" if kind else "attention", stage, "  ".join(cells))
 

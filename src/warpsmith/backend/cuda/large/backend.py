@@ -21,7 +21,6 @@ from warpsmith.backend.cuda.large.loading import load_weights
 from warpsmith.backend.cuda.large.plan import LARGEST_TREE, large_parts, prompts_suit
 from warpsmith.backend.cuda.large.structures import LargeParams, LargeRequest
 from warpsmith.backend.cuda.memory.driver import Device, Kernel, Pinned
-from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.cuda.memory.layout import rope_table
 from warpsmith.backend.cuda.memory.plan import refuse_what_does_not_fit
 from warpsmith.backend.cuda.prefill import SlabStream
@@ -35,12 +34,8 @@ from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.errors import BadRequest
 from warpsmith.model.config import Config
 
-VARIANTS = (1, 8, 16, LARGEST_TREE)  # nodes a build of the kernel takes
+VARIANTS = (8, 16, LARGEST_TREE)  # nodes a build of the kernel takes
 THREADS = 384
-
-
-def variant(nodes: int) -> int:
-    return next(n for n in VARIANTS if nodes <= n)
 
 
 class LargeBackend(CudaBackend):
@@ -137,7 +132,7 @@ class LargeBackend(CudaBackend):
     # -- launching ------------------------------------------------------------------------------------------------
 
     def _kernel(self, nodes: int) -> Kernel:
-        size = variant(nodes)
+        size = next(n for n in VARIANTS if nodes <= n)
         if size not in self._kernels:
             module = self.device.load(self._images[size].result())
             self._kernels[size] = module.kernel("forward", self.chip.shared_memory)
@@ -187,7 +182,6 @@ class LargeBackend(CudaBackend):
             want_hidden=want.hidden,
         )
         fill_request(request, tree, stop, want)
-        words = self.large.exchange_bytes(variant(len(tree))) // 4
-        self.scratch["exchange"].fill_starts(NOT_YET, 1, words)
+        self.scratch["counter"].fill_starts(0, 1, self.scratch["counter"].nbytes // 4)
         arguments = (params, request, draw or Draw())
         self._kernel(len(tree)).launch(self.large.sms, THREADS, *arguments, cooperative=True)

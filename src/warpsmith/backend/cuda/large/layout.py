@@ -197,8 +197,8 @@ class SlabStages:
 
     @property
     def results(self) -> int:
-        """Tiles of results that a stage but the head writes, at most."""
-        return max(deal.results for deal in self.deals[:-1])
+        """Tiles of results that a stage writes, at most."""
+        return max(deal.results for deal in self.deals)
 
     @cached_property
     def tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -302,19 +302,18 @@ class LargeLayout(SlabStages):
 
     # -- what a pass writes ---------------------------------------------------------------------------------------
 
-    def exchange_bytes(self, nodes: int) -> int:
-        """Words between SMs that are all ones before a launch of the build for `nodes` nodes (see shape.cuh)."""
-        c = self.config
-        squares = -(-nodes * self.sms // 32) * 32 + -(-nodes * c.value_dim // 8 // 32) * 32
-        rows = nodes * (c.hidden + c.value_dim + c.heads * c.head_dim + c.ffn) // 2
-        return 4 * (32 + 2 * (rows + squares + self.results * nodes * ROWS))
-
     def scratch_bytes(self, nodes: int) -> dict[str, int]:
         """Between SMs, for trees of up to `nodes` nodes."""
         c = self.config
         parts = nodes * c.heads * (self.splits + 1)
         return {
-            "exchange": self.exchange_bytes(nodes) + self.deals[-1].results * nodes * ROWS * 4,
+            "counter": 128,
+            "sums": self.results * nodes * ROWS * 4,
+            "x": nodes * c.hidden * 2,
+            "x_squares": nodes * self.sms * 4,
+            "y": nodes * max(c.value_dim, c.heads * c.head_dim) * 2,
+            "y_squares": nodes * c.value_dim // 8 * 4,
+            "h": nodes * c.ffn * 2,
             "queries": nodes * c.heads * HEAD_DIM * 2,
             "parts": parts * HEAD_DIM * 2,
             "part_stats": parts * 8,
@@ -369,6 +368,5 @@ class LargeLayout(SlabStages):
             "SLAB_TYPE_MASK": mask, "EMBEDDING_TYPE": EMBEDDINGS.index(self.embedding_type),
             "GROUP_BLOCKS": GROUP_BLOCKS, "SMS": self.sms, "NODES": nodes,
             "DELTA_LAYERS": self.delta_layers, "KEY_TYPE": self.key_rows.number, "VALUE_TYPE": self.value_rows.number,
-            "RESULTS": self.results,
             "TABLE_ENTRIES": 1 + max(deal.tables.size for deal in self.deals[:-1]),
         }  # fmt: skip

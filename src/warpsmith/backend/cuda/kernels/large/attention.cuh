@@ -13,7 +13,6 @@
 // A warp a node's head, a lane eight dimensions.
 __device__ __forceinline__ void attention_merge(Block& b) {
     const Sums<HIDDEN_GROUPS> sums(b, ATTENTION_IN_ROWS);
-    const Copy to = attention_copy(b);
 #pragma unroll 1
     for (int task = b.warp * SMS + b.sm; task < b.nodes * HEADS; task += WARPS * SMS) {
         const int node = task / HEADS, head = task % HEADS, position = uniform(node_position(b, node));
@@ -59,8 +58,7 @@ __device__ __forceinline__ void attention_merge(Block& b) {
         for (int j = 0; j < 4; j++)
             out[j] = pack_bf16(sum[2 * j] * inverse * sigmoid(gates[2 * j]),
                                sum[2 * j + 1] * inverse * sigmoid(gates[2 * j + 1]));
-        publish16(to.words + activation_at(node, head * HEAD_DIM + b.lane * 8) / 2, to.other,
-                  uint4{out[0], out[1], out[2], out[3]});
+        *(uint4*)(b.p.y + activation_at(node, head * HEAD_DIM + b.lane * 8)) = {out[0], out[1], out[2], out[3]};
     }
 }
 

@@ -1,10 +1,9 @@
 // One walk over chunks of keys and values, for some rows of queries of one key head.
 //
 // A step takes a chunk of 64 positions: scores (a warp has 8 keys), softmax so far (eight lanes have a query), sums (a
-// warp has 32 dimensions). CHUNKS_AT_ONCE steps are a round: barriers are between the parts of a round. Scores of the
-// next round are made beside the softmax, for which few warps are needed. Keys of the round after that are on their way
-// to registers, values of the next to shared memory. A query's numbers depend on it and its own keys alone, whatever
-// else is in its tile, and however many steps are a round.
+// warp has 32 dimensions). Scores of the next chunk are made beside the softmax, for which few warps are needed. Keys
+// of the chunk after that are on their way to registers, values of the next steps to shared memory. A query's numbers
+// depend on it and its own keys alone, whatever else is in its tile.
 #pragma once
 #include "large/attention_operands.cuh"
 #include "large/attention_rows.cuh"
@@ -50,8 +49,8 @@ struct KeyWalk {
     int kv_head, first_row, rows, part;                       // queries (node, head of the group) in order
     int chunk, stride, steps;                                 // chunks chunk, chunk + stride, ...
     int node, own_end;         // the one whose own positions these are, and where they end; or -1: shared chunks
-    int filled = 0, read = 0;  // places of chunks of values
-    KeyWords<KEY_TYPE> next[CHUNKS_AT_ONCE];
+    int filled = 0, read = 0;  // stages of values
+    KeyWords<KEY_TYPE> next;
 
     // Item number `item` of a layer: first splits of the shared chunks (batches of queries for the same keys at the
     // same time), then nodes' own.
@@ -83,9 +82,9 @@ struct KeyWalk {
         const int ahead = b.decoding() ? -1 : position - b.length;
         return ahead < 0 ? committed + (size_t)position * ROW : drafted + b.s.ancestor[node][ahead] * ROW;
     }
-    __device__ __forceinline__ void ask_keys(int step, KeyWords<KEY_TYPE>& words) const {
+    __device__ __forceinline__ void ask_keys(int step) {
         const int position = (chunk + step * stride) * CHUNK + b.warp * 8 + (b.lane >> 2);
-        words.load(row_at<KEY_ROW>(keys, drafted_keys, position), b.lane & 3);
+        next.load(row_at<KEY_ROW>(keys, drafted_keys, position), b.lane & 3);
     }
     // Shared chunks are copied as they lie, a node's own row by row.
     __device__ __forceinline__ void ask_values(int step) {
@@ -108,23 +107,16 @@ struct KeyWalk {
                     copy16(to + value_place<VALUE_TYPE>(i / UNITS, i % UNITS),
                            row_at<VALUE_ROW>(values, drafted_values, first + i / UNITS) + i % UNITS * 16);
             }
-            if (++filled == VALUE_STAGES * CHUNKS_AT_ONCE) filled = 0;
+            if (++filled == VALUE_STAGES) filled = 0;
         }
+        copies_queued();
     }
 
     // Ask for what comes first. The scratch is free, and the rows are there, if they are a node's own.
     __device__ __forceinline__ void begin() {
+        ask_keys(0);
 #pragma unroll
-        for (int i = 0; i < CHUNKS_AT_ONCE; i++)
-            if (i < steps) ask_keys(i, next[i]);
-#pragma unroll
-        for (int round = 0; round < VALUE_STAGES - 1; round++) ask_round(round * CHUNKS_AT_ONCE);
-    }
-    // Values of a round, a group of copies.
-    __device__ __forceinline__ void ask_round(int step) {
-#pragma unroll
-        for (int i = 0; i < CHUNKS_AT_ONCE; i++) ask_values(step + i);
-        copies_queued();
+        for (int step = 0; step < VALUE_STAGES - 1; step++) ask_values(step);
     }
 
     __device__ __forceinline__ void take_queries(int tiles) const {
@@ -143,106 +135,90 @@ struct KeyWalk {
         if (threadIdx.x < tiles * 16) at.peak[threadIdx.x] = MINUS_INFINITY, at.weight[threadIdx.x] = 0.0f;
     }
 
-    // Of the keys of a round that have come; the next are asked for. Rounds take turns in two places.
+    // Of the keys that have come; the next are asked for.
     __device__ __forceinline__ void scores(int step, int tiles) {
         const int g = b.lane >> 2, q = b.lane & 3;
-#pragma unroll
-        for (int c = 0; c < CHUNKS_AT_ONCE; c++) {
-            if (step + c >= steps) break;
-            const int later = step + c + CHUNKS_AT_ONCE;
-            uint4 key[8];
-            next[c].operands(key, q);
-            if (KEY_TYPE != CACHE_F16 && later < steps) ask_keys(later, next[c]);
+        uint4 key[8];
+        next.operands(key, q);
+        if (KEY_TYPE != CACHE_F16 && step + 1 < steps) ask_keys(step + 1);
 #pragma unroll 1
-            for (int tile = 0; tile < tiles; tile++) {
-                const u8* queries = at.queries + tile * QUERY_TILE + b.lane * 16;
-                float s[4][4] = {};
+        for (int tile = 0; tile < tiles; tile++) {
+            const u8* queries = at.queries + tile * QUERY_TILE + b.lane * 16;
+            float s[4][4] = {};
 #pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    mma_half(s[i % 4], *(const uint4*)(queries + 2 * i * OPERAND), key[i].x, key[i].y);
-                    mma_half(s[i % 4], *(const uint4*)(queries + (2 * i + 1) * OPERAND), key[i].z, key[i].w);
-                }
-                u8* to = scores_at(tile, step + c) + score_place(g, b.warp * 2 + q / 2) + q % 2 * 8;
-                *(float2*)to = {(s[0][0] + s[1][0]) + (s[2][0] + s[3][0]), (s[0][1] + s[1][1]) + (s[2][1] + s[3][1])};
-                *(float2*)(to + 8 * CHUNK * 4) = {(s[0][2] + s[1][2]) + (s[2][2] + s[3][2]),
-                                                  (s[0][3] + s[1][3]) + (s[2][3] + s[3][3])};
+            for (int i = 0; i < 8; i++) {
+                mma_half(s[i % 4], *(const uint4*)(queries + 2 * i * OPERAND), key[i].x, key[i].y);
+                mma_half(s[i % 4], *(const uint4*)(queries + (2 * i + 1) * OPERAND), key[i].z, key[i].w);
             }
-            if (KEY_TYPE == CACHE_F16 && later < steps) ask_keys(later, next[c]);  // the operands are the words
+            u8* to = at.scores + (tile * 2 + (step & 1)) * SCORE_TILE + score_place(g, b.warp * 2 + q / 2) + q % 2 * 8;
+            *(float2*)to = {(s[0][0] + s[1][0]) + (s[2][0] + s[3][0]), (s[0][1] + s[1][1]) + (s[2][1] + s[3][1])};
+            *(float2*)(to + 8 * CHUNK * 4) = {(s[0][2] + s[1][2]) + (s[2][2] + s[3][2]),
+                                              (s[0][3] + s[1][3]) + (s[2][3] + s[3][3])};
         }
-    }
-    __device__ __forceinline__ u8* scores_at(int tile, int step) const {
-        return at.scores + (tile * (2 * CHUNKS_AT_ONCE) + step % (2 * CHUNKS_AT_ONCE)) * SCORE_TILE;
-    }
-    __device__ __forceinline__ u8* weights_at(int tile, int c) const {
-        return at.weights + (tile * CHUNKS_AT_ONCE + c) * WEIGHT_TILE;
+        if (KEY_TYPE == CACHE_F16 && step + 1 < steps) ask_keys(step + 1);  // the operands are the words
     }
 
-    // Scores of a round become weights, chunk after chunk. Lane 4 u + r has row r of its warp's four, keys 4 u .. + 3
-    // of every 32.
+    // Scores become weights. Lane 4 u + r has row r of its warp's four, keys 4 u .. + 3 of every 32.
     __device__ __forceinline__ void softmax(int step) const {
-        const int u = b.lane >> 2;
+        const int u = b.lane >> 2, here = chunk + step * stride, first = here * CHUNK;
 #pragma unroll 1
         for (int pass = b.warp * 4; pass < rows; pass += WARPS * 4) {
             const int row = pass + (b.lane & 3);
-            const int shared = shared_chunks(node_position(b, min(first_row + row, first_row + rows - 1) / GROUP));
-            float before = at.peak[row], total = at.weight[row];
+            const u8* scores = at.scores + (row / 16 * 2 + (step & 1)) * SCORE_TILE;
+            float v[2][4];
 #pragma unroll
-            for (int c = 0; c < CHUNKS_AT_ONCE; c++) {
-                if (step + c >= steps) break;
-                const int here = chunk + (step + c) * stride, first = here * CHUNK;
-                float v[2][4];
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const float4 four =
-                        *(const float4*)(scores_at(row / 16, step + c) + score_place(row % 16, u + 8 * i));
-                    v[i][0] = four.x, v[i][1] = four.y, v[i][2] = four.z, v[i][3] = four.w;
-                }
-                const bool sees = node >= 0 || here < shared;  // nodes of one tile may share different chunks
-                if (node >= 0) {
-#pragma unroll
-                    for (int i = 0; i < 2; i++)
-#pragma unroll
-                        for (int j = 0; j < 4; j++)
-                            if (first + (u + 8 * i) * 4 + j >= own_end) v[i][j] = MINUS_INFINITY;
-                }
-                float peak = fmaxf(fmaxf(fmaxf(v[0][0], v[0][1]), fmaxf(v[0][2], v[0][3])),
-                                   fmaxf(fmaxf(v[1][0], v[1][1]), fmaxf(v[1][2], v[1][3])));
-#pragma unroll
-                for (int lanes = 4; lanes < 32; lanes *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, lanes));
-                const float now = fmaxf(before, peak), factor = power_of_2(before - now);  // 0 at first
-                uint2 packed[2];
-                float weight = 0.0f;
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    packed[i] = {pack_half(power_of_2(v[i][0] - now), power_of_2(v[i][1] - now)),
-                                 pack_half(power_of_2(v[i][2] - now), power_of_2(v[i][3] - now))};
-                    const float2 a = unpack_half(packed[i].x), d = unpack_half(packed[i].y);
-                    weight += (a.x + a.y) + (d.x + d.y);
-                }
-#pragma unroll
-                for (int lanes = 4; lanes < 32; lanes *= 2) weight += __shfl_xor_sync(~0u, weight, lanes);
-                // keys 4 (u + 8 i): product (u + 8 i) / 4, half u / 2 % 2, lanes u % 2 * 2, + 1
-                u8* to = weights_at(row / 16, c) + u / 4 * OPERAND + operand_place(row, u % 2 * 2, u / 2 % 2);
-#pragma unroll
-                for (int i = 0; i < 2; i++, to += 2 * OPERAND)
-                    *(u32*)to = sees ? packed[i].x : 0, *(u32*)(to + 16) = sees ? packed[i].y : 0;
-                if (u == 0) at.factor[c * (QUERY_TILES * 16) + row] = sees ? factor : 1.0f;
-                if (sees) before = now, total = fmaf(total, factor, weight);
+            for (int i = 0; i < 2; i++) {
+                const float4 four = *(const float4*)(scores + score_place(row % 16, u + 8 * i));
+                v[i][0] = four.x, v[i][1] = four.y, v[i][2] = four.z, v[i][3] = four.w;
             }
-            __syncwarp();
-            if (u == 0) at.peak[row] = before, at.weight[row] = total;
+            bool sees = true;  // nodes of one tile may share different chunks
+            if (node < 0) {
+                sees = here < shared_chunks(node_position(b, min(first_row + row, first_row + rows - 1) / GROUP));
+            } else {
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+#pragma unroll
+                    for (int j = 0; j < 4; j++)
+                        if (first + (u + 8 * i) * 4 + j >= own_end) v[i][j] = MINUS_INFINITY;
+            }
+            float peak = fmaxf(fmaxf(fmaxf(v[0][0], v[0][1]), fmaxf(v[0][2], v[0][3])),
+                               fmaxf(fmaxf(v[1][0], v[1][1]), fmaxf(v[1][2], v[1][3])));
+#pragma unroll
+            for (int lanes = 4; lanes < 32; lanes *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, lanes));
+            const float before = at.peak[row], now = fmaxf(before, peak);
+            uint2 packed[2];
+            float weight = 0.0f;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                packed[i] = {pack_half(power_of_2(v[i][0] - now), power_of_2(v[i][1] - now)),
+                             pack_half(power_of_2(v[i][2] - now), power_of_2(v[i][3] - now))};
+                const float2 a = unpack_half(packed[i].x), c = unpack_half(packed[i].y);
+                weight += (a.x + a.y) + (c.x + c.y);
+            }
+#pragma unroll
+            for (int lanes = 4; lanes < 32; lanes *= 2) weight += __shfl_xor_sync(~0u, weight, lanes);
+#pragma unroll
+            for (int i = 0; i < 2;
+                 i++) {  // keys 4 (u + 8 i): product (u + 8 i) / 4, half u / 2 % 2, lanes u % 2 * 2, + 1
+                u8* to = at.weights + row / 16 * WEIGHT_TILE + (u / 4 + 2 * i) * OPERAND +
+                         operand_place(row, u % 2 * 2, u / 2 % 2);
+                *(u32*)to = sees ? packed[i].x : 0, *(u32*)(to + 16) = sees ? packed[i].y : 0;
+            }
+            if (u == 0) {
+                const float factor = power_of_2(before - now);  // 0 at first
+                at.factor[row] = sees ? factor : 1.0f;
+                if (sees) at.peak[row] = now, at.weight[row] = fmaf(at.weight[row], factor, weight);
+            }
         }
     }
 
-    __device__ __forceinline__ void add_values(float (&sum)[QUERY_TILES][4][4], int c, int tiles) const {
+    __device__ __forceinline__ void add_values(float (&sum)[QUERY_TILES][4][4], const u8* rows_at, int tiles) const {
         const int g = b.lane >> 2;
-        const u8* rows_at = at.values + read * VALUE_BYTES;
-        const float* factors = at.factor + c * (QUERY_TILES * 16);
         const u32 scales = value_scales<VALUE_TYPE>(rows_at, b.warp, b.lane);
 #pragma unroll
         for (int tile = 0; tile < QUERY_TILES; tile++) {
             if (tile >= tiles) break;
-            const float low = factors[tile * 16 + g], high = factors[tile * 16 + 8 + g];
+            const float low = at.factor[tile * 16 + g], high = at.factor[tile * 16 + 8 + g];
 #pragma unroll
             for (int o = 0; o < 4; o++)
                 sum[tile][o][0] *= low, sum[tile][o][1] *= low, sum[tile][o][2] *= high, sum[tile][o][3] *= high;
@@ -254,7 +230,8 @@ struct KeyWalk {
 #pragma unroll
             for (int tile = 0; tile < QUERY_TILES; tile++) {
                 if (tile >= tiles) break;
-                const uint4 weights = *(const uint4*)(weights_at(tile, c) + from / 16 * OPERAND + b.lane * 16);
+                const uint4 weights =
+                    *(const uint4*)(at.weights + tile * WEIGHT_TILE + from / 16 * OPERAND + b.lane * 16);
 #pragma unroll
                 for (int o = 0; o < 4; o++) mma_half(sum[tile][o], weights, v[o][0], v[o][1]);
             }
@@ -291,19 +268,15 @@ struct KeyWalk {
         b.sync();
         scores(0, tiles);
 #pragma unroll 1
-        for (int step = 0; step < steps; step += CHUNKS_AT_ONCE) {
+        for (int step = 0; step < steps; step++) {
             b.sync();
-            ask_round(step + (VALUE_STAGES - 1) * CHUNKS_AT_ONCE);
+            ask_values(step + VALUE_STAGES - 1);
             softmax(step);
-            scores(step + CHUNKS_AT_ONCE, tiles);
+            if (step + 1 < steps) scores(step + 1, tiles);
             copies_left<VALUE_STAGES - 1>();
             b.sync();
-#pragma unroll
-            for (int c = 0; c < CHUNKS_AT_ONCE; c++) {
-                if (step + c >= steps) break;
-                add_values(sum, c, tiles);
-                if (++read == VALUE_STAGES * CHUNKS_AT_ONCE) read = 0;
-            }
+            add_values(sum, at.values + read * VALUE_BYTES, tiles);
+            if (++read == VALUE_STAGES) read = 0;
         }
         write(sum, tiles);
         copies_done();

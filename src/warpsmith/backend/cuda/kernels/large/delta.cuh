@@ -156,7 +156,6 @@ __device__ __forceinline__ void delta_unit(Block& b, const DeltaShare& share, in
     float4 s[8];
 #pragma unroll
     for (int c = 0; c < 8; c++) s[c] = __ldcg(state + c * (STATE_DIM / 4));
-    const Copy to = delta_copy(b), squares(b.p, Y_SQUARES_AT, Y_SQUARES, b.s.mixed);
     const int own = b.lane >> 1 & 7;
     const float weight = __ldg(b.vectors + GATED_NORM_AT + (column + own) % STATE_DIM);
     int last = -1;  // the node whose state `s` is
@@ -190,18 +189,15 @@ __device__ __forceinline__ void delta_unit(Block& b, const DeltaShare& share, in
         float square = out * out;
         square += __shfl_xor_sync(~0u, square, 2), square += __shfl_xor_sync(~0u, square, 4),
             square += __shfl_xor_sync(~0u, square, 8);
-        const float y = out * weight * z, above = __shfl_xor_sync(~0u, y, 2);
         if (b.lane < 16 && (b.lane & 1) == 0) {
-            if ((own & 1) == 0)
-                publish4(to.words + activation_at(node, column + own) / 2, to.other, pack_bf16(y, above));
+            b.p.y[activation_at(node, column + own)] = (u16)pack_bf16(out * weight * z, 0.0f);
             if (!b.decoding()) {
                 const size_t at = ((size_t)b.deltas * BLOCKS + unit / 2) * MAX_NODES + node;
                 b.p.pending_write[at * COLUMNS + unit % 2 * 8 + own] = scaled;
                 if (own == 0 && unit % 2 == 0) b.p.pending_fade[at] = fade;
             }
         }
-        if (b.lane == 0)
-            publish4(squares.words + (size_t)node * (VALUE_DIM / 8) + unit, squares.other, __float_as_uint(square));
+        if (b.lane == 0) b.p.y_squares[(size_t)node * (VALUE_DIM / 8) + unit] = square;
     }
     if (b.decoding()) {
 #pragma unroll

@@ -2,8 +2,8 @@
 // held.
 //
 // Grid: one block an SM, all resident (cooperative launch): 8 warps that compute, one that fills the ring, two that add
-// up. Steps: embed; per layer: in (projections), mix (DeltaNet; attention: rows, parts, merge), out (projection),
-// residual, mlp_in, activate, mlp_out, residual; at last head, rank. An SM begins a step when what it needs has come.
+// up. Steps, each ended by all SMs: embed; per layer: in (projections), mix (DeltaNet; attention: rows, parts, merge),
+// out (projection), residual, mlp_in, activate, mlp_out, residual; at last head, rank.
 #include "large/attention.cuh"
 #include "large/delta.cuh"
 
@@ -35,105 +35,74 @@ __device__ __forceinline__ void prepare_tree(Block& b) {
     b.sync();
 }
 
-enum Kind { IN, OUT, MLP_IN, MLP_OUT };  // of a layer's stages
-
 // The sums of a stage added to the residual stream.
 template <int GROUPS>
-__device__ __forceinline__ void add_to_residual(Block& b, const float* norm, float* feature, int next) {
+__device__ __forceinline__ void add_to_residual(Block& b, const float* norm, float* feature) {
     const Sums<GROUPS> sums(b, RESIDUAL_ROWS);
-    update_residual(b, norm, feature, next,
+    update_residual(b, norm, feature,
                     [&](float4 x, int node, int k) { return Sums<GROUPS>::add(x, sums.at(node, k)); });
 }
 
-// What becomes of a stage's sums, but for attention and the head; before the first stage, the embedding. Returns the
-// steps done so far.
-__device__ __noinline__ u32 work(const Params& p, const Request& r, u8* memory, int stage, bool recurrent, int deltas,
-                                 u32 token, int length, const float* vectors, u32 steps_done) {
-    Block b(p, r, memory);
-    b.deltas = deltas, b.token = token, b.length = length, b.vectors = vectors, b.steps_done = steps_done;
-    const int kind = stage & 3, layer = stage >> 2;
-    if (stage < 0) {
-        embed(b);
-    } else if (kind == IN) {
-        delta_mix(b);
-    } else if (kind == OUT) {
-        if (groups_of(VALUE_DIM) == groups_of(ATTENTION_DIM) || recurrent)
-            add_to_residual<groups_of(VALUE_DIM)>(b, vectors + MLP_NORM, nullptr, stage + 1);
-        else
-            add_to_residual<groups_of(ATTENTION_DIM)>(b, vectors + MLP_NORM, nullptr, stage + 1);
-    } else if (kind == MLP_IN) {
-        activate(b, layer);
-    } else {
-        float* feature = nullptr;
-#pragma unroll 1
-        for (int f = 0; f < r.features; f++)
-            if (r.feature_layers[f] == layer) feature = p.out_features + (size_t)f * r.nodes * HIDDEN;
-        const int own = recurrent ? DELTA_VECTORS : ATTENTION_VECTORS;  // the next norm is the next layer's
-        add_to_residual<INNER_GROUPS>(b, vectors + own + MIX_NORM, feature, stage + 1);
-    }
-    return b.steps_done;
-}
-
-// The choice of a token, when the head's sums are there. Returns the steps done so far.
-__device__ __noinline__ u32 choose_next(const Params& p, const Request& r, u8* memory, u32 token, int length,
-                                        const float* vectors, u32 steps_done, const Draw* draw) {
-    Block b(p, r, memory);
-    b.draw = draw, b.token = token, b.length = length, b.vectors = vectors, b.steps_done = steps_done;
-    b.wait_for_all();
-    rank_logits(b);
-    b.step_done();
-    b.wait_for_all();
-    if (SAMPLES && draw->inverse_temperature > 0)
-        draw_token(b, token);
-    else
-        choose_tokens(b);
-    return b.steps_done;
-}
-
-// A stage's activations and its table. This and `work` are functions of their own: the compiler keeps the addresses of
-// the products' operands in registers of the whole warp only where nothing around could have let a lane go ahead.
-__device__ __noinline__ void prepare(const Params& p, const Request& r, u8* memory, int stage, Source from, u32 tag,
-                                     int mixed) {
-    Block b(p, r, memory);
-    load_table(b, stage, tag, mixed);
-    prepare_operands(b, run_of(p, stage), from, tag & 1);
-}
-
-// Every layer and the head. All stages share one copy of the products' code: what is executed again and again must stay
+// Every layer, the head, and the choice of a token, the launch's `token`-th. All stages share one copy of the products' code: what is executed again and again must stay
 // in the instruction cache.
-__device__ __forceinline__ void forward_pass(Block& b) {
+__device__ __forceinline__ void forward_pass(Block& b, int token) {
+    enum { IN, OUT, MLP_IN, MLP_OUT };
     b.vectors = b.p.vectors, b.deltas = 0;
-    work(b.p, b.r, b.scratch, -1, false, 0, b.token, b.length, b.vectors, b.steps_done);
+    embed(b);
+    b.step_done();
     b.mark();
 #pragma unroll 1
     for (int i = 0; i <= 4 * LAYERS; i++) {
         const int kind = i & 3, layer = i >> 2;
-        const bool recurrent = i < 4 * LAYERS && b.p.recurrent[layer];
-        const int mixed = mixed_copy(b, layer, recurrent);
-        const Copy source = kind == MLP_OUT ? h_copy(b, layer)
-                            : kind != OUT   ? x_copy(b, i)
-                            : recurrent     ? Copy(b.p, DELTA_AT, DELTA_WORDS, mixed)
-                                            : Copy(b.p, ATTENTION_AT, ATTENTION_WORDS, mixed);
-        const u32* squares = kind == OUT && recurrent ? Copy(b.p, Y_SQUARES_AT, Y_SQUARES, mixed).words : nullptr;
-        b.sync();  // the last step's table and scratch have been used
-        prepare(b.p, b.r, b.scratch, i, {source.words, squares}, tag_of(b.token, i), mixed);
+        const bool head = i == 4 * LAYERS, recurrent = !head && uniform(b.p.recurrent[layer]);
+        const Run run = run_of(b.p, i);
+        const Source from = kind == OUT       ? Source{b.p.y, false, recurrent}
+                            : kind == MLP_OUT ? Source{b.p.h, false, false}
+                                              : Source{b.p.x, true, false};
+        b.wait_for_all();
         b.mark();
-        multiply(b, run_of(b.p, i));
+        prepare_operands(b, run, from);
         b.mark();
-        b.sync();  // operands have been used, the table is there
-        if (i == 4 * LAYERS)
-            b.steps_done = choose_next(b.p, b.r, b.scratch, b.token, b.length, b.vectors, b.steps_done, b.draw);
-        else if (kind == IN && !recurrent)
-            b.steps_done = attention_mix(b.p, b.r, b.scratch, layer, b.deltas, b.length, b.vectors, b.steps_done);
-        else
-            b.steps_done =
-                work(b.p, b.r, b.scratch, i, recurrent, b.deltas, b.token, b.length, b.vectors, b.steps_done);
-        if (kind == MLP_OUT) {
+        multiply(b, run);
+        b.mark();
+        if (head) break;
+        load_table(b, i);
+        b.wait_for_all();
+        b.mark();
+        if (kind == IN) {
+            if (recurrent)
+                delta_mix(b);
+            else
+                b.steps_done = attention_mix(b.p, b.r, b.scratch, layer, b.deltas, b.length, b.vectors, b.steps_done);
+        } else if (kind == OUT) {
+            if (groups_of(VALUE_DIM) == groups_of(ATTENTION_DIM) || recurrent)
+                add_to_residual<groups_of(VALUE_DIM)>(b, b.vectors + MLP_NORM, nullptr);
+            else
+                add_to_residual<groups_of(ATTENTION_DIM)>(b, b.vectors + MLP_NORM, nullptr);
+        } else if (kind == MLP_IN) {
+            activate(b);
+        } else {
             b.vectors += recurrent ? DELTA_VECTORS : ATTENTION_VECTORS;
             b.deltas += recurrent;
+            float* feature = nullptr;
+#pragma unroll 1
+            for (int f = 0; f < b.r.features; f++)
+                if (b.r.feature_layers[f] == layer) feature = b.p.out_features + (size_t)f * b.nodes * HIDDEN;
+            add_to_residual<INNER_GROUPS>(b, b.vectors + MIX_NORM, feature);
         }
         b.mark();
+        b.step_done();
+        b.mark();
     }
+    b.wait_for_all();
+    rank_logits(b);
+    b.step_done();
+    b.wait_for_all();
+    if (SAMPLES && b.draw->inverse_temperature > 0)
+        draw_token(b, token);
+    else
+        choose_tokens(b);
+    b.mark();
 }
 
 // All threads that compute or add up: whether there is another token.
@@ -149,12 +118,12 @@ __device__ __forceinline__ void consume(Block& b) {
     prepare_tree(b);
 #pragma unroll 1
     for (int step = 0; step < max(1, b.r.steps); step++) {
-        forward_pass(b);
+        forward_pass(b, step);
         if (!b.decoding()) {
             if (b.sm == 0 && threadIdx.x < b.nodes) b.p.out_tokens[threadIdx.x] = b.s.token[threadIdx.x];
         } else {
             const int token = b.s.token[0];
-            b.length++, b.token++;
+            b.length++;
             if (b.sm == 0 && threadIdx.x == 0) {
                 b.p.out_tokens[step] = token;
                 __threadfence_system();
@@ -173,16 +142,13 @@ __device__ __forceinline__ void consume(Block& b) {
 }
 
 __device__ __forceinline__ void add_up(Block& b, int which) {
-    u32 count = 0;
+    u32 count = 0, phase = 0;
 #pragma unroll 1
-    for (u32 token = 0; token < (u32)max(1, b.r.steps); token++) {
+    for (int step = 0; step < max(1, b.r.steps); step++) {
 #pragma unroll 1
-        for (int i = 0; i <= 4 * LAYERS; i++) {
-            const u32 tag = tag_of(token, i);
-            const bool head = i == 4 * LAYERS;
-            reduce(b, which, run_of(b.p, i), count, sums_of(b.p, tag, head), tag,
-                   (i & 1) == 0 ? squares_copy(b.p, token, i).words : nullptr);
-            if (head) sums_done(b);
+        for (int i = 0; i <= 4 * LAYERS; i++, phase ^= 1) {
+            const Run run = run_of(b.p, i);
+            reduce(b, which, run, phase, count);
         }
         if (token_done(b)) break;
     }

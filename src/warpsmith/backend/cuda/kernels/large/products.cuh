@@ -119,71 +119,56 @@ struct Producer {
 
 // Where a stage's activations come from; DeltaNet outputs have a factor a head.
 struct Source {
-    const u32* words;
-    const u32* squares;  // of DeltaNet heads, if not null
+    const u16* rows;
+    bool normed;  // times 1 / rms of the residual stream
+    bool heads;   // times 1 / rms of a DeltaNet head
 };
 
-// Items of a warp, eight lots of four lanes each: tokens of a tile of 64 k, or tiles if there is one token.
-struct Item {
-    int tile, token, octet;
-    __device__ Item(const Block& b, int i) {
-        const int lot = b.lane >> 2;
-        if (NODES == 1)
-            tile = b.warp * 8 + lot, token = octet = 0;
-        else
-            tile = i / OCTETS * WARPS + b.warp, octet = i % OCTETS, token = octet * 8 + lot;
+// 1 / rms of every node's residual stream.
+__device__ __forceinline__ void measure_residual(Block& b) {
+#pragma unroll
+    for (int i = 0; i < OCTETS; i++) {
+        const int node = i * WARPS + b.warp;
+        if (node >= b.nodes) break;
+        constexpr int EACH = (SMS + 31) / 32;
+        float got[EACH], square = 0.0f;
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            got[i] = i * 32 + b.lane < SMS ? __ldcg(b.p.x_squares + node * SMS + i * 32 + b.lane) : 0.0f;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) square += got[i];
+        const float inverse = inverse_root(warp_sum(square) / HIDDEN + EPS);
+        if (b.lane == 0) b.s.inverse[node] = inverse;
     }
-};
+}
 
-// The group's activations as fp16 operands, when they have come. A lane has 16 k of one token in a tile of 64 k.
-// `odd`: of every second stage.
-__device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Source from, int odd) {
-    constexpr int EACH = NODES == 1 ? 1 : GROUP_BLOCKS * 4 * OCTETS / WARPS;
-    static_assert(GROUP_BLOCKS % 2 == 0 && GROUP_BLOCKS <= 16, "a warp has as many tiles as any other");
+// The group's activations as fp16 operands. A lane has 16 k of one token in a tile of 64 k.
+__device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Source from) {
+    constexpr int EACH = GROUP_BLOCKS * 4 * OCTETS / WARPS;
+    static_assert(GROUP_BLOCKS % 2 == 0, "a warp has as many tiles as any other");
     const int first = run.first_block, tiles = run.blocks * 4;
-    const int q = b.lane & 3, column = NODES == 1 ? 0 : b.lane >> 2;
-    if (run.count == 0) {  // nothing is read that others would wait for
-        if (threadIdx.x == 0) barrier_arrive(Barriers(b.base).begun);
-        return;
-    }
-    if (NODES > 8) {  // most likely all have come when the last node's have
-        const u32* last = from.words + activation_at(b.nodes - 1, first * BLOCK_K + min((int)threadIdx.x, tiles * 8 - 1) * 8) / 2;
-        for (Watchdog dog; !everywhere(came4(load16(last)));) dog.check();
-    }
+    const int q = b.lane & 3, in_octet = b.lane >> 2;
     uint4 raw[EACH][2];
-    for (Watchdog dog;; dog.check()) {
-        bool all = true;
 #pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            const Item item(b, i);
-            const u32* at = from.words + activation_at(item.token, first * BLOCK_K + item.tile * 64 + q * 16) / 2;
-            const bool live = item.tile < tiles && item.token < b.nodes;
-            raw[i][0] = raw[i][1] = uint4{};
-            if (live) raw[i][0] = load16(at), raw[i][1] = load16(at + 4);
-        }
-#pragma unroll
-        for (int i = 0; i < EACH; i++) all &= came4(raw[i][0]) & came4(raw[i][1]);
-        if (everywhere(all)) break;
+    for (int i = 0; i < EACH; i++) {
+        const int token = i % OCTETS * 8 + in_octet, tile = i / OCTETS * WARPS + b.warp;
+        const uint4* at = (const uint4*)(from.rows + activation_at(token, first * BLOCK_K + tile * 64 + q * 16));
+        const bool live = tile < tiles && token < b.nodes;
+        raw[i][0] = live ? __ldcg(at) : uint4{}, raw[i][1] = live ? __ldcg(at + 1) : uint4{};
     }
+    if (from.normed) measure_residual(b);
     float* head_scale =
         (float*)(b.scratch + OPERAND_BYTES - GROUP_BLOCKS * 2 * NODES * 4);  // read before operands are written
-    if (from.squares) {
-        const int count = tiles / 2 * b.nodes;
+    if (from.heads) {
 #pragma unroll 1
-        for (int at = 0; at < count; at += CONSUMERS) {
-            const int i = min(at + (int)threadIdx.x, count - 1), node = i % b.nodes, head = first * 2 + i / b.nodes;
-            const u32* words = from.squares + (size_t)node * (VALUE_DIM / 8) + head * 16;
-            uint4 v[4];
-            for (Watchdog dog;; dog.check()) {
-#pragma unroll
-                for (int j = 0; j < 4; j++) v[j] = load16(words + j * 4);
-                if (everywhere(came4(v[0]) & came4(v[1]) & came4(v[2]) & came4(v[3]))) break;
-            }
+        for (int i = threadIdx.x; i < tiles / 2 * b.nodes; i += CONSUMERS) {
+            const int node = i % b.nodes, head = first * 2 + i / b.nodes;
+            const float4* at = (const float4*)(b.p.y_squares + (size_t)node * (VALUE_DIM / 8) + head * 16);
             float square = 0.0f;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                const float4 f = floats(v[j]);
-                square += (f.x + f.y) + (f.z + f.w);
+                const float4 v = __ldcg(at + j);
+                square += (v.x + v.y) + (v.z + v.w);
             }
             head_scale[i / b.nodes * NODES + node] = inverse_root(square / STATE_DIM + EPS);
         }
@@ -192,9 +177,8 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Sourc
     float by[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-        const Item item(b, i);
-        const bool live = item.tile < tiles && item.token < b.nodes;
-        by[i] = from.squares && live ? head_scale[item.tile / 2 * NODES + item.token] : 1.0f;
+        const int token = i % OCTETS * 8 + in_octet, tile = i / OCTETS * WARPS + b.warp;
+        by[i] = from.heads && tile < tiles && token < b.nodes ? head_scale[tile / 2 * NODES + token] : 1.0f;
     }
     // the largest value's exponent
 #pragma unroll
@@ -211,26 +195,26 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Sourc
             }
             most = max(most, __float_as_uint(__uint_as_float(top << 16) * by[i]));
         }
-#pragma unroll
-        for (int step = 1; step < (NODES == 1 ? 32 : 4); step *= 2) most = max(most, __shfl_xor_sync(~0u, most, step));
-        if (q == 0) b.s.exponent[b.warp][octet * 8 + column] = most >> 23;
+        most = max(most, __shfl_xor_sync(~0u, most, 1));
+        most = max(most, __shfl_xor_sync(~0u, most, 2));
+        if (q == 0) b.s.exponent[b.warp][octet * 8 + in_octet] = most >> 23;
     }
     b.sync();
 #pragma unroll
     for (int octet = 0; octet < OCTETS; octet++) {
-        const int token = octet * 8 + column;
+        const int token = octet * 8 + in_octet;
         u32 exponent = 10;
 #pragma unroll
         for (int w = 0; w < WARPS; w++) exponent = max(exponent, b.s.exponent[w][token]);
         const float to_half = __uint_as_float((263 - exponent) << 23);  // the largest becomes 512 to 1024
-        if (b.warp == 0 && q == 0 && token < b.nodes) b.s.scale[odd][token] = __uint_as_float((exponent + 15) << 23);
+        if (b.warp == 0 && q == 0 && token < b.nodes)
+            b.s.scale[token] = __uint_as_float((exponent + 15) << 23) * (from.normed ? b.s.inverse[token] : 1.0f);
 #pragma unroll
         for (int i = octet; i < EACH; i += OCTETS) {
-            const int tile = Item(b, i).tile;
-            const bool live = tile < tiles;
-            if (NODES > 1 && !live) continue;  // all of a warp's lanes, then
+            const int tile = i / OCTETS * WARPS + b.warp;
+            if (tile >= tiles) continue;
             const float full = to_half * by[i], part = full * 0.0625f;
-            u8* to = b.scratch + (tile / 4 * 17 + tile % 4 * 4) * STEP_BYTES + octet * 256 + column * 16 + q * 4;
+            u8* to = b.scratch + (tile / 4 * 17 + tile % 4 * 4) * STEP_BYTES + octet * 256 + in_octet * 16 + q * 4;
             float sum = 0.0f;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
@@ -238,13 +222,13 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Sourc
                 const u32 early = j & 1 ? v.z : v.x, late = j & 1 ? v.w : v.y;
                 const u32 low = pack_half(bf16_low(early) * full, bf16_high(early) * full);
                 const u32 high = pack_half(bf16_low(late) * part, bf16_high(late) * part);
-                if (live) *(u32*)(to + j * STEP_BYTES) = low, *(u32*)(to + j * STEP_BYTES + 128) = high;
+                *(u32*)(to + j * STEP_BYTES) = low, *(u32*)(to + j * STEP_BYTES + 128) = high;
                 const float2 a = unpack_half(low), c = unpack_half(high);
                 sum += fmaf(16.0f, c.x + c.y, a.x + a.y);
             }
             sum += __shfl_xor_sync(~0u, sum, 1);
-            if (live && (q & 1) == 0) {  // block 2 (tile mod 4) + q / 2 of the superblock
-                u16* sums = (u16*)(b.scratch + (tile / 4 * 17 + 16) * STEP_BYTES + octet * 256 + column * 16) +
+            if ((q & 1) == 0) {  // block 2 (tile mod 4) + q / 2 of the superblock
+                u16* sums = (u16*)(b.scratch + (tile / 4 * 17 + 16) * STEP_BYTES + octet * 256 + in_octet * 16) +
                             tile % 4 * 2 + q / 2;
                 const u32 rounded = pack_half(sum, 0.0f);
                 sums[0] = (u16)rounded, sums[64] = (u16)pack_half(sum - unpack_half(rounded).x, 0.0f);
@@ -336,7 +320,9 @@ __device__ __forceinline__ void multiply_piece(Block& b, const Barriers& bars, c
         int slot = b.slot + i;
         u32 phase = b.slot_phase;
         while (slot >= SLOTS) slot -= SLOTS, phase ^= 1;
+        b.begin_wait();
         barrier_wait(bars.full + 8 * slot, phase);
+        b.end_wait();
         multiply_slot<TYPE>(b.base + RING_AT + slot * SLOT_BYTES + quarter * slab_bytes(TYPE),
                             (b.base >> 4) + (walk.block + i * AT_ONCE) * (BLOCK_BYTES >> 4),
                             min(AT_ONCE, count - i * AT_ONCE), bars.empty + 8 * slot, b.lane, total);
@@ -359,7 +345,9 @@ __device__ __forceinline__ void multiply(Block& b, const Run& run) {
         if (has_type(SLAB_Q6_K) && type == SLAB_Q6_K) multiply_piece<SLAB_Q6_K>(b, bars, walk, group, total);
         if (has_type(SLAB_Q8_0) && type == SLAB_Q8_0) multiply_piece<SLAB_Q8_0>(b, bars, walk, group, total);
         if (has_type(SLAB_HALF) && type == SLAB_HALF) multiply_piece<SLAB_HALF>(b, bars, walk, group, total);
+        b.begin_wait();
         barrier_wait(bars.sums_empty + 8 * b.buffer, b.buffer_phase ^ 1);
+        b.end_wait();
         float4* to = (float4*)(b.scratch + SUMS_AT + b.buffer * SUM_BYTES) + b.warp * OCTETS * 32 + b.lane;
 #pragma unroll
         for (int o = 0; o < OCTETS; o++)
@@ -372,83 +360,40 @@ __device__ __forceinline__ void multiply(Block& b, const Run& run) {
 
 // --- who adds up ----------------------------------------------------------------------------------------------------
 
-// 1 / rms of every node's residual stream, when all SMs have told their part of it.
-__device__ __forceinline__ void measure_residual(Block& b, const u32* squares) {
-    constexpr int EACH = (SMS + 31) / 32, AT_ONCE = NODES < 8 ? NODES : 8;
-#pragma unroll 1
-    for (int first = 0; first < b.nodes; first += AT_ONCE) {
-        u32 got[AT_ONCE][EACH];
-        for (Watchdog dog;; dog.check()) {
-            bool all = true;
-#pragma unroll
-            for (int n = 0; n < AT_ONCE; n++)
-#pragma unroll
-                for (int i = 0; i < EACH; i++) {
-                    got[n][i] = 0;
-                    if (first + n < b.nodes && i * 32 + b.lane < SMS)
-                        got[n][i] = load4(squares + (first + n) * SMS + i * 32 + b.lane);
-                }
-#pragma unroll
-            for (int n = 0; n < AT_ONCE; n++)
-#pragma unroll
-                for (int i = 0; i < EACH; i++) all &= got[n][i] != NOT_YET;
-            if (everywhere(all)) break;
-        }
-#pragma unroll
-        for (int n = 0; n < AT_ONCE; n++) {
-            float square = 0.0f;
-#pragma unroll
-            for (int i = 0; i < EACH; i++) square += __uint_as_float(got[n][i]);
-            const float inverse = inverse_root(warp_sum(square) / HIDDEN + EPS);
-            if (b.lane == 0 && first + n < b.nodes) b.s.inverse[first + n] = inverse;
-        }
-    }
-    __syncwarp();
-}
-
-// Each warp every second tile of results; a lane four rows of a token at a time. `squares`: of the residual stream, if
-// it is what was multiplied. They begin with the consumers, who know the tokens' scales.
-__device__ __forceinline__ void reduce(Block& b, int which, const Run& run, u32& count, u32* sums, u32 tag,
-                                       const u32* squares) {
+// Each warp every second tile of results. Lane 4 g + q: rows g, g + 8, tokens 2 q, 2 q + 1 of every octet.
+// They begin with the consumers: an SM that has nothing to do in a stage may not say so before the stage.
+__device__ __forceinline__ void reduce(Block& b, int which, const Run& run, u32 phase, u32& count) {
     const Barriers bars(b.base);
-    const int odd = tag & 1;
-    barrier_wait(bars.begun, odd);
-    if (run.count > 0 && squares) measure_residual(b, squares);
-    // of sixteen rows' sums, as the products left them: rows g and g + 8 with tokens 2 q, 2 q + 1 are lane 4 g + q's
-    const int four = NODES == 1 ? b.lane & 3 : b.lane >> 3, column = NODES == 1 ? 0 : b.lane & 7;
-    const int place = (four & 1) * 64 + (four >> 1) * 2 + (column >> 1) * 4 + (column & 1);
+    barrier_wait(bars.begun, phase);
+    const int g = b.lane >> 2, q = b.lane & 3;
     int result = run.result;
 #pragma unroll 1
     for (Walk walk(run); walk.more(); walk.next(), result++, count++) {
         if ((int)(count % REDUCERS) != which) continue;
         const u32 buffer = count % SUM_BUFFERS;
         barrier_wait(bars.sums_full + 8 * buffer, count / SUM_BUFFERS & 1);
-        const float* from = (const float*)(b.scratch + SUMS_AT + buffer * SUM_BYTES) + place;
-        u32* out = sums + (size_t)result * NODES * ROWS + four * 4;
-        const auto one = [&](int quarter, int octet) {
-            const int token = octet * 8 + column;
-            const float scale = token >= b.nodes ? 0.0f : b.s.scale[odd][token] * (squares ? b.s.inverse[token] : 1.0f);
-            const float *x = from + (quarter * OCTETS + octet) * 128, *y = x + 4 * OCTETS * 128;
-            const float4 v = {(x[0] + y[0]) * scale, (x[16] + y[16]) * scale, (x[32] + y[32]) * scale,
-                              (x[48] + y[48]) * scale};
-            if (token < b.nodes) publish_sums(out + token * ROWS + quarter * 16, v, tag);
-        };
-        if (NODES == 1) {
-            if (b.lane < 16) one(b.lane >> 2, 0);
-        } else {
+        const float4* from = (const float4*)(b.scratch + SUMS_AT + buffer * SUM_BYTES) + b.lane;
+        float* out = b.p.sums + (size_t)result * NODES * ROWS + g;
 #pragma unroll 1
-            for (int quarter = 0; quarter < 4; quarter++)
+        for (int quarter = 0; quarter < 4; quarter++)
 #pragma unroll
-                for (int octet = 0; octet < OCTETS; octet++) one(quarter, octet);
-        }
+            for (int o = 0; o < OCTETS; o++) {
+                const float4 x = from[(quarter * OCTETS + o) * 32], y = from[((quarter + 4) * OCTETS + o) * 32];
+                const int token = o * 8 + q * 2;
+                float* to = out + token * ROWS + quarter * 16;
+                if (token < b.nodes) {
+                    const float scale = b.s.scale[token];
+                    to[0] = (x.x + y.x) * scale, to[8] = (x.z + y.z) * scale;
+                }
+                if (token + 1 < b.nodes) {
+                    const float scale = b.s.scale[token + 1];
+                    to[ROWS] = (x.y + y.y) * scale, to[ROWS + 8] = (x.w + y.w) * scale;
+                }
+            }
         __syncwarp();
         if (b.lane == 0) barrier_arrive(bars.sums_empty + 8 * buffer);
     }
-}
-
-// All sums of this SM can be seen by who waits for all.
-__device__ __forceinline__ void sums_done(Block& b) {
     fence_gpu();
     __syncwarp();
-    if (b.lane == 0) add_release(b.p.exchange, 1);
+    if (b.lane == 0) add_release(b.p.counter, 1);
 }

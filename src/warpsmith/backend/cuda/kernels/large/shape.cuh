@@ -2,12 +2,10 @@
 //
 // Given with -D: HIDDEN FFN VOCAB LAYERS HEADS KV_HEADS KEY_HEADS VALUE_HEADS EPS (the model); SLAB_TYPE_MASK
 // EMBEDDING_TYPE (how its weights are stored); KEY_TYPE VALUE_TYPE (how keys and values are kept); GROUP_BLOCKS
-// (superblocks of K that an SM has at most); TABLE_ENTRIES (of the largest table of tiles but the head's); RESULTS
-// (tiles of results of a stage but the head, at most); SMS SHARED_MEMORY IN_FLIGHT (the chip); NODES (1, 8, 16 or 24:
-// nodes of this build); SAMPLES (whether it draws tokens).
+// (superblocks of K that an SM has at most); TABLE_ENTRIES (of the largest table of tiles but the head's); SMS
+// SHARED_MEMORY IN_FLIGHT (the chip); NODES (8, 16 or 24: columns of this build); SAMPLES (whether it draws tokens).
 #pragma once
 #include "common/cache.cuh"
-#include "common/exchange.cuh"
 #include "large/slab.cuh"
 
 constexpr int WARPS = 8, CONSUMERS = 256, REDUCERS = 2, THREADS = 384;
@@ -18,7 +16,7 @@ constexpr int GROUP = HEADS / KV_HEADS, ATTENTION_DIM = HEADS * HEAD_DIM;
 constexpr int MAX_NODES = 64, HISTORY = 4, COLUMNS = 16, BLOCKS = VALUE_DIM / COLUMNS,
               BLOCKS_PER_HEAD = STATE_DIM / COLUMNS;
 constexpr int MAX_STOPS = 16, MAX_FEATURES = 8;
-constexpr int OCTETS = (NODES + 7) / 8;  // of columns of a product
+constexpr int OCTETS = NODES / 8;
 // Groups of K of projections from the residual stream, from the mixers and from the MLP's inner activation; rows of
 // stages.
 __host__ __device__ constexpr int groups_of(int k) { return (k / BLOCK_K + GROUP_BLOCKS - 1) / GROUP_BLOCKS; }
@@ -64,47 +62,40 @@ constexpr int CHUNK = 64, SPLITS = 128 / KV_HEADS, PARTS = SPLITS + 1;
 // --- a thread block's shared memory ---------------------------------------------------------------------------------
 // Activations of a group of superblocks: 16 steps of 16 k, then the sums of 32 k (rounded, rests):
 // [octet][half][token][8] fp16.
-constexpr int STEP_BYTES = OCTETS * 256, BLOCK_BYTES = 17 * STEP_BYTES, OPERAND_BYTES = GROUP_BLOCKS * BLOCK_BYTES;
+constexpr int STEP_BYTES = NODES * 32, BLOCK_BYTES = 17 * STEP_BYTES, OPERAND_BYTES = GROUP_BLOCKS * BLOCK_BYTES;
 // DeltaNet: two heads' inputs before and after the convolution, rows of value columns, gates.
 constexpr int MIX_UNITS = VALUE_DIM / 8, OWN_UNITS = (MIX_UNITS + SMS - 1) / SMS, OWN_HEADS = (OWN_UNITS + 14) / 16 + 1;
 constexpr int MIX_CHANNELS = OWN_HEADS * 2 * STATE_DIM + OWN_UNITS * 8,
               MIX_ROW = 2 * MIX_CHANNELS + OWN_UNITS * 8 + OWN_HEADS * 8;
 constexpr int MIX_BYTES = NODES * MIX_ROW * 4;
-// Attention: values of some chunks, as they are kept; of some tiles of 16 queries their rows, scores of the chunks at
-// work and of the next, weights in fp16, and what the softmax remembers. One node has little to do for a chunk: two are
-// worked on together where there is room.
-constexpr int KEY_ROW = cache_row_bytes(KEY_TYPE), VALUE_ROW = cache_row_bytes(VALUE_TYPE),
-              CHUNKS_AT_ONCE = NODES == 1 && KEY_TYPE != CACHE_F16 && VALUE_TYPE != CACHE_F16 ? 2 : 1;
-constexpr int VALUE_STAGES = VALUE_TYPE == CACHE_Q4_0 && NODES > 1 ? 3 : 2,  // each of CHUNKS_AT_ONCE
-    VALUE_BYTES = CHUNK * VALUE_ROW, SCORE_TILE = 16 * CHUNK * 4;
-constexpr int QUERY_TILE_BYTES =
-    16 * HEAD_DIM * 2 + CHUNKS_AT_ONCE * (2 * SCORE_TILE + 16 * (CHUNK * 2 + 4)) + 16 * 2 * 4;
+// Attention: values of some chunks, as they are kept; of some tiles of 16 queries their rows, scores of two chunks,
+// weights in fp16, and what the softmax remembers. Trees of many nodes need fewer chunks ahead.
+constexpr int KEY_ROW = cache_row_bytes(KEY_TYPE), VALUE_ROW = cache_row_bytes(VALUE_TYPE);
+constexpr int VALUE_STAGES = VALUE_TYPE == CACHE_F16 ? 2 : (VALUE_TYPE == CACHE_Q8_0 ? 2 : 3) + (NODES == 1),
+              VALUE_BYTES = CHUNK * VALUE_ROW, SCORE_TILE = 16 * CHUNK * 4;
+constexpr int QUERY_TILE_BYTES = 16 * (HEAD_DIM * 2 + CHUNK * 2 + 3 * 4) + 2 * SCORE_TILE;
 // Tiles that one walk over the keys serves: as many as leave the ring its slots.
-constexpr int ATTENTION_ROOM = (NODES <= 8    ? 104
-                                : NODES == 16 ? 96
-                                              : 120)
-                               << 10,
-              ALL_TILES = (NODES * GROUP + 15) / 16,
-              ROOM_TILES = (ATTENTION_ROOM - VALUE_STAGES * CHUNKS_AT_ONCE * VALUE_BYTES) / QUERY_TILE_BYTES,
+constexpr int ATTENTION_ROOM = (NODES <= 8 ? 104 : NODES == 16 ? 96 : 120) << 10, ALL_TILES = (NODES * GROUP + 15) / 16,
+              ROOM_TILES = (ATTENTION_ROOM - VALUE_STAGES * VALUE_BYTES) / QUERY_TILE_BYTES,
               MOST_TILES = ROOM_TILES < 6 ? ROOM_TILES : 6, WALKS = (ALL_TILES + MOST_TILES - 1) / MOST_TILES,
               QUERY_TILES = (ALL_TILES + WALKS - 1) / WALKS;
-constexpr int QUERIES_AT = VALUE_STAGES * CHUNKS_AT_ONCE * VALUE_BYTES,
-              SCORES_AT = QUERIES_AT + QUERY_TILES * 16 * HEAD_DIM * 2,
-              WEIGHTS_AT = SCORES_AT + QUERY_TILES * CHUNKS_AT_ONCE * 2 * SCORE_TILE,
-              FACTORS_AT = WEIGHTS_AT + QUERY_TILES * CHUNKS_AT_ONCE * 16 * CHUNK * 2;
-constexpr int ATTENTION_BYTES = FACTORS_AT + QUERY_TILES * 16 * (2 + CHUNKS_AT_ONCE) * 4;
+constexpr int QUERIES_AT = VALUE_STAGES * VALUE_BYTES, SCORES_AT = QUERIES_AT + QUERY_TILES * 16 * HEAD_DIM * 2,
+              WEIGHTS_AT = SCORES_AT + QUERY_TILES * 2 * SCORE_TILE,
+              FACTORS_AT = WEIGHTS_AT + QUERY_TILES * 16 * CHUNK * 2;
+constexpr int ATTENTION_BYTES = FACTORS_AT + QUERY_TILES * 16 * 3 * 4;
 // Sampling: an SM's logits, and candidates.
 constexpr int HEAD_TILES = up(VOCAB, ROWS) / ROWS, OWN_LOGITS = (HEAD_TILES + SMS - 1) / SMS * ROWS;
 #include "sample/candidates.cuh"
 constexpr int SAMPLE_BYTES = SAMPLES ? (int)sizeof(Candidates) : 0;
-constexpr int SCRATCH_BYTES = up(larger(larger(OPERAND_BYTES, MIX_BYTES), larger(ATTENTION_BYTES, SAMPLE_BYTES)), 128);
+constexpr int SCRATCH_BYTES =
+    up(larger(larger(OPERAND_BYTES, MIX_BYTES), larger(ATTENTION_BYTES, SAMPLE_BYTES)), 128);
 
 constexpr int SUM_BUFFERS = 2, SUM_BYTES = 2 * 4 * OCTETS * 512;  // of a tile of results: both groups of warps
 
 struct Shared {
     alignas(16) float residual[NODES][OWN_PIECES * 8];
-    float scale[2][NODES];  // of a token's sums, for every second stage
-    float inverse[NODES];   // 1 / rms of its residual stream
+    float scale[NODES];    // of a token's sums
+    float inverse[NODES];  // 1 / rms of its residual stream
     u32 exponent[WARPS][NODES];
     float squares[OWN_PIECES][NODES];
     unsigned long long best[NODES];
@@ -113,8 +104,6 @@ struct Shared {
     short parent[NODES], keeps[NODES];   // whether a node's state is fetched again later
     signed char ancestor[NODES][NODES];  // by depth
     u16 tiles[TABLE_ENTRIES];            // of the stage whose sums are at work
-    u32 tag;                             // and its number (see Sums)
-    int mixed;                           // which copy of y the layer at work has
     volatile int stopped;
     int deepest;
     int drawn[SAMPLES ? MAX_STEPS : 1];  // tokens of this launch
@@ -128,18 +117,6 @@ static_assert(SLOTS >= 2, "no room for the ring");
 constexpr int SUMS_AT = RING_AT + SLOTS * SLOT_BYTES, SHARED_AT = SUMS_AT + SUMS_AFTER,
               BARRIERS_AT = SHARED_AT + SHARED_STRUCT;
 static_assert(BARRIERS_AT + 8 * (2 * SLOTS + 2 * SUM_BUFFERS + 1) <= SHARED_MEMORY, "shared memory");
-
-// --- what crosses between SMs: words that are all ones before a launch ----------------------------------------------
-// Two copies each, in turn (see exchange.cuh): x, bf16 (see activation_at), the residual stream times the next norm's
-// weight; x_squares [NODES][SMS]; y, bf16, the mixer's output, a DeltaNet's and attention's apart; y_squares
-// [NODES][VALUE_DIM / 8]; h, bf16, silu(gate) * up. And sums [tile][NODES][64], those of the head behind the others.
-constexpr int X_WORDS = NODES * HIDDEN / 2, X_SQUARES = up(NODES * SMS, 32), DELTA_WORDS = NODES * VALUE_DIM / 2,
-              ATTENTION_WORDS = NODES * ATTENTION_DIM / 2, Y_SQUARES = up(NODES * VALUE_DIM / 8, 32),
-              H_WORDS = NODES * FFN / 2, SUM_WORDS = RESULTS * NODES * ROWS;
-constexpr int COUNTER_AT = 0, X_AT = 32, X_SQUARES_AT = X_AT + 2 * X_WORDS, DELTA_AT = X_SQUARES_AT + 2 * X_SQUARES,
-              ATTENTION_AT = DELTA_AT + 2 * DELTA_WORDS, Y_SQUARES_AT = ATTENTION_AT + 2 * ATTENTION_WORDS,
-              H_AT = Y_SQUARES_AT + 2 * Y_SQUARES, TAGGED_AT = H_AT + 2 * H_WORDS,
-              HEAD_SUMS_AT = TAGGED_AT + 2 * SUM_WORDS;
 
 // --- arguments (see large.py) ---------------------------------------------------------------------------------------
 struct Stage {
@@ -174,7 +151,13 @@ struct Params {
     u8* values;  // and of VALUE_ROW
     long long context;
     // between SMs
-    u32* exchange;       // see above
+    u32* counter;        // arrivals
+    float* sums;         // [tile][NODES][64]
+    u16* x;              // bf16 (see activation_at): the residual stream times the next norm's weight
+    float* x_squares;    // [NODES][SMS]
+    u16* y;              // bf16, the mixer's output
+    float* y_squares;    // [NODES][VALUE_DIM / 8]
+    u16* h;              // bf16, silu(gate) * up
     u32* queries;        // fp16 [NODES][HEADS][256]
     u32* parts;          // fp16 [NODES][HEADS][PARTS][256]
     float2* part_stats;  // [NODES][HEADS][PARTS] {maximum, sum}

@@ -9,10 +9,9 @@
 // ----------------------------------------------------------
 
 // Publish what the next projection reads: rows times the next norm's weight, and this SM's sum of squares. `update`
-// gives four rows' new values for a node, from the old ones; `next`: the stage that reads them.
+// gives four rows' new values for a node, from the old ones.
 template <class Update>
-__device__ __forceinline__ void update_residual(Block& b, const float* norm, float* feature, int next, Update update) {
-    const Copy to = x_copy(b, next), squares = squares_copy(b.p, b.token, next);
+__device__ __forceinline__ void update_residual(Block& b, const float* norm, float* feature, Update update) {
     const int first = first_of(PIECES, b.sm), pieces = first_of(PIECES, b.sm + 1) - first, count = pieces * b.nodes * 2;
 #pragma unroll 1
     for (int at = 0; at < count; at += CONSUMERS) {
@@ -27,8 +26,8 @@ __device__ __forceinline__ void update_residual(Block& b, const float* norm, flo
             const float4 x = update(*(const float4*)own, node, k);
             *(float4*)own = x;
             if (feature) *(float4*)(feature + (size_t)node * HIDDEN + k) = x;
-            publish8(to.words + activation_at(node, k) / 2, to.other, pack_bf16(x.x * w.x, x.y * w.y),
-                     pack_bf16(x.z * w.z, x.w * w.w));
+            *(uint2*)(b.p.x + activation_at(node, k)) = {pack_bf16(x.x * w.x, x.y * w.y),
+                                                         pack_bf16(x.z * w.z, x.w * w.w)};
             square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, x.w * x.w)));
         }
         square += __shfl_xor_sync(~0u, square, 1);
@@ -39,14 +38,14 @@ __device__ __forceinline__ void update_residual(Block& b, const float* norm, flo
         float square = 0.0f;
 #pragma unroll 1
         for (int piece = 0; piece < pieces; piece++) square += b.s.squares[piece][threadIdx.x];
-        publish4(squares.words + threadIdx.x * SMS + b.sm, squares.other, __float_as_uint(square));
+        b.p.x_squares[threadIdx.x * SMS + b.sm] = square;
     }
 }
 
 // --- the embedding ---------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void embed(Block& b) {
-    update_residual(b, b.p.vectors + MIX_NORM, nullptr, 0, [&](float4, int node, int k) -> float4 {
+    update_residual(b, b.p.vectors + MIX_NORM, nullptr, [&](float4, int node, int k) -> float4 {
         const u8* row = b.p.embedding + b.s.token[node] * embedding_row_bytes();
         return {embedding_value(row, k), embedding_value(row, k + 1), embedding_value(row, k + 2),
                 embedding_value(row, k + 3)};
@@ -56,18 +55,16 @@ __device__ __forceinline__ void embed(Block& b) {
 // --- the MLP's inner activation: silu(gate) * up. Rows come eight of the gate, then their eight of up
 // ------------------
 
-__device__ __forceinline__ void activate(Block& b, int layer) {
+__device__ __forceinline__ void activate(Block& b) {
     const Sums<HIDDEN_GROUPS> sums(b, MLP_ROWS);
-    const Copy to = h_copy(b, layer);
     const int first = first_of(FFN / 8, b.sm), pieces = first_of(FFN / 8, b.sm + 1) - first,
               count = pieces * b.nodes * 2;
 #pragma unroll 2
     for (int i = threadIdx.x; i < count; i += CONSUMERS) {
         const int node = i / 2 / pieces, piece = first + i / 2 - node * pieces, in = (i & 1) * 4;
         const float4 gate = sums.at(node, piece * 16 + in), up = sums.at(node, piece * 16 + 8 + in);
-        publish8(to.words + activation_at(node, piece * 8 + in) / 2, to.other,
-                 pack_bf16(silu(gate.x) * up.x, silu(gate.y) * up.y),
-                 pack_bf16(silu(gate.z) * up.z, silu(gate.w) * up.w));
+        *(uint2*)(b.p.h + activation_at(node, piece * 8 + in)) = {pack_bf16(silu(gate.x) * up.x, silu(gate.y) * up.y),
+                                                                  pack_bf16(silu(gate.z) * up.z, silu(gate.w) * up.w)};
     }
 }
 
