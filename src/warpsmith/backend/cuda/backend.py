@@ -544,7 +544,7 @@ def build_constants(layout: Layout, chip: Chip, profile: Profile, nodes: int) ->
 def build_options(source: str, layout: Layout, architecture: str) -> tuple[str, ...]:
     """How the compiler is to weigh registers. Left to itself it begins loads so early in a pass over quantised weights
     that it runs out of registers: 8 nodes in Q8_0 take a quarter longer. BF16 trees it suits."""
-    quantised = any(held.format.type.name != "BF16" for held in layout.stream.parts)
+    quantised = any(held.format.quantised for held in layout.stream.parts)
     fewer = quantised and source == "forward/forward.cu" and architecture == "sm_90a"  # measured there alone
     return ("--ptxas-options=--register-usage-level=0",) if fewer else ()
 

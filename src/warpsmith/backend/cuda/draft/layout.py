@@ -7,7 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
-from warpsmith.backend.cuda.large.formats import SLABS, SOURCES
+from warpsmith.backend.cuda.draft.formats import HELD
+from warpsmith.backend.cuda.large.formats import SLABS
 from warpsmith.backend.cuda.large.layout import (
     BLOCK_K,
     GROUP_BLOCKS,
@@ -42,20 +43,10 @@ def takes(config: DFlashConfig, vocab: int) -> bool:
     )
 
 
-def handed_over(kind: str, held: str | None = "Q8_0") -> str:
-    """What a type of a file is handed over as, for weights that are held as it is in the file, or with `held`, if they
-    are wider than that, rounded."""
-    if held == "Q8_0" and kind in ("BF16", "F32"):
-        return "BF16 to Q8_0"
-    if held == "Q8_0" and kind == "F16":
-        return "F16 to Q8_0"
-    return kind if kind in SOURCES else "Q8_0" if held else "BF16"
-
-
 class DraftStream(SlabStages):
     """The draft's own weights: fc; keys and values of all layers, for the context; four stages a layer."""
 
-    rounded = "Q8_0"
+    rounded = HELD
 
     def __init__(self, config: DFlashConfig, sms: int, stored: Mapping[str, str]) -> None:
         self.config, self.sms, self.stored = config, sms, stored

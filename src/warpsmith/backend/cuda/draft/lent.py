@@ -10,7 +10,8 @@ import numpy as np
 
 from warpsmith.backend.base import Output, Want, join_outputs
 from warpsmith.backend.cuda.build.compiler import build
-from warpsmith.backend.cuda.draft.layout import COLUMNS, HeadStream, handed_over
+from warpsmith.backend.cuda.draft.formats import handed_over
+from warpsmith.backend.cuda.draft.layout import COLUMNS, HeadStream
 from warpsmith.backend.cuda.draft.structures import DraftParams, DraftRequest, Gather
 from warpsmith.backend.cuda.large.formats import EMBEDDINGS, ROUNDED, SLABS
 from warpsmith.backend.cuda.large.layout import GROUP_BLOCKS, ROWS, Deal, kernel_tables

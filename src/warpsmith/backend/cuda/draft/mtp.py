@@ -16,6 +16,7 @@ from warpsmith.backend.base import Output, Want, join_outputs
 from warpsmith.backend.cuda.build.compiler import build
 from warpsmith.backend.cuda.draft.lent import HeadProgram
 from warpsmith.backend.cuda.draft.structures import Enter
+from warpsmith.backend.cuda.large.formats import ROUNDED
 from warpsmith.backend.reference.ops import rms_norm
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.blocks import TYPES
@@ -37,7 +38,7 @@ def block_config(config: Config) -> Config:
 def block_tensors(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     block = f"blk.{config.layers}."
     own = {name.removeprefix(block): tensor for name, tensor in tensors.items() if name.startswith(block)}
-    table = Tensor("", TYPES["BF16"], (ROWS, config.hidden), lambda: np.zeros((ROWS, 2 * config.hidden), np.uint8))
+    table = Tensor("", TYPES[ROUNDED], (ROWS, config.hidden), lambda: np.zeros((ROWS, 2 * config.hidden), np.uint8))
     found = {f"blk.0.{name}": tensor for name, tensor in own.items() if not name.startswith("nextn.")}
     norm = own["nextn.shared_head_norm.weight"]
     return found | {"token_embd.weight": table, "output.weight": table, "output_norm.weight": norm}
@@ -58,7 +59,7 @@ class MtpProgram:
         self.block = make(block_config(c), block_tensors(c, tensors))
         enters = {name: tensors[f"blk.{c.layers}.nextn.{name}.weight"] for name in ("enorm", "hnorm", "eh_proj")}
         self._token_norm, self._hidden_norm = enters["enorm"].float32(), enters["hnorm"].float32()
-        projection = quantize(TYPES["BF16"], enters["eh_proj"].float32().reshape(c.hidden, 2 * c.hidden))
+        projection = quantize(TYPES[ROUNDED], enters["eh_proj"].float32().reshape(c.hidden, 2 * c.hidden))
         self._weights = device.upload(projection)
         self._rows = device.allocate(self.block.largest_tree * 2 * c.hidden * 4)
         image = build("draft/enter.cu", backend.architecture, {"HIDDEN": c.hidden})

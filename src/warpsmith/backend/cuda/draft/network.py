@@ -11,7 +11,8 @@ import numpy as np
 
 from warpsmith.backend.base import BlockDraft, BlockMemory, Output, Want
 from warpsmith.backend.cuda.build.compiler import build
-from warpsmith.backend.cuda.draft.layout import COLUMNS, DIM, DraftLayout, DraftStream, handed_over
+from warpsmith.backend.cuda.draft.formats import HELD, handed_over
+from warpsmith.backend.cuda.draft.layout import COLUMNS, DIM, DraftLayout, DraftStream
 from warpsmith.backend.cuda.draft.lent import THREADS, Lent
 from warpsmith.backend.cuda.draft.structures import DraftParams, DraftRequest, Gather
 from warpsmith.backend.cuda.large.formats import EMBEDDINGS
@@ -65,7 +66,7 @@ class CudaDraft(BlockDraft):
         tensors: Mapping[str, Tensor],
         capacity: Sequence[int],
         lend: Callable[[], Lent],
-        held: str | None = "Q8_0",
+        held: str | None = HELD,
     ) -> None:
         self.backend, self.config, self.device = backend, config, backend.device
         device, sms = self.device, backend.chip.sms

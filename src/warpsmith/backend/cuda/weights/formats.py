@@ -36,6 +36,11 @@ class Format(ABC):
         return f"formats/{self.type.name.lower()}.cuh"
 
     @property
+    def quantised(self) -> bool:
+        """Whether weights share scales."""
+        return self.type.elems > 1
+
+    @property
     @abstractmethod
     def exact(self) -> Mapping[str, Convert]:
         """Types of a file whose values it holds exactly, and how their rows become rows of its own blocks."""

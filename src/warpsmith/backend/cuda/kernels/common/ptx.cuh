@@ -115,7 +115,8 @@ __device__ __forceinline__ void copy_slot(u32 dst, const void* src, u32 bytes, u
 constexpr u32 COPY_LANES = 32;
 #endif
 
-// A small copy that is there after `copies_done` (or `copies_left`, for those of all groups but the last few) and a barrier.
+// A small copy that is there after `copies_done` (or `copies_left`, for those of all groups but the last few) and a
+// barrier.
 __device__ __forceinline__ void copy16(void* dst, const void* src) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(dst)), "l"(src) : "memory");
 }

@@ -43,8 +43,8 @@ __device__ __forceinline__ void add_to_residual(Block& b, const float* norm, flo
                     [&](float4 x, int node, int k) { return Sums<GROUPS>::add(x, sums.at(node, k)); });
 }
 
-// Every layer, the head, and the choice of a token, the launch's `token`-th. All stages share one copy of the products' code: what is executed again and again must stay
-// in the instruction cache.
+// Every layer, the head, and the choice of a token, the launch's `token`-th. All stages share one copy of the products'
+// code: what is executed again and again must stay in the instruction cache.
 __device__ __forceinline__ void forward_pass(Block& b, int token) {
     enum { IN, OUT, MLP_IN, MLP_OUT };
     b.vectors = b.p.vectors, b.deltas = 0;
