@@ -198,8 +198,14 @@ def test_short_prompts_need_not_wait_for_a_step_each() -> None:
     assert decided(made) == [1, 1, 1]
 
 
-def test_a_long_prompt_holds_up_neither_answers_nor_short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("warpsmith.engine.scheduler.LONGEST_PIECE", 512)  # so that a fast machine takes many pieces too
+@pytest.fixture
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a fast machine, too, a prompt takes many."""
+    monkeypatch.setattr("warpsmith.engine.scheduler.LONGEST_PIECE", 512)
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_a_long_prompt_holds_up_neither_answers_nor_short_prompts() -> None:
     scheduler = Scheduler(backend_of("cpu"), 5000, parallel=3)
     first = generation(scheduler)
     scheduler.step()
@@ -220,6 +226,7 @@ def test_a_long_prompt_holds_up_neither_answers_nor_short_prompts(monkeypatch: p
     assert all(0 < b - a <= 512 for a, b in pairwise(seen))
 
 
+@pytest.mark.usefixtures("short_pieces")
 def test_leaving_during_the_prompt_frees_the_state_before_the_next_piece() -> None:
     scheduler, seen = Scheduler(backend_of("cpu"), 5000), list[int]()
     long = generation(scheduler, 4000, 1, on_prefill=seen.append)
