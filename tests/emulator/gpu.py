@@ -6,9 +6,12 @@ races or speed.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
+import platform
 import re
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -28,7 +31,9 @@ ARGUMENTS = {"forward": ["Params", "Request"], "commit": ["Params", "Path"], "pa
              "draft": ["Params", "Request"], "gather": ["Gather"], "head": ["Params", "Request"],
              "enter": ["Enter"]}  # fmt: skip
 ONE_BY_ONE = ("top",)  # blocks that share static memory, of which there is one here, run one after another
-FLAGS = ["-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-ffp-contract=off"]
+# -O1: most kernels are compiled longer than they are run. x86 processors have fp16, which C++ is not told by itself.
+FLAGS = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-ffp-contract=off"]
+FLAGS += ["-fvisibility=hidden", *(["-march=native"] if platform.machine() == "x86_64" else [])]
 
 
 def build(name: str, architecture: str, constants: Mapping[str, Any], options: tuple[str, ...] = ()) -> bytes:
@@ -43,6 +48,7 @@ def build(name: str, architecture: str, constants: Mapping[str, Any], options: t
 def _folder() -> Path:
     """The kernels, with the machine's instructions replaced."""
     folder = Path(tempfile.mkdtemp(prefix="warpsmith-emulated-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for name, text in sources().items():
         text = re.sub(
             r"extern __shared__ __align__\(128\) u8 memory\[\];", "u8* memory = machine::shared_memory();", text
@@ -70,7 +76,8 @@ def _compiled(name: str, kernel: str, architecture: str, constants: tuple[tuple[
             *defined,
             '#include "machine.h"',
             f'#include "{name}"',
-            'extern "C" int launch(int grid, int threads, int shared, unsigned seed, void** arguments) {',
+            'extern "C" __attribute__((visibility("default")))',
+            "int launch(int grid, int threads, int shared, unsigned seed, void** arguments) {",
             f"    const auto run = [&] {{ {kernel}({passed}); }};",
             *(
                 [
