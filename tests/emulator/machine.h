@@ -236,12 +236,10 @@ inline unsigned char* stacks_for(size_t fibers) {
     return stacks;
 }
 
-// Run a kernel of `grid` blocks, from `first_block` on, that are all there at the same time. False: some wait never ends.
+// Run blocks of a kernel, from `first_block` on, that are all there at the same time. False: some wait never ends.
 template <class Kernel>
-inline bool run(int grid, int threads, int shared_bytes, unsigned seed, const Kernel& kernel, int first_block = 0) {
-    chance_state = seed;
+inline bool run_blocks(int first_block, int grid, int threads, int shared_bytes, const Kernel& kernel) {
     copies.clear();
-    grid_size = {(unsigned)grid}, block_size = {(unsigned)threads};
     body = [](const void* kernel) { (*(const Kernel*)kernel)(); }, body_argument = &kernel;
     std::vector<Block> blocks(grid);
     std::vector<Fiber> fibers((size_t)grid * threads);
@@ -301,6 +299,23 @@ inline bool run(int grid, int threads, int shared_bytes, unsigned seed, const Ke
         }
     }
     return ended;
+}
+
+// A kernel whose blocks wait for each other, or one whose blocks may run in any order, or share static memory, of which there is one
+// here: one at a time, on the same few stacks.
+template <class Kernel>
+inline bool run(bool together, int grid, int threads, int shared_bytes, unsigned seed, const Kernel& kernel) {
+    chance_state = seed;
+    grid_size = {(unsigned)grid}, block_size = {(unsigned)threads};
+    if (together) return run_blocks(0, grid, threads, shared_bytes, kernel);
+    std::vector<int> order;
+    for (int block = 0; block < grid; block++) {
+        order.push_back(block);
+        std::swap(order[chance((unsigned)block + 1)], order.back());
+    }
+    for (int block : order)
+        if (!run_blocks(block, 1, threads, shared_bytes, kernel)) return false;
+    return true;
 }
 
 inline unsigned char* shared_memory() { return (unsigned char*)(((uintptr_t)current->block->shared.data() + 127) / 128 * 128); }

@@ -169,7 +169,7 @@ inline u32 multiply_bf16(u32 a, u32 b) { return pack_bf16(bf16_low(a) * bf16_low
 struct Operands { u32 a[4], b[2]; };
 typedef double Columns __attribute__((vector_size(64)));
 template <class Unpack, class Column>
-inline void multiply_rows(double (&sums)[16][8], u64 generation, Unpack unpack, Column column) {
+__attribute__((optimize("O3"))) void multiply_rows(double (&sums)[16][8], u64 generation, Unpack unpack, Column column) {
     double b[16][8];
     for (int c = 0; c < 8; c++)
         for (int q = 0; q < 4; q++)
@@ -204,8 +204,8 @@ inline void multiply_tiles(float (&acc)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 
     });
     for (int i = 0; i < 4; i++) acc[i] = (float)(acc[i] + product(generation, 0, i));
 }
-inline void mma(float (&acc)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { multiply_tiles(acc, a0, a1, a2, a3, b0, b1, unpack_bf16); }
-inline void mma_half(float (&acc)[4], uint4 a, u32 b0, u32 b1) { multiply_tiles(acc, a.x, a.y, a.z, a.w, b0, b1, unpack_half); }
+inline void mma(float (&acc)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { multiply_tiles(acc, a0, a1, a2, a3, b0, b1, [](u32 v) { return unpack_bf16(v); }); }
+inline void mma_half(float (&acc)[4], uint4 a, u32 b0, u32 b1) { multiply_tiles(acc, a.x, a.y, a.z, a.w, b0, b1, [](u32 v) { return unpack_half(v); }); }
 
 inline uint4 load_matrices(const void* row) {
     const u64 generation = machine::current->warp->generation;

@@ -26,7 +26,8 @@ inline void multiply_group(float (&d)[COUNT], const u32 (&a)[4], u64 b, int keep
             const auto column = [&](int c, int q, int half) {
                 return ((const u32*)(base + octet * along_n + half * along_k + c * 16))[q];
             };
-            multiply_rows(machine::current->warp->products[generation & 1][octet], generation, unpack_half, column);
+            const auto unpack = [](u32 v) { return unpack_half(v); };
+            multiply_rows(machine::current->warp->products[generation & 1][octet], generation, unpack, column);
         }
     });
     for (int i = 0; i < COUNT; i++) d[i] = (float)((keep ? d[i] : 0.0f) + product(generation, i / 4, i % 4));
