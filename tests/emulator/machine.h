@@ -13,6 +13,7 @@
 #include <vector>
 #include <sys/mman.h>
 
+#define EXPORTED extern "C" __attribute__((visibility("default")))  // what the host calls
 #define __device__
 #define __host__
 #define __global__
