@@ -4,8 +4,8 @@
 
 Each type is made from the values of the file in the package; the text is what the model's training never saw
 (train/heldout_prompts.jsonl). Windows of 512 tokens, every token of a window but its first counts. cuda runs the
-activations-first pass, whose products take the file's own blocks. llama.cpp reads the same file (`pip install
-llama-cpp-python`), activations rounded as its kernels do.
+activations-first pass, whose products take the file's own blocks. llama.cpp reads the same file on the CPU (`pip
+install cyllama`), activations rounded as its kernels do.
 """
 
 from __future__ import annotations
@@ -66,14 +66,24 @@ def ours(device: str, path: Path) -> Score:
 
 
 def llamacpp(path: Path) -> Score:
-    from llama_cpp import Llama  # type: ignore[import-not-found]
+    from cyllama.llama import llama_cpp  # type: ignore[import-not-found]
 
-    model = Llama(str(path), n_ctx=WINDOW, n_batch=WINDOW, logits_all=True, verbose=False)
+    vocab = read_config(open_checkpoint(path)).vocab
+
+    class Model(llama_cpp.LlamaModel):  # type: ignore[misc]
+        n_vocab = vocab  # get_logits_ith asks for it, and cyllama 0.2.18 has it not
+
+    parameters = llama_cpp.LlamaContextParams()
+    parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = WINDOW
+    context = llama_cpp.LlamaContext(Model(str(path), llama_cpp.LlamaModelParams()), parameters, verbose=False)
 
     def score(ids: list[int]) -> np.ndarray:
-        model.reset()
-        model.eval(ids)
-        return np.array(model.scores[: len(ids)])
+        context.kv_cache_clear()
+        batch = llama_cpp.LlamaBatch(n_tokens=len(ids), embd=0, n_seq_max=1)
+        for position, token in enumerate(ids):
+            batch.add(token, position, [0], True)
+        context.decode(batch)
+        return np.array([context.get_logits_ith(i) for i in range(len(ids))])
 
     return score
 

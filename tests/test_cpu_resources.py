@@ -15,7 +15,7 @@ import pytest
 
 from random_models import random_tensors, random_tree, small_config
 from warpsmith.backend.base import ARGMAX
-from warpsmith.backend.cores import physical_cores, usable_cores
+from warpsmith.backend.cores import physical_cores, team_of, usable_cores
 from warpsmith.backend.cpu import CpuBackend
 
 TASKS = Path("/proc/self/task")
@@ -63,8 +63,13 @@ def test_as_many_threads_as_cores_we_may_use() -> None:
         assert CpuBackend(config, random_tensors(config)).threads == 1
     finally:
         os.sched_setaffinity(0, allowed)
-    assert CpuBackend(config, random_tensors(config)).threads == usable_cores()
+    assert CpuBackend(config, random_tensors(config)).threads == team_of(usable_cores())
     assert CpuBackend(config, random_tensors(config), threads=3).threads == 3
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (7, 7), (8, 7), (16, 15)])
+def test_one_of_many_cores_is_left_to_other_work(cores: int, threads: int) -> None:
+    assert team_of(cores) == threads
 
 
 @pytest.mark.parametrize(

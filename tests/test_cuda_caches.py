@@ -23,7 +23,7 @@ SOURCE = """
 #include "common/cache.cuh"
 template <int TYPE>
 void store(u8* rows, const float* values, int count, u32* back) {
-    machine::run(1, 32, 0, 1, [&] {
+    machine::run(true, 1, 32, 0, 1, [&] {
         const int lane = threadIdx.x;
         for (int i = 0; i < count; i++) {
             float v[8];
@@ -41,12 +41,12 @@ void store(u8* rows, const float* values, int count, u32* back) {
         }
     });
 }
-extern "C" void run(int type, u8* rows, const float* values, int count, u32* back) {
+EXPORTED void run(int type, u8* rows, const float* values, int count, u32* back) {
     if (type == CACHE_F16) store<CACHE_F16>(rows, values, count, back);
     if (type == CACHE_Q8_0) store<CACHE_Q8_0>(rows, values, count, back);
     if (type == CACHE_Q4_0) store<CACHE_Q4_0>(rows, values, count, back);
 }
-extern "C" int row_bytes(int type) { return cache_row_bytes(type); }
+EXPORTED int row_bytes(int type) { return cache_row_bytes(type); }
 """
 
 

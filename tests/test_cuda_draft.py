@@ -41,8 +41,9 @@ def machine() -> Iterator[None]:
 
 @cache
 def targets() -> tuple[LargeBackend, ReferenceBackend]:
-    tensors = tensors_of(SHAPE, MIXED)
-    return LargeBackend(SHAPE, tensors), ReferenceBackend(SHAPE, tensors)
+    config = dataclasses.replace(SHAPE, mtp_layers=1)
+    tensors = tensors_of(config, MIXED)
+    return LargeBackend(config, tensors), ReferenceBackend(config, tensors)
 
 
 EMULATED = ("sliding and full", "one feature, one layer, one key head", "a window shorter than the block")
@@ -132,9 +133,7 @@ def test_the_head_is_lent() -> None:
 
 def test_the_mtp_head_is_the_reference_s() -> None:
     """Rows in pieces, each over what was there before from its position on."""
-    config = dataclasses.replace(SHAPE, mtp_layers=1)
-    tensors = tensors_of(config, MIXED)
-    cuda, reference = LargeBackend(config, tensors), ReferenceBackend(config, tensors)
+    cuda, reference = targets()
     assert cuda.runs_mtp
     rng = np.random.default_rng(0)
     state, expected_state = cuda.new_state(64), reference.new_state(64)

@@ -133,3 +133,21 @@ def test_a_sampled_tree_is_verified_without_its_logits(
     on_gpu: tuple[LargeBackend, ReferenceBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_verified(on_gpu[0], Sampling(temperature=0.9, top_k=20, presence_penalty=0.5, seed=7), 0, monkeypatch)
+
+
+def test_two_thousand_decoded_tokens_do_not_drift(on_gpu: tuple[LargeBackend, ReferenceBackend]) -> None:
+    """Their state has the bits that passes of one token leave, and is as near to the reference as after one token."""
+    cuda, reference = on_gpu
+    how, count = Sampling(temperature=1.0, top_k=40, seed=3), 2000
+    state, plain, expected = (backend.new_state(count + 8) for backend in (cuda, cuda, reference))
+    text = [7, *cuda.decode(state, 7, count, sampling=how, history=[7])]
+    assert len(set(text)) > SHAPE.vocab // 2  # no loop of a few tokens, which would hide an error
+    for token in text[:-1]:
+        cuda.forward([(plain, Tree.chain([token]))])
+        cuda.commit(plain, [0])
+    assert same_state(SHAPE, state, plain)
+    reference.prefill(expected, text[:-1])
+    tree, want = Tree.chain(text[-1:]), Want("logits", features=(0, 1, 2))
+    got, exact = cuda.forward([(state, tree)], want), reference.forward([(expected, tree)], want)
+    assert relative(got.features.numpy(), exact.features.numpy()) < bound_of(cuda)
+    assert relative(got.logits.numpy(), exact.logits.numpy()) < bound_of(cuda)

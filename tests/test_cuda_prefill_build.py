@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import pytest
@@ -46,10 +46,15 @@ def _nvrtc() -> None:
         pytest.skip(str(error))
 
 
-def compiled(stream: PromptStream, name: str, extra: Mapping[str, object], more: str = "") -> str:
-    constants = plan.header(stream) | dict(extra)
-    source = sources()[f"prefill/{name}.cu"] + more
+def compiled(stream: PromptStream, name: str, extra: Mapping[str, object]) -> str:
+    source, constants = sources()[f"prefill/{name}.cu"], plan.header(stream) | dict(extra)
     return compile_source(source, f"{name}.cu", "sm_90a", constants, ("--ptxas-options=-v",))[1]
+
+
+def check_claims(name: str, extra: Mapping[str, object], claims: Iterable[str]) -> None:
+    """Asserted in the kernel's source. PTX will do."""
+    source = sources()[f"prefill/{name}.cu"] + "".join(f'\nstatic_assert({claim}, "");' for claim in claims)
+    compile_source(source, f"{name}.cu", "compute_90a", plan.header(ROW_TILES) | dict(extra))
 
 
 KERNELS = plan.kernels_of(ROW_TILES)
@@ -89,7 +94,7 @@ def test_arguments_have_every_field_where_the_kernel_has_it(name: str) -> None:
         for field, *_ in structure._fields_:
             claims.append(f"__INTADDR__(&(({kernel}*)0)->{field}) == {getattr(structure, field).offset}")
     extra = next(e for n, e in KERNELS if n == name)
-    compiled(ROW_TILES, name, extra, "".join(f'\nstatic_assert({claim}, "");' for claim in claims))
+    check_claims(name, extra, claims)
 
 
 NUMBERS = {
@@ -107,8 +112,7 @@ NUMBERS = {
 @pytest.mark.parametrize("name", NUMBERS)
 def test_the_host_has_the_kernels_numbers(name: str) -> None:
     extra = next(e for n, e in KERNELS if n == name)
-    claims = [f'\nstatic_assert({n} == {v}, "");' for n, v in NUMBERS[name].items()]
-    compiled(ROW_TILES, name, extra, "".join(claims))
+    check_claims(name, extra, [f"{n} == {v}" for n, v in NUMBERS[name].items()])
 
 
 PRODUCTS = [(t, e) for e in range(3) for t in (products.NARROW_TILES if e == 2 else products.WIDE_TILES)]
@@ -117,8 +121,7 @@ PRODUCTS = [(t, e) for e in range(3) for t in (products.NARROW_TILES if e == 2 e
 @pytest.mark.parametrize(("tile", "ending"), PRODUCTS)
 def test_the_host_knows_what_a_tile_takes(tile: products.Tile, ending: int) -> None:
     numbers = {"SHARED": tile.shared(ending), "THREADS": tile.threads, "ROWS": tile.rows(ending), "N": tile.tokens}
-    claims = [f'\nstatic_assert(Chosen::{n} == {v}, "");' for n, v in numbers.items()]
-    compiled(ROW_TILES, "gemm", tile.constant(ending) or {}, "".join(claims))
+    check_claims("gemm", tile.constant(ending) or {}, [f"Chosen::{n} == {v}" for n, v in numbers.items()])
 
 
 # -- where things lie -------------------------------------------------------------------------------------------------

@@ -66,10 +66,59 @@ def read_prompts() -> None:
             print(f"{backend_type.__name__}: {end} tokens", flush=True)
 
 
+def run_large() -> None:
+    """The activations-first pass over K-quants and quantised caches: trees of every build, decoding greedy and sampled,
+    a snapshot; then a DFlash draft and the MTP head on it."""
+    from draft_timing import random_draft
+    from large_timing import random_model, some_tree
+
+    from warpsmith.backend.base import LOGITS, Want
+    from warpsmith.backend.cuda.draft.network import CudaDraft
+    from warpsmith.backend.cuda.large.backend import VARIANTS, LargeBackend
+    from warpsmith.backend.sampling import Sampling
+    from warpsmith.checkpoint.dflash import DFlashConfig
+    from warpsmith.model.config import SIZES
+
+    shape = {"layers": 4, "recurrent": (True, True, True, False), "hidden": 512, "ffn": 2560, "vocab": 2048}
+    heads = {"heads": 12, "kv_heads": 2, "key_heads": 2, "value_heads": 6}
+    config = replace(SIZES["27B"], **shape, **heads, tied=False, mtp_layers=1)
+    backend = LargeBackend(
+        config, random_model(config, "q4_k_m"), context=512, cache_type_k="q8_0", cache_type_v="q4_0", prompts=False
+    )
+    state, ids = backend.new_state(512), np.random.default_rng(2).integers(0, config.vocab, 200)
+    backend.prefill(state, ids)
+    saved = backend.snapshot(state)
+    for nodes in (1, *VARIANTS):
+        tree = some_tree(nodes, config.vocab)
+        backend.forward([(state, tree)], LOGITS)
+        backend.commit(state, tree.path(nodes - 1))
+        print(f"large: tree of {nodes} nodes", flush=True)
+    backend.restore(state, saved)
+    print(f"large: decoded {list(backend.decode(state, 7, 5))}", flush=True)
+    how = Sampling(temperature=0.8, top_k=40, top_p=0.95, repeat_penalty=1.1)
+    print(f"large: drawn {list(backend.decode(state, 7, 5, sampling=how, history=ids.tolist()))}", flush=True)
+
+    windows: tuple[int | None, ...] = (None, 64)
+    file = random_draft(
+        DFlashConfig("random", 2, config.hidden, 512, 4, 2, 128, 1e7, 16, 5, (0, 3), windows, (False, True))
+    )
+    draft = CudaDraft(backend, file.config, file.tensors, [128, 64], backend.lend)
+    memory = draft.new_memory()
+    rows = backend.prefill(backend.new_state(512), ids[:24], Want("none", features=(0, 3))).features
+    assert rows is not None
+    draft.append(memory, rows, 0)
+    draft.fill(memory, 7, 24, 15, Want(tokens="top", top=16, hidden=True))
+    print("draft: a block", flush=True)
+    hidden = np.random.default_rng(3).standard_normal((9, config.hidden)).astype(np.float32)
+    backend.mtp(state, ids[:9].tolist(), hidden, 0, Want("top", top=4, hidden=True))
+    print("draft: the MTP head", flush=True)
+
+
 def main() -> int:
     if sys.argv[1:] == [WORK]:
         work()
         read_prompts()
+        run_large()
         return 0
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=TOOLKIT)
     if sanitizer is None:

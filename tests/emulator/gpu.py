@@ -6,9 +6,12 @@ races or speed.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
+import platform
 import re
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -27,8 +30,11 @@ HERE = Path(__file__).parent
 ARGUMENTS = {"forward": ["Params", "Request"], "commit": ["Params", "Path"], "pack": ["Pack"], "top": ["Top"],
              "draft": ["Params", "Request"], "gather": ["Gather"], "head": ["Params", "Request"],
              "enter": ["Enter"]}  # fmt: skip
-ONE_BY_ONE = ("top",)  # blocks that share static memory, of which there is one here, run one after another
-FLAGS = ["-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-ffp-contract=off"]
+TOGETHER = ("forward", "draft", "head")  # their blocks wait for each other
+MUCH_RUN = ("pack",)  # the others are compiled longer than they are run
+FLAGS = ["-std=c++17", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-ffp-contract=off"]
+# x86 processors have fp16, which the compiler is not told by itself.
+FLAGS += ["-fvisibility=hidden", *(["-march=native"] if platform.machine() == "x86_64" else [])]
 
 
 def build(name: str, architecture: str, constants: Mapping[str, Any], options: tuple[str, ...] = ()) -> bytes:
@@ -43,6 +49,7 @@ def build(name: str, architecture: str, constants: Mapping[str, Any], options: t
 def _folder() -> Path:
     """The kernels, with the machine's instructions replaced."""
     folder = Path(tempfile.mkdtemp(prefix="warpsmith-emulated-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for name, text in sources().items():
         text = re.sub(
             r"extern __shared__ __align__\(128\) u8 memory\[\];", "u8* memory = machine::shared_memory();", text
@@ -70,17 +77,9 @@ def _compiled(name: str, kernel: str, architecture: str, constants: tuple[tuple[
             *defined,
             '#include "machine.h"',
             f'#include "{name}"',
-            'extern "C" int launch(int grid, int threads, int shared, unsigned seed, void** arguments) {',
+            "EXPORTED int launch(int grid, int threads, int shared, unsigned seed, void** arguments) {",
             f"    const auto run = [&] {{ {kernel}({passed}); }};",
-            *(
-                [
-                    "    for (int block = 0; block < grid; block++)",
-                    "        if (!machine::run(1, threads, shared, seed + block, run, block)) return false;",
-                    "    return true;",
-                ]
-                if kernel in ONE_BY_ONE
-                else ["    return machine::run(grid, threads, shared, seed, run);"]
-            ),
+            f"    return machine::run({str(kernel in TOGETHER).lower()}, grid, threads, shared, seed, run);",
             "}",
         ]
     )
@@ -91,7 +90,8 @@ def _compiled(name: str, kernel: str, architecture: str, constants: tuple[tuple[
         (folder / header).write_text(generated_text)
     source, library = folder / "kernel.cpp", folder / "kernel.so"
     source.write_text(text)
-    subprocess.run(["g++", *FLAGS, f"-I{folder}", f"-I{_folder()}", source, "-o", library], check=True)
+    level = "-O2" if kernel in MUCH_RUN else "-O1"
+    subprocess.run(["g++", level, *FLAGS, f"-I{folder}", f"-I{_folder()}", source, "-o", library], check=True)
     return str(library)
 
 

@@ -16,7 +16,7 @@ inline u32 multiply_half(u32 a, u32 pair) { return multiply_halves(a, one_half(p
 // A product of two halves is exact in a float, and its sum with a third in a double.
 inline u32 multiply_add_halves(u32 a, u32 b, u32 c) {
     const float2 x = unpack_half(a), y = unpack_half(b), z = unpack_half(c);
-    return half_of((float)((double)x.x * y.x + z.x)) | half_of((float)((double)x.y * y.y + z.y)) << 16;
+    return pack_half((float)((double)x.x * y.x + z.x), (float)((double)x.y * y.y + z.y));
 }
 template <int HIGH>
 inline u32 multiply_add_half_by(u32 a, u32 pair, u32 add) { return multiply_add_halves(a, one_half(pair, HIGH), add); }

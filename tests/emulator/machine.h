@@ -1,21 +1,19 @@
 // A GPU on a CPU, as much of it as the kernels use: every CUDA thread is a fiber, all in one operating-system thread.
 //
-// A fiber runs until it must wait for others (a shuffle, a barrier, a poll) and then hands on to the next one. The order of warps,
-// when copies arrive, and which warps dawdle are drawn from a seed. So what is found here is wrong logic: a wrong address, a
+// A fiber runs until it must wait for others (a shuffle, a barrier, a poll) and then hands on: to another lane of its warp that can
+// go on, else to the next warp. The order of warps, when copies arrive, where a warp is interrupted and which warps dawdle are drawn
+// from a seed. So what is found here is wrong logic: a wrong address, a
 // missing barrier, a wait that never ends. Memory is always in order here; races that need more than that are for the GPU to show.
 #pragma once
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <random>
-#include <stdexcept>
 #include <vector>
 #include <sys/mman.h>
 
+#define EXPORTED extern "C" __attribute__((visibility("default")))  // what the host calls
 #define __device__
 #define __host__
 #define __global__
@@ -33,43 +31,73 @@ struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+inline unsigned min(int a, unsigned b) { return min((unsigned)a, b); }
+inline unsigned min(unsigned a, int b) { return min(a, (unsigned)b); }
+
 namespace machine {
 
+typedef unsigned long long u64;
 struct Index { unsigned x, y = 0, z = 0; };
-constexpr size_t STACK = 256 << 10;
+constexpr size_t STACK = (256 << 10) + 4096 + 448;  // no power of 2: fibers' frames would share a few sets of every cache
 constexpr long PATIENCE = 2000000;  // turns of all fibers without any of them getting on: a wait that never ends
 
 struct Warp {
     int arrived = 0, members = 0, dawdles = 0;  // turns that it lets pass
-    unsigned long generation = 0;
+    u64 generation = 0;
     uint4 slots[2][32][2];  // what the lanes of a collective operation give, 32 bytes each
+    double products[2][8][16][8];  // of the tensor core
+};
+// What a fiber waits for, where that can be told without running it: that these bits change.
+struct Wait {
+    const u64* word = nullptr;
+    u64 bits = 0, value = 0;
+    bool over() const { return !word || (*word & bits) != value; }
 };
 struct Block {
     std::vector<unsigned char> shared;
     std::vector<Warp> warps;
     int waiting[3] = {0, 0, 0};
-    unsigned long generation[3] = {0, 0, 0};
+    u64 generation[3] = {0, 0, 0};
 };
 struct Fiber {
+    Fiber *next = nullptr, *warp_begin, *warp_end;  // in the order of turns; the lanes of its warp
+    Warp* warp;
+    Wait wait;
+    bool done = false;
     void* stack_pointer = nullptr;
     Block* block;
-    Warp* warp;
     Index thread, block_index;
-    unsigned char* stack = nullptr;
-    bool done = false;
+    bool can_go_on() const { return !done && wait.over(); }
     std::vector<std::pair<void*, const void*>> small_copies;  // of 16 bytes, on their way
     std::vector<size_t> groups;                               // how many of them are in each
     const char* waits_for = "its first turn";
-    Fiber* next = nullptr;
 };
 
 inline Fiber* current;
 inline Index block_size, grid_size;
 inline void* scheduler_stack;
 inline long turns_without_progress;
-inline std::mt19937 chance;
-inline std::vector<std::function<void()>> copies;  // on their way
-inline const std::function<void()>* body;
+inline u64 chance_state;
+inline void (*body)(const void*);
+inline const void* body_argument;
+
+struct Copy {
+    void* to;
+    const void* source;
+    size_t bytes;
+    void (*landed)(void* barrier, int bytes);
+    void* barrier;
+};
+inline std::vector<Copy> copies;  // on their way
+
+inline unsigned chance(unsigned below) {  // any number less than that, by Knuth's recurrence
+    chance_state = chance_state * 6364136223846793005ull + 1442695040888963407ull;
+    return (unsigned)((chance_state >> 32) * below >> 32);
+}
 
 extern "C" void machine_switch(void** save, void* load);
 #if defined(__x86_64__)
@@ -108,23 +136,42 @@ machine_switch:
 #error "no fibers for this processor"
 #endif
 
-// To the next fiber; the last one goes back to the scheduler. Before a warp's first lane gets its turn it may be made to wait.
-inline void hand_on(const char* waits_for) {
-    Fiber* me = current;
-    me->waits_for = waits_for;
-    Fiber* next = me->next;
-    while (next && (next->done || next->warp->dawdles > 0)) {
-        if (next->thread.x % 32 == 0 && next->warp->dawdles > 0) next->warp->dawdles--;
-        next = next->next;
+// The next fiber that can go on, from this one in the order of turns. A warp may be made to wait before its turn.
+inline Fiber* runnable_from(Fiber* fiber) {
+    while (fiber && (fiber->warp->dawdles > 0 || !fiber->can_go_on())) {
+        if (fiber->warp->dawdles > 0) {
+            fiber->warp->dawdles--;
+            fiber = fiber->warp_end[-1].next;
+        } else {
+            fiber = fiber->next;
+        }
     }
+    return fiber;
+}
+inline void switch_to(Fiber* next) {  // null: the scheduler
+    Fiber* me = current;
     current = next;
     machine_switch(&me->stack_pointer, next ? next->stack_pointer : scheduler_stack);
     current = me;
 }
+inline void hand_on(const char* waits_for, Wait wait = {}) {
+    current->waits_for = waits_for, current->wait = wait;
+    switch_to(runnable_from(current->next));
+}
+// First to the lanes that this one waits for.
+inline void wait_for_warp() {
+    Fiber* me = current;
+    me->waits_for = "its warp", me->wait = {&me->warp->generation, ~0ull, me->warp->generation};
+    for (Fiber* lane = me + 1; lane < me->warp_end; lane++)
+        if (lane->can_go_on()) return switch_to(lane);
+    for (Fiber* lane = me->warp_begin; lane < me; lane++)
+        if (lane->can_go_on()) return switch_to(lane);
+    switch_to(runnable_from(me->warp_end[-1].next));
+}
 inline void progress() { turns_without_progress = 0; }
 
 inline void fiber_main() {
-    (*body)();
+    body(body_argument);
     progress();
     current->done = true;
     Warp& warp = *current->warp;
@@ -133,41 +180,46 @@ inline void fiber_main() {
     std::abort();
 }
 
-// All lanes of the warp that are still there: what each gives, all get. `give` is at most 32 bytes.
-template <class T>
-inline void collect(T give) {
+// All lanes of the warp that are still there: what each gives, all get. `give` is at most 32 bytes. The last one computes what they
+// all wait for.
+template <class T, class Finish>
+inline void collect(T give, Finish finish) {
     static_assert(sizeof(T) <= 32);
     Warp& warp = *current->warp;
-    const unsigned long mine = warp.generation;
+    const u64 mine = warp.generation;
     auto* slots = warp.slots[mine & 1];
     std::memcpy(slots[current->thread.x & 31], &give, sizeof(T));
     if (++warp.arrived == warp.members) {
+        finish();
         warp.arrived = 0, warp.generation++;
         progress();
+        if (chance(16) == 0) hand_on("the others");
     } else {
-        while (warp.generation == mine) hand_on("its warp");
+        while (warp.generation == mine) wait_for_warp();
     }
 }
 template <class T>
-inline T given(unsigned long generation, int lane) {
+inline void collect(T give) { collect(give, [] {}); }
+template <class T>
+inline T given(u64 generation, int lane) {
     T out;
     std::memcpy(&out, current->warp->slots[generation & 1][lane & 31], sizeof(T));
     return out;
 }
 template <class T, class Pick>
 inline T shuffle(T give, Pick pick) {
-    const unsigned long generation = current->warp->generation;
+    const u64 generation = current->warp->generation;
     collect(give);
     return given<T>(generation, pick(current->thread.x & 31));
 }
 inline void barrier(int id, int count) {
     Block& block = *current->block;
-    const unsigned long mine = block.generation[id];
+    const u64 mine = block.generation[id];
     if (++block.waiting[id] == count) {
         block.waiting[id] = 0, block.generation[id]++;
         progress();
     } else {
-        while (block.generation[id] == mine) hand_on(id ? "the consumers" : "its block");
+        while (block.generation[id] == mine) hand_on(id ? "the consumers" : "its block", {&block.generation[id], ~0ull, mine});
     }
 }
 
@@ -179,18 +231,17 @@ inline unsigned char* stacks_for(size_t fibers) {
         if (stacks) munmap(stacks, held * STACK);
         const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
         stacks = (unsigned char*)mmap(nullptr, fibers * STACK, PROT_READ | PROT_WRITE, flags, -1, 0);
-        if (stacks == MAP_FAILED) throw std::runtime_error("no memory for stacks");
+        if (stacks == MAP_FAILED) std::perror("no memory for stacks"), std::abort();
         held = fibers;
     }
     return stacks;
 }
 
-// Run a kernel of `grid` blocks, from `first_block` on, that are all there at the same time. False: some wait never ends.
-inline bool run(int grid, int threads, int shared_bytes, unsigned seed, const std::function<void()>& kernel, int first_block = 0) {
-    chance.seed(seed);
+// Run blocks of a kernel, from `first_block` on, that are all there at the same time. False: some wait never ends.
+template <class Kernel>
+inline bool run_blocks(int first_block, int grid, int threads, int shared_bytes, const Kernel& kernel) {
     copies.clear();
-    grid_size = {(unsigned)grid}, block_size = {(unsigned)threads};
-    body = &kernel;
+    body = [](const void* kernel) { (*(const Kernel*)kernel)(); }, body_argument = &kernel;
     std::vector<Block> blocks(grid);
     std::vector<Fiber> fibers((size_t)grid * threads);
     unsigned char* stacks = stacks_for(fibers.size());
@@ -201,8 +252,8 @@ inline bool run(int grid, int threads, int shared_bytes, unsigned seed, const st
             Fiber& fiber = fibers[(size_t)b * threads + t];
             fiber.block = &blocks[b], fiber.warp = &blocks[b].warps[t / 32], fiber.warp->members++;
             fiber.thread = {(unsigned)t}, fiber.block_index = {(unsigned)(first_block + b)};
-            fiber.stack = stacks + ((size_t)b * threads + t) * STACK;
-            auto* top = (void**)(fiber.stack + STACK - 256);
+            fiber.warp_begin = &fiber - t % 32, fiber.warp_end = fiber.warp_begin + min(32, threads - t / 32 * 32);
+            auto* top = (void**)(stacks + ((size_t)b * threads + t + 1) * STACK - 256);
 #if defined(__x86_64__)
             top[SAVED_WORDS] = (void*)fiber_main;
 #else
@@ -214,35 +265,31 @@ inline bool run(int grid, int threads, int shared_bytes, unsigned seed, const st
     // Lanes of a warp follow each other, warps in any order.
     std::vector<size_t> order;
     for (size_t i = 0; i < fibers.size(); i += 32) order.push_back(i);
-    std::shuffle(order.begin(), order.end(), chance);
+    for (size_t i = order.size(); i > 1; i--) std::swap(order[i - 1], order[chance((unsigned)i)]);
     Fiber *front = &fibers[order[0]], *last = nullptr;
     for (size_t warp : order)
-        for (size_t i = warp; i < std::min(warp + 32, fibers.size()); i++) {
+        for (size_t i = warp; i < warp + 32 && i < fibers.size(); i++) {
             if (last) last->next = &fibers[i];
             last = &fibers[i];
         }
     turns_without_progress = 0;
     bool ended = false;
     while (!ended && turns_without_progress++ < PATIENCE / (long)fibers.size() + 2000) {
-        for (size_t arrivals = std::min<size_t>(copies.size(), chance() % (copies.size() + 2)); arrivals > 0; arrivals--) {  // of any
-            std::swap(copies[chance() % copies.size()], copies.back());
-            const auto arrive = std::move(copies.back());
+        for (size_t arrivals = min((unsigned)copies.size(), chance((unsigned)copies.size() + 2)); arrivals > 0; arrivals--) {  // of any
+            std::swap(copies[chance((unsigned)copies.size())], copies.back());
+            const Copy copy = copies.back();
             copies.pop_back();
-            arrive();
+            std::memcpy(copy.to, copy.source, copy.bytes);
+            copy.landed(copy.barrier, (int)copy.bytes);
         }
-        if (chance() % 4 == 0) {  // a warp falls behind
-            Block& block = blocks[chance() % grid];
-            block.warps[chance() % block.warps.size()].dawdles = chance() % 40;
+        if (chance(4) == 0) {  // a warp falls behind
+            Block& block = blocks[chance((unsigned)grid)];
+            block.warps[chance((unsigned)block.warps.size())].dawdles = (int)chance(40);
         }
-        Fiber* first = front;
-        while (first && first->done) first = first->next;
-        if (!first) {
-            ended = true;
-            break;
-        }
-        first->warp->dawdles = 0;
-        current = first;
-        machine_switch(&scheduler_stack, first->stack_pointer);
+        while (front && front->done) front = front->next;
+        ended = !front;
+        current = runnable_from(front);
+        if (current) machine_switch(&scheduler_stack, current->stack_pointer);
     }
     if (!ended) {
         std::fprintf(stderr, "some threads wait for ever:\n");
@@ -253,6 +300,23 @@ inline bool run(int grid, int threads, int shared_bytes, unsigned seed, const st
         }
     }
     return ended;
+}
+
+// A kernel whose blocks wait for each other, or one whose blocks may run in any order, or share static memory, of which there is one
+// here: one at a time, on the same few stacks.
+template <class Kernel>
+inline bool run(bool together, int grid, int threads, int shared_bytes, unsigned seed, const Kernel& kernel) {
+    chance_state = seed;
+    grid_size = {(unsigned)grid}, block_size = {(unsigned)threads};
+    if (together) return run_blocks(0, grid, threads, shared_bytes, kernel);
+    std::vector<int> order;
+    for (int block = 0; block < grid; block++) {
+        order.push_back(block);
+        std::swap(order[chance((unsigned)block + 1)], order.back());
+    }
+    for (int block : order)
+        if (!run_blocks(block, 1, threads, shared_bytes, kernel)) return false;
+    return true;
 }
 
 inline unsigned char* shared_memory() { return (unsigned char*)(((uintptr_t)current->block->shared.data() + 127) / 128 * 128); }
@@ -275,7 +339,7 @@ inline T __shfl_down_sync(unsigned, T v, int by) { return machine::shuffle(v, [&
 template <class T>
 inline T __shfl_up_sync(unsigned, T v, int by) { return machine::shuffle(v, [&](int lane) { return lane - by >= 0 ? lane - by : lane; }); }
 inline bool __all_sync(unsigned, bool here) {
-    const unsigned long generation = machine::current->warp->generation;
+    const auto generation = machine::current->warp->generation;
     machine::collect((int)here);
     bool all = true;
     for (int lane = 0; lane < 32; lane++) all &= machine::given<int>(generation, lane) != 0;
@@ -328,9 +392,3 @@ inline T atomicMax(T* at, T v) {
     if (v > old) *at = v;
     return old;
 }
-inline int min(int a, int b) { return a < b ? a : b; }
-inline int max(int a, int b) { return a > b ? a : b; }
-inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
-inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
-inline unsigned min(int a, unsigned b) { return min((unsigned)a, b); }
-inline unsigned min(unsigned a, int b) { return min(a, (unsigned)b); }

@@ -49,7 +49,8 @@ inline bool barrier_done(u32 barrier, u32 parity) {
 }
 inline bool barrier_seen(u32 barrier, u32 parity) { return (barrier_at(barrier).phase & 1) != parity; }
 inline void barrier_wait(u32 barrier, u32 parity) {
-    while (!barrier_done(barrier, parity)) {}
+    const u64 phase = 1ull << 24;  // its lowest bit
+    while (!barrier_seen(barrier, parity)) machine::hand_on("a barrier", {(const u64*)&barrier_at(barrier), phase, parity ? phase : 0});
 }
 
 // --- copies ---------------------------------------------------------------------------------------------------------
@@ -59,13 +60,11 @@ inline u64 evict_first() { return 0; }
 inline void copy_slot(u32 dst, const void* src, u32 bytes, u32 barrier, u64) {
     if (dst % 16 || (uintptr_t)src % 16 || bytes % 16) std::fprintf(stderr, "a bulk copy that is not aligned\n"), std::abort();
     arrive(barrier, (int)bytes);
-    u8* to = shared_pointer(dst);
-    Barrier* landed = &barrier_at(barrier);
-    machine::copies.push_back([=] {
-        std::memcpy(to, src, bytes);
-        landed->bytes -= (int)bytes;
-        landed->advance();
-    });
+    const auto landed = [](void* barrier, int bytes) {
+        ((Barrier*)barrier)->bytes -= bytes;
+        ((Barrier*)barrier)->advance();
+    };
+    machine::copies.push_back({shared_pointer(dst), src, bytes, landed, &barrier_at(barrier)});
 }
 constexpr u32 COPY_LANES = 1;
 #else
@@ -140,6 +139,16 @@ inline u32 half_of(float v) {
         half = ((bits & 0x7fffffff) + 0xfff + (bits >> 13 & 1) - (112u << 23)) >> 13;
     return half | sign;
 }
+#ifdef __F16C__
+typedef int Words __attribute__((vector_size(16)));
+typedef short Shorts __attribute__((vector_size(16)));
+typedef float Floats __attribute__((vector_size(16)));
+inline float2 unpack_half(u32 pair) {
+    const Words floats = (Words)__builtin_ia32_vcvtph2ps((Shorts)Words{(int)pair});
+    return {__int_as_float(floats[0]), __int_as_float(floats[1])};
+}
+inline u32 pack_half(float low, float high) { return (u32)((Words)__builtin_ia32_vcvtps2ph(Floats{low, high}, 0))[0]; }
+#else
 inline std::vector<float> all_halves() {
     std::vector<float> values(65536);
     for (u32 half = 0; half < 65536; half++) values[half] = from_half(half);
@@ -147,39 +156,59 @@ inline std::vector<float> all_halves() {
 }
 inline const std::vector<float> halves = all_halves();
 inline float2 unpack_half(u32 pair) { return {halves[pair & 0xffff], halves[pair >> 16]}; }
+inline u32 pack_half(float low, float high) { return half_of(low) | half_of(high) << 16; }
+#endif
 inline u32 bf16_of(float v) {
     const u32 bits = __float_as_uint(v);
     return v != v ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline u32 pack_bf16(float low, float high) { return bf16_of(low) | bf16_of(high) << 16; }
-inline u32 pack_half(float low, float high) { return half_of(low) | half_of(high) << 16; }
 inline u32 multiply_bf16(u32 a, u32 b) { return pack_bf16(bf16_low(a) * bf16_low(b), bf16_high(a) * bf16_high(b)); }
 
 // acc (16 x 8) += a (16 x 16) * b (16 x 8): lane l gives rows l / 4 and + 8, k 2 (l mod 4), + 1, + 8, + 9; column l / 4.
-template <class Unpack>
-inline void multiply_tiles(float (&acc)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, Unpack unpack) {
-    struct Operands { u32 a[4], b[2]; };
-    const unsigned long generation = machine::current->warp->generation;
-    machine::collect(Operands{{a0, a1, a2, a3}, {b0, b1}});
-    const int lane = threadIdx.x & 31;
-    for (int i = 0; i < 4; i++) {
-        const int row = lane / 4, column = lane % 4 * 2 + i % 2;
-        double sum = 0;
-        for (int q = 0; q < 4; q++) {
-            const auto a = machine::given<Operands>(generation, row * 4 + q), b = machine::given<Operands>(generation, column * 4 + q);
+struct Operands { u32 a[4], b[2]; };
+typedef double Columns __attribute__((vector_size(64)));
+template <class Unpack, class Column>
+__attribute__((optimize("O3"))) void multiply_rows(double (&sums)[16][8], u64 generation, Unpack unpack, Column column) {
+    double b[16][8];
+    for (int c = 0; c < 8; c++)
+        for (int q = 0; q < 4; q++)
             for (int half = 0; half < 2; half++) {
-                const float2 x = unpack(a.a[i / 2 + 2 * half]), y = unpack(b.b[half]);
-                sum += (double)x.x * y.x + (double)x.y * y.y;
+                const float2 y = unpack(column(c, q, half));
+                b[4 * q + 2 * half][c] = y.x, b[4 * q + 2 * half + 1][c] = y.y;
+            }
+    for (int row = 0; row < 16; row++) {
+        Columns sum = {};
+        for (int q = 0; q < 4; q++) {
+            const auto given = machine::given<Operands>(generation, row % 8 * 4 + q);
+            for (int half = 0; half < 2; half++) {
+                const float2 x = unpack(given.a[row / 8 + 2 * half]);
+                Columns low, high;
+                std::memcpy(&low, b[4 * q + 2 * half], 64), std::memcpy(&high, b[4 * q + 2 * half + 1], 64);
+                sum += (double)x.x * low + (double)x.y * high;
             }
         }
-        acc[i] = (float)(acc[i] + sum);
+        std::memcpy(sums[row], &sum, 64);
     }
 }
-inline void mma(float (&acc)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { multiply_tiles(acc, a0, a1, a2, a3, b0, b1, unpack_bf16); }
-inline void mma_half(float (&acc)[4], uint4 a, u32 b0, u32 b1) { multiply_tiles(acc, a.x, a.y, a.z, a.w, b0, b1, unpack_half); }
+inline double product(u64 generation, int octet, int i) {  // the lane's
+    const int lane = threadIdx.x & 31;
+    return machine::current->warp->products[generation & 1][octet][lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
+}
+template <class Unpack>
+inline void multiply_tiles(float (&acc)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, Unpack unpack) {
+    const u64 generation = machine::current->warp->generation;
+    machine::collect(Operands{{a0, a1, a2, a3}, {b0, b1}}, [&] {
+        const auto column = [&](int c, int q, int half) { return machine::given<Operands>(generation, c * 4 + q).b[half]; };
+        multiply_rows(machine::current->warp->products[generation & 1][0], generation, unpack, column);
+    });
+    for (int i = 0; i < 4; i++) acc[i] = (float)(acc[i] + product(generation, 0, i));
+}
+inline void mma(float (&acc)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { multiply_tiles(acc, a0, a1, a2, a3, b0, b1, [](u32 v) { return unpack_bf16(v); }); }
+inline void mma_half(float (&acc)[4], uint4 a, u32 b0, u32 b1) { multiply_tiles(acc, a.x, a.y, a.z, a.w, b0, b1, [](u32 v) { return unpack_half(v); }); }
 
 inline uint4 load_matrices(const void* row) {
-    const unsigned long generation = machine::current->warp->generation;
+    const u64 generation = machine::current->warp->generation;
     machine::collect(row);
     const int lane = threadIdx.x & 31;
     u32 out[4];
@@ -187,7 +216,7 @@ inline uint4 load_matrices(const void* row) {
     return {out[0], out[1], out[2], out[3]};
 }
 inline uint4 load_transposed(const void* row) {
-    const unsigned long generation = machine::current->warp->generation;
+    const u64 generation = machine::current->warp->generation;
     machine::collect(row);
     const int lane = threadIdx.x & 31;
     u32 out[4];

@@ -20,21 +20,15 @@ template <int COUNT>
 inline void multiply_group(float (&d)[COUNT], const u32 (&a)[4], u64 b, int keep) {
     const u8* base = shared_pointer((u32)(b & 0x3fff) << 4);
     const u32 along_k = (u32)(b >> 16 & 0x3fff) << 4, along_n = (u32)(b >> 32 & 0x3fff) << 4;
-    struct Operand { u32 a[4]; };
-    const unsigned long generation = machine::current->warp->generation;
-    machine::collect(Operand{{a[0], a[1], a[2], a[3]}});
-    const int lane = threadIdx.x & 31;
-    for (int i = 0; i < COUNT; i++) {
-        const int row = lane / 4, column = lane % 4 * 2 + i % 2, octet = i / 4;
-        double sum = 0;
-        for (int half = 0; half < 2; half++) {
-            const u32* other = (const u32*)(base + octet * along_n + half * along_k + column * 16);
-            for (int q = 0; q < 4; q++) {
-                const float2 x = unpack_half(machine::given<Operand>(generation, row * 4 + q).a[i / 2 % 2 + 2 * half]);
-                const float2 y = unpack_half(other[q]);
-                sum += (double)x.x * y.x + (double)x.y * y.y;
-            }
+    const u64 generation = machine::current->warp->generation;
+    machine::collect(Operands{{a[0], a[1], a[2], a[3]}, {}}, [&] {
+        for (int octet = 0; octet < COUNT / 4; octet++) {
+            const auto column = [&](int c, int q, int half) {
+                return ((const u32*)(base + octet * along_n + half * along_k + c * 16))[q];
+            };
+            const auto unpack = [](u32 v) { return unpack_half(v); };
+            multiply_rows(machine::current->warp->products[generation & 1][octet], generation, unpack, column);
         }
-        d[i] = (float)((keep ? d[i] : 0.0f) + sum);
-    }
+    });
+    for (int i = 0; i < COUNT; i++) d[i] = (float)((keep ? d[i] : 0.0f) + product(generation, i / 4, i % 4));
 }

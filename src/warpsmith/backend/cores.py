@@ -19,6 +19,15 @@ def usable_cores() -> int:
         return cores
 
 
+def team_of(cores: int) -> int:
+    """How many threads work together on so many cores.
+
+    At every step they wait for the slowest. Where all cores are taken, other work takes a core from one of them and so
+    stops them all: from eight cores on, one is left to it.
+    """
+    return cores - 1 if cores >= 8 else cores
+
+
 def physical_cores(processors: Iterable[int], topology: Path = _TOPOLOGY) -> int:
     """How many cores these processors belong to. One whose core the system does not tell is a core of its own.
 

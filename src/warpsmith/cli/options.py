@@ -46,7 +46,13 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory-limit", type=nbytes, metavar="N[KMGT]", help="bytes that model and context may take, such as 24G"
     )
     cpu = parser.add_argument_group("cpu device", "Naming one of these chooses the cpu.")
-    cpu.add_argument("-t", "--threads", type=natural, metavar="N", help="threads (default: all usable cores)")
+    cpu.add_argument(
+        "-t",
+        "--threads",
+        type=natural,
+        metavar="N",
+        help="threads (default: all usable cores, of eight or more all but one)",
+    )
     cpu.add_argument(
         "--cpu-features",
         type=lambda text: text.split(","),

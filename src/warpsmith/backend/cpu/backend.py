@@ -31,7 +31,7 @@ from warpsmith.backend.base import (
     take_drafted,
     wanted_for,
 )
-from warpsmith.backend.cores import usable_cores
+from warpsmith.backend.cores import team_of, usable_cores
 from warpsmith.backend.cpu import _cpu, loading
 from warpsmith.backend.host_memory import check_fits
 from warpsmith.backend.rows import HostRows, Rows
@@ -90,7 +90,7 @@ class CpuBackend(Backend):
                     f"Keys and values cannot be kept as {kind!r}.", f"Use one of {', '.join(CACHE_BYTES)}."
                 )
         self.config, self.cache_type_k, self.cache_type_v = config, cache_type_k, cache_type_v
-        self.threads = usable_cores() if threads is None else threads
+        self.threads = team_of(usable_cores()) if threads is None else threads
         if not 1 <= self.threads <= 1024:
             raise BadRequest(f"{self.threads} threads cannot share the work.", "Ask for 1 to 1024.")
         allowed = _allowed_features(cpu_features)

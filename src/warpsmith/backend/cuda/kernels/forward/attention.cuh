@@ -98,16 +98,19 @@ __device__ __forceinline__ void fetch_rows(const Block& b, const AttentionScratc
         const int place = 16 % GROUP == 0 ? b.warp + i * WARPS : node / TILE_NODES * 16 + within;
         if (node < count) *(uint4*)(q + place * KEY_ROW) = got[i];
     }
-    if (fresh) {
+    if (fresh && b.warp & 1) {
 #pragma unroll
         for (int i = 0; i < DRAFTED; i++)
             if (i * (WARPS / 2) < drafted) {
                 const int node = (b.warp >> 1) + i * (WARPS / 2);
-                u32* to = b.warp & 1
-                              ? at.fresh_values + node * VALUE_ROW + value_piece(b.lane, b.length + b.s.depth[node])
-                              : at.fresh_keys + node * KEY_ROW + b.lane * 4;
+                u32* to = at.fresh_values + node * VALUE_ROW + value_piece(b.lane, b.length + b.s.depth[node]);
                 *(uint4*)to = got_drafted[i];
             }
+    } else if (fresh) {
+#pragma unroll
+        for (int i = 0; i < DRAFTED; i++)
+            if (i * (WARPS / 2) < drafted)
+                *(uint4*)(at.fresh_keys + ((b.warp >> 1) + i * (WARPS / 2)) * KEY_ROW + b.lane * 4) = got_drafted[i];
     }
 }
 
