@@ -67,7 +67,7 @@ class Output:
 
     def __getitem__(self, rows: slice | Sequence[int]) -> Output:
         """The same of some nodes, for outputs that have a row of everything for each."""
-        return Output(**{name: None if value is None else value[rows] for name, value in vars(self).items()})
+        return Output(**{name: value[rows] for name, value in vars(self).items() if value is not None})
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,7 @@ class Generation:
             )
             if tree is not None and tree.tokens[0] != sequence.ids[-1]:
                 raise ValueError(f"{proposer} proposed a tree that does not start at the root")
-        self.tree = Tree.chain(sequence.ids[-1:]) if tree is None else _trim(tree, depth, nodes)
+        self.tree = Tree.root(sequence.ids[-1]) if tree is None else _trim(tree, depth, nodes)
         self._draft_seconds = perf_counter() - began
         return self.tree
 
@@ -281,7 +281,7 @@ class Generation:
         burst.seconds += took
         self.stats.decode_seconds += took
         if self.on_step is not None:
-            self.on_step(Step(Tree.chain([root]), [0], run))
+            self.on_step(Step(Tree.root(root), [0], run))
         if self.finish_reason is not None or not burst.left:
             self.settle()
 

@@ -46,6 +46,7 @@ from warpsmith.model.weights import expected_shapes
 CacheType = Literal["f16", "f32", "q8_0"]
 CACHE_BYTES: dict[CacheType, float] = {"f16": 2.0, "f32": 4.0, "q8_0": 34 / 32}  # of one number
 PORTABLE = "portable"  # kernels that need no feature
+_ROOT = np.zeros(1, dtype=np.int32)  # the path of plain decoding
 _TOKENS = {"none": 0, "argmax": 1, "top": 2, "logits": 3}
 
 
@@ -175,7 +176,8 @@ class CpuBackend(Backend):
 
     def commit(self, state: State, path: Sequence[int]) -> None:
         assert isinstance(state, CpuState)
-        self._engine.commit(state.native, np.array(take_drafted(state, path), dtype=np.int32))
+        nodes = take_drafted(state, path)
+        self._engine.commit(state.native, _ROOT if nodes == [0] else np.array(nodes, dtype=np.int32))
 
     def snapshot(self, state: State) -> Snapshot:
         assert isinstance(state, CpuState)
