@@ -151,6 +151,7 @@ struct Vector {
                 to.d32[at] = quantize_run(x + 32 * b, 32, q, sums);
                 place(q, 32, b, column, to, to.q32);
                 to.minus8[at] = -8 * (sums[0] + sums[1]);
+                to.minus128[at] = -128 * (sums[0] + sums[1]);
             }
         }
     }
@@ -204,6 +205,11 @@ struct Vector {
         for (int r = 0; r < dk; r++) {
             const F k = S::set1(keys[r]);
             const F q = kOutput ? S::set1(queries[r]) : k;
+            // the state is in the first cache by now, and memory has nothing else to do
+            if (s.next) {
+                WARPSMITH_UNROLL
+                for (int i = 0; i < W; i += 16) S::prefetch(reinterpret_cast<const uint8_t*>(s.next + r * W + i));
+            }
             WARPSMITH_UNROLL
             for (int i = 0; i < N; i++) {
                 const F now = S::fma(S::mul(decay, S::load(state + r * W + i * L)), k, write[i]);

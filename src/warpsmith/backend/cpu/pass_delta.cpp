@@ -118,10 +118,12 @@ void Pass::delta_head(int thread, int index, const Part& sequence, int head) {
             return slot == Tree::kCommitted ? committed : slots + slot * block;
         };
         const DeltaUpdate owed = owed_to(state, index, head, column);
+        const int last = in_place ? tree.n - 1 : tree.visits.back().node;
         const auto step = [&](int i) {
             const int at = i * dv + column;
             return DeltaStep{dk, width, i == 0 && state.owes ? &owed : nullptr, k + i * dk, q + i * dk, v + at, decay[i],
-                             beta[i], out + at, i == 0 ? root + 16 + dk + column : nullptr};
+                             beta[i], out + at, i == 0 ? root + 16 + dk + column : nullptr,
+                             i == last ? committed + block : nullptr};
         };
         if (in_place) {
             for (int i = 0; i < tree.n; i++) kernels.delta_step(committed, committed, step(i));
@@ -165,7 +167,8 @@ void Pass::commit(Model& model, Workspace& work, State& state, const int32_t* no
                         float* s = state.delta(index) + (static_cast<size_t>(head) * dv + column) * dk;
                         const DeltaUpdate owed = owed_to(state, index, head, column);
                         const DeltaUpdate* first = i == 1 ? &owed : nullptr;
-                        const DeltaStep step{dk, width, first, k, nullptr, v + column, decay, beta, nullptr, nullptr};
+                        const DeltaStep step{dk,    width, first,   k,       nullptr, v + column,
+                                             decay, beta,  nullptr, nullptr, nullptr};
                         kernels.delta_step(s, s, step);
                     }
                 }
