@@ -356,7 +356,9 @@ class Generation:
         if self.proposer is not None:
             features = None if output.features is None else output.features[rows]
             hidden = None if output.hidden is None else output.hidden[rows]
-            self.proposer.observe(self.sequence.draft, self.sequence.committed[start:], start, features, hidden)
+            sequence = self.sequence
+            tokens = sequence.ids[start : sequence.state.length]
+            self.proposer.observe(sequence.draft, tokens, start, features, hidden)
 
     def _cut(self, run: list[int]) -> list[int]:
         """Count the run's tokens and end it where the text ends."""

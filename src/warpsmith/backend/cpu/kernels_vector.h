@@ -103,9 +103,7 @@ struct Vector {
         const F by = S::set1(most > 0 ? 127.0f / most : 0.0f);
         for (int i = 0; i < n; i += L) S::store_i8(q + i, S::round(S::mul(S::load(x + i), by)));
         for (int i = 0; i < n / 16; i++) {
-            int32_t sum = 0;
-            for (int j = 0; j < 16; j++) sum += q[16 * i + j];
-            sums[i] = sum;
+            sums[i] = S::reduce_add(S::load_i8(reinterpret_cast<const uint8_t*>(q + 16 * i)));
         }
         return most / 127.0f;
     }

@@ -109,7 +109,10 @@ void Stages::tokens(int thread, const Matrix& head, const float* hidden, int row
         for (int row = 0; row < rows; row++) {
             const float* values = tile + row * kPanel;
             if (logits) std::memcpy(logits + static_cast<size_t>(row) * vocab + first, values, count * sizeof(float));
-            for (int i = 0; i < count; i++) {  // a thread's units only ever go up: the first of equals stays
+            const float best = most[row];
+            bool better = false;  // seldom, and told without branches
+            for (int i = 0; i < kPanel; i++) better |= !(values[i] <= best);
+            for (int i = 0; better && i < count; i++) {  // a thread's units only ever go up: the first of equals stays
                 if (values[i] <= most[row]) continue;
                 const bool finite = values[i] < INFINITY;  // an infinity or a NaN wins for good, as no token
                 most[row] = finite ? values[i] : INFINITY;
