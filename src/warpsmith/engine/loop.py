@@ -238,6 +238,17 @@ class Generation:
         self._step = Step(tree, path, run)
         self._verify_seconds, self._commit_seconds = walked - began, perf_counter() - walked
 
+    def accept_root(self, output: Output, row: int) -> None:
+        """`accept` for a root alone that is committed: the next token is chosen from this row."""
+        began = perf_counter()
+        run = self._cut([self._choose(output, row)])
+        self._show(output, [row], run)
+        self._decide(run)
+        rows = output[row : row + 1] if self.asks else Output()
+        self._observe(self.sequence.state.length - 1, rows, slice(None))
+        self._step = Step(self.tree, [0], run)
+        self._verify_seconds, self._commit_seconds = perf_counter() - began, 0.0
+
     @property
     def own_seconds(self) -> float:
         """Of the step under way: what it took besides the forward pass."""
@@ -329,9 +340,11 @@ class Generation:
         return [] if not self.sampling.penalised else ids if last < 0 else ids[-last:]
 
     def _choose(self, output: Output, row: int) -> int:
+        """What comes after the state, of which this row tells."""
+        length = self.sequence.state.length
         if self.constraint is None:
-            return next_token(output, row, self.sampling, self._recent(), len(self.prompt))
-        return self._constrained(output)(row, self._recent(), len(self.prompt))
+            return next_token(output, row, self.sampling, self._recent(), length)
+        return self._constrained(output)(row, self._recent(), length)
 
     def _constrained(self, output: Output) -> Callable[[int, list[int], int], int]:
         """The sampler's choice at a row, among what the constraint allows there."""

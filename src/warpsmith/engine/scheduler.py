@@ -125,19 +125,28 @@ class Scheduler:
             turns = self._each(turns, Generation.decode_one)
             forward = perf_counter() - drafted
         elif turns:
-            try:
-                batch = [(generation.sequence.state, generation.tree) for generation in turns]
-                self.backend.forward(batch, self._want(turns))
-            except BaseException as error:
-                self._fail(turns, error)
+            accept = self._forward(turns)
             forward = perf_counter() - drafted
-            turns = self._each(turns, Generation.accept)
+            turns = self._each(turns, accept)
         seconds, own = perf_counter() - began, sum(generation.own_seconds for generation in turns)
         nodes = sum(len(each.tree) for each in turns)
         for each in turns:
             others = Others(len(turns) - 1, nodes - len(each.tree))
             each.stepped(seconds, forward, own - each.own_seconds, others)
         self._leave_if_done(turns)
+
+    def _forward(self, turns: list[Generation]) -> Callable[[Generation], None]:
+        """The pass for all of them; returns what each has to do next."""
+        want = self._want(turns)
+        try:
+            if self.backend.advances and all(len(each.tree) == 1 for each in turns):
+                output = self.backend.advance([(each.sequence.state, each.sequence.ids[-1]) for each in turns], want)
+                rows = {each: row for row, each in enumerate(turns)}
+                return lambda each: each.accept_root(output, rows[each])
+            self.backend.forward([(each.sequence.state, each.tree) for each in turns], want)
+        except BaseException as error:
+            self._fail(turns, error)
+        return Generation.accept
 
     def _want(self, turns: list[Generation]) -> Want:
         """What all of them need of a forward pass."""

@@ -33,7 +33,7 @@ from warpsmith.engine.text import Text
 from warpsmith.errors import WarpsmithError
 from warpsmith.llm import LLM
 
-PACE = 0.01  # seconds at least from one time that readers are woken to the next: faster than a screen shows it
+PACE = 0.02  # seconds at least from one time that readers are woken to the next: faster than a screen shows it
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from warpsmith.backend.base import (
     Want,
     check_batch,
     check_room,
+    check_roots,
     check_snapshot,
     check_tokens,
     keep_drafted,
@@ -71,6 +72,7 @@ class CpuBackend(Backend):
     """
 
     name = "cpu"
+    advances = True
     prefill_multiple = 1  # a chain's bits do not depend on where it is cut
 
     def __init__(
@@ -173,6 +175,15 @@ class CpuBackend(Backend):
         output, every = self._output(want, len(tokens), len(tokens)), slice(0, len(tokens))
         self._engine.trees(states, sizes, tokens, parents, self._native_want(want, output, 0, every, every))
         return keep_drafted(batch, output)
+
+    def advance(self, batch: Sequence[tuple[State, int]], want: Want = ARGMAX) -> Output:
+        check_roots(self, batch)
+        self._check_want(want)
+        tokens, every = np.array([token for _, token in batch], dtype=np.int32), slice(0, len(batch))
+        output = self._output(want, len(batch), len(batch))
+        native = self._native_want(want, output, 0, every, every)
+        self._engine.roots([state.native for state, _ in batch], tokens, native)  # type: ignore[attr-defined]
+        return output
 
     def commit(self, state: State, path: Sequence[int]) -> None:
         assert isinstance(state, CpuState)
