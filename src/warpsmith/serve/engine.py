@@ -74,13 +74,19 @@ class Run:
     logprobs: list[Logprob]
     steps: list[tuple[int, int]]  # tokens that were guessed for each, and tokens that it decided
 
-    def __add__(self, later: Run) -> Run:
-        return Run(
-            self.text + later.text,
-            self.tokens + later.tokens,
-            self.logprobs + later.logprobs,
-            self.steps + later.steps,
-        )
+    @classmethod
+    def joined(cls, runs: Sequence[Run]) -> list[Run]:
+        """All of them as one, if there are any."""
+        if len(runs) < 2:
+            return list(runs)
+        return [
+            cls(
+                "".join(run.text for run in runs),
+                [token for run in runs for token in run.tokens],
+                [logprob for run in runs for logprob in run.logprobs],
+                [step for run in runs for step in run.steps],
+            )
+        ]
 
 
 @dataclass(frozen=True)
@@ -180,16 +186,17 @@ class Job:
     def taken(self) -> list[Event]:
         """The same without waiting: there may be none."""
         events: list[Event] = []
-        while self._events:
-            event = self._events[0]
-            if isinstance(event, BaseException):
-                if events:  # first what came before it
-                    break
-                raise event
+        runs: list[Run] = []
+        while self._events and not isinstance(event := self._events[0], BaseException):
             self._events.popleft()
-            if isinstance(event, Run) and events and isinstance(events[-1], Run):
-                event = events.pop() + event  # type: ignore[operator]
-            events.append(event)
+            if isinstance(event, Run):
+                runs.append(event)
+            else:
+                events += [*Run.joined(runs), event]
+                runs = []
+        events += Run.joined(runs)
+        if not events and self._events and isinstance(failure := self._events[0], BaseException):
+            raise failure  # after what came before it
         return events
 
     # The worker's side
