@@ -76,6 +76,26 @@ def test_a_node_knows_nothing_of_other_sequences_on_the_cpu(sizes: list[tuple[in
     check_batch(backend_of("cpu"), sizes, seed)
 
 
+@settings(max_examples=10, deadline=None)
+@given(lengths=st.lists(st.sampled_from([0, 1, 2, 3, 15, 16, 90]), min_size=1, max_size=8), steps=st.integers(1, 5))
+def test_a_token_more_for_each_is_a_forward_and_a_commit_of_each(lengths: list[int], steps: int) -> None:
+    """In one call and in parts, also after commits of paths and before them."""
+    on, rng = backend_of("cpu"), np.random.default_rng(steps)
+    assert on.advances
+    one, other = ([started(on, length, i) for i, length in enumerate(lengths)] for _ in range(2))
+    for _ in range(steps):
+        tokens = rng.integers(0, VOCAB, len(lengths)).tolist()
+        check_same(
+            on.advance(list(zip(one, tokens, strict=True)), EVERYTHING),
+            Backend.advance(on, list(zip(other, tokens, strict=True)), EVERYTHING),
+        )
+        assert all(states_equal(a, b) for a, b in zip(one, other, strict=True))
+        tree = random_tree(rng, 6, VOCAB)
+        for states in (one, other):
+            on.forward([(states[0], tree)])
+            on.commit(states[0], tree.path(5))
+
+
 def test_so_it_is_beside_a_sequence_whose_keys_are_many() -> None:
     """More than one segment of them: few sequences split their segments among the threads, many do not."""
     for others in (0, 1, 7):

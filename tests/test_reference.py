@@ -218,6 +218,13 @@ def test_malformed_trees_are_refused(parents: list[int]) -> None:
         Tree(np.zeros(len(parents), int), np.array(parents))
 
 
+def test_a_root_is_a_chain_of_one() -> None:
+    root, chain = Tree.root(7), Tree.chain([7])
+    for name in ("tokens", "parents", "_depths", "height", "child"):
+        assert np.array_equal(getattr(root, name), getattr(chain, name)), name
+    assert (len(root), root.path(0), root.tokens.dtype, root.parents.dtype) == (1, [0], np.int32, np.int32)
+
+
 def test_children_of_equal_tokens_are_the_first() -> None:
     tree = Tree(np.array([9, 4, 4, 5]), np.array([-1, 0, 0, 0]))
     assert tree.child == {(-1, 9): 0, (0, 4): 1, (0, 5): 3}

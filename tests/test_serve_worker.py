@@ -14,9 +14,9 @@ import warpsmith
 from warpsmith.backend.sampling import Sampling
 from warpsmith.errors import ModelNotFound
 from warpsmith.llm import LLM
-from warpsmith.serve import service
+from warpsmith.serve import engine, service
 from warpsmith.serve.constraints import Grammars, Thoughts
-from warpsmith.serve.engine import Busy, Closing, End, Job, Loading, Prefilled, Request, Run, Worker
+from warpsmith.serve.engine import Busy, Closing, End, Event, Job, Loading, Post, Prefilled, Request, Run, Worker
 
 PROMPT = list(range(300, 340))
 
@@ -192,6 +192,49 @@ def test_a_model_that_cannot_be_loaded_says_why() -> None:
     with pytest.raises(ModelNotFound):
         worker.loaded.result(60)
     assert worker.ended(60)
+
+
+def test_events_that_nobody_took_are_joined(worker: Worker, llm: LLM) -> None:
+    async def ask() -> list[Event]:
+        (job,) = worker.submit([request(max_tokens=30, top_logprobs=1)])
+        while worker.open:
+            await asyncio.sleep(0)
+        events = []
+        while not events or not isinstance(events[-1], End):
+            events += job.taken()
+        return events
+
+    *before, run, end = asyncio.run(ask())
+    assert all(isinstance(event, Prefilled) for event in before)
+    assert isinstance(run, Run)
+    assert isinstance(end, End)
+    alone = llm.generate(PROMPT, max_tokens=30, temperature=0)
+    assert (run.tokens, run.text + end.text) == (alone.token_ids, alone.text)
+    assert [logprob.token for logprob in run.logprobs] == run.tokens
+    assert run.steps == [(0, 1)] * len(run.tokens)
+    assert len(run.tokens) > 1
+
+
+def test_readers_are_woken_at_a_pace_and_at_once_if_it_is_urgent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "PACE", 1e6)
+
+    async def woken(job: Job) -> bool:
+        for _ in range(3):  # rounds of the loop
+            await asyncio.sleep(0)
+        found = job.news.is_set()
+        job.news.clear()
+        return found
+
+    async def tell() -> list[list[bool]]:
+        post = Post(asyncio.get_running_loop())
+        found: list[list[bool]] = []
+        jobs = [Job(request(), post, asyncio.Event()) for _ in range(2)]
+        for job, urgent in ((jobs[0], False), (jobs[0], False), (jobs[1], True)):
+            job.put(Prefilled(1), urgent=urgent)
+            found += [[await woken(each) for each in jobs]]
+        return found
+
+    assert asyncio.run(tell()) == [[True, False], [False, False], [True, True]]
 
 
 def test_silence_is_broken(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

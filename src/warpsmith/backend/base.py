@@ -67,7 +67,7 @@ class Output:
 
     def __getitem__(self, rows: slice | Sequence[int]) -> Output:
         """The same of some nodes, for outputs that have a row of everything for each."""
-        return Output(**{name: None if value is None else value[rows] for name, value in vars(self).items()})
+        return Output(**{name: value[rows] for name, value in vars(self).items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,7 @@ class Backend(ABC):
     config: Config
     # splitting a prompt at multiples of this changes no bit; 1: generated tokens leave the bits of prefilled ones, too
     prefill_multiple: int = PREFILL_CHUNK
+    advances: bool = False  # whether `advance` is faster than its parts
     largest_tree: int = MAX_NODES  # nodes that a `forward` takes on this device, of all sequences together
 
     @property
@@ -192,6 +193,14 @@ class Backend(ABC):
             return next_token(output, node, sampling, text, position)
 
         return walk(tree, choose_at, history, state.length)
+
+    def advance(self, batch: Sequence[tuple[State, int]], want: Want = ARGMAX) -> Output:
+        """A token more for each of some different states: a `forward` of roots and the commit of each, to the bit.
+        Where the backend `advances` they are one call."""
+        output = self.forward([(state, Tree.root(token)) for state, token in batch], want)
+        for state, _ in batch:
+            self.commit(state, [0])
+        return output
 
     @abstractmethod
     def commit(self, state: State, path: Sequence[int]) -> None:
@@ -308,15 +317,25 @@ def walk(
 
 def check_batch(backend: Backend, batch: Batch) -> None:
     """Refuse what `forward` cannot run. What was drafted on its states before is gone, even if it is broken off."""
-    nodes = sum(len(tree) for _, tree in batch)
+    _check_pass(backend, [(state, tree.tokens.tolist(), tree.height) for state, tree in batch])
+
+
+def check_roots(backend: Backend, batch: Sequence[tuple[State, int]]) -> None:
+    """The same for `advance`."""
+    _check_pass(backend, [(state, [token], 1) for state, token in batch])
+
+
+def _check_pass(backend: Backend, parts: Sequence[tuple[State, list[int], int]]) -> None:
+    """States, the tokens to be run on each, and how many of them follow one another at most."""
+    nodes = sum(len(tokens) for _, tokens, _ in parts)
     if not 1 <= nodes <= backend.largest_tree:
         raise BadRequest(f"A forward pass takes 1 to {backend.largest_tree} nodes on this device, not {nodes}.")
-    if len({id(state) for state, _ in batch}) < len(batch):
+    if len({id(state) for state, _, _ in parts}) < len(parts):
         raise BadRequest("A forward pass takes one tree of a sequence.", "Run the other in the next pass.")
-    for state, tree in batch:
-        check_ids(backend.config, tree.tokens.tolist())
-        check_room(state, tree.height)
-    for state, _ in batch:
+    for state, tokens, height in parts:
+        check_ids(backend.config, tokens)
+        check_room(state, height)
+    for state, _, _ in parts:
         state.drafted = None
 
 

@@ -12,6 +12,9 @@ from warpsmith.errors import BadRequest
 
 MAX_NODES = 64
 
+_NO_PARENT, _NO_DEPTH = np.array([-1], dtype=np.int32), np.array([0], dtype=np.int32)
+_NO_PARENT.flags.writeable = _NO_DEPTH.flags.writeable = False
+
 
 @dataclass(frozen=True)
 class Tree:
@@ -39,6 +42,19 @@ class Tree:
     def chain(cls, tokens: Sequence[int]) -> Tree:
         n = len(tokens)
         return cls(np.array(tokens, dtype=np.int32), np.arange(-1, n - 1, dtype=np.int32))
+
+    @classmethod
+    def root(cls, token: int) -> Tree:
+        """A tree of one node. Plain decoding makes one for every token, so nothing is checked or worked out here."""
+        tree = object.__new__(cls)
+        tree.__dict__.update(
+            tokens=np.array([token], dtype=np.int32),
+            parents=_NO_PARENT,
+            _depths=_NO_DEPTH,
+            height=1,
+            child={(-1, token): 0},
+        )
+        return tree
 
     def __len__(self) -> int:
         return len(self.tokens)

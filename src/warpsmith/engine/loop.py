@@ -206,7 +206,7 @@ class Generation:
             )
             if tree is not None and tree.tokens[0] != sequence.ids[-1]:
                 raise ValueError(f"{proposer} proposed a tree that does not start at the root")
-        self.tree = Tree.chain(sequence.ids[-1:]) if tree is None else _trim(tree, depth, nodes)
+        self.tree = Tree.root(sequence.ids[-1]) if tree is None else _trim(tree, depth, nodes)
         self._draft_seconds = perf_counter() - began
         return self.tree
 
@@ -237,6 +237,17 @@ class Generation:
         self._observe(start, output if self.asks else Output(), path)
         self._step = Step(tree, path, run)
         self._verify_seconds, self._commit_seconds = walked - began, perf_counter() - walked
+
+    def accept_root(self, output: Output, row: int) -> None:
+        """`accept` for a root alone that is committed: the next token is chosen from this row."""
+        began = perf_counter()
+        run = self._cut([self._choose(output, row)])
+        self._show(output, [row], run)
+        self._decide(run)
+        rows = output[row : row + 1] if self.asks else Output()
+        self._observe(self.sequence.state.length - 1, rows, slice(None))
+        self._step = Step(self.tree, [0], run)
+        self._verify_seconds, self._commit_seconds = perf_counter() - began, 0.0
 
     @property
     def own_seconds(self) -> float:
@@ -281,7 +292,7 @@ class Generation:
         burst.seconds += took
         self.stats.decode_seconds += took
         if self.on_step is not None:
-            self.on_step(Step(Tree.chain([root]), [0], run))
+            self.on_step(Step(Tree.root(root), [0], run))
         if self.finish_reason is not None or not burst.left:
             self.settle()
 
@@ -329,9 +340,11 @@ class Generation:
         return [] if not self.sampling.penalised else ids if last < 0 else ids[-last:]
 
     def _choose(self, output: Output, row: int) -> int:
+        """What comes after the state, of which this row tells."""
+        length = self.sequence.state.length
         if self.constraint is None:
-            return next_token(output, row, self.sampling, self._recent(), len(self.prompt))
-        return self._constrained(output)(row, self._recent(), len(self.prompt))
+            return next_token(output, row, self.sampling, self._recent(), length)
+        return self._constrained(output)(row, self._recent(), length)
 
     def _constrained(self, output: Output) -> Callable[[int, list[int], int], int]:
         """The sampler's choice at a row, among what the constraint allows there."""
@@ -356,7 +369,9 @@ class Generation:
         if self.proposer is not None:
             features = None if output.features is None else output.features[rows]
             hidden = None if output.hidden is None else output.hidden[rows]
-            self.proposer.observe(self.sequence.draft, self.sequence.committed[start:], start, features, hidden)
+            sequence = self.sequence
+            tokens = sequence.ids[start : sequence.state.length]
+            self.proposer.observe(sequence.draft, tokens, start, features, hidden)
 
     def _cut(self, run: list[int]) -> list[int]:
         """Count the run's tokens and end it where the text ends."""

@@ -12,8 +12,7 @@ The text of a request does not depend on who runs beside it: prompts may be cut 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
 from time import perf_counter
 
 from warpsmith.backend.base import ARGMAX, LOGITS, Backend, Want
@@ -92,14 +91,17 @@ class Scheduler:
 
     def _prefill(self, generation: Generation) -> int:
         """A piece of the prompt whose turn it is; returns how many tokens it had."""
-        began, tokens = perf_counter(), 0
-        with self._ending(generation):
+        began = perf_counter()
+        try:
             tokens = generation.prefill(self._piece)
-            if tokens >= SHORTEST_PIECE // 4:  # of a shorter one little can be told
-                fast = int(tokens / (perf_counter() - began) * PIECE_SECONDS)
-                self._piece = max(SHORTEST_PIECE, min(fast, LONGEST_PIECE))
-            self.prefilling.popleft()
-            (self.running if generation.prefilled else self.prefilling).append(generation)
+        except BaseException as error:
+            self._fail([generation], error)
+            return 0
+        if tokens >= SHORTEST_PIECE // 4:  # of a shorter one little can be told
+            fast = int(tokens / (perf_counter() - began) * PIECE_SECONDS)
+            self._piece = max(SHORTEST_PIECE, min(fast, LONGEST_PIECE))
+        self.prefilling.popleft()
+        (self.running if generation.prefilled else self.prefilling).append(generation)
         self._leave_if_done([generation])
         return tokens
 
@@ -123,16 +125,28 @@ class Scheduler:
             turns = self._each(turns, Generation.decode_one)
             forward = perf_counter() - drafted
         elif turns:
-            with self._ending(*turns):
-                batch = [(generation.sequence.state, generation.tree) for generation in turns]
-                self.backend.forward(batch, self._want(turns))
+            accept = self._forward(turns)
             forward = perf_counter() - drafted
-            turns = self._each(turns, Generation.accept)
+            turns = self._each(turns, accept)
         seconds, own = perf_counter() - began, sum(generation.own_seconds for generation in turns)
+        nodes = sum(len(each.tree) for each in turns)
         for each in turns:
-            others = Others(len(turns) - 1, sum(len(other.tree) for other in turns) - len(each.tree))
+            others = Others(len(turns) - 1, nodes - len(each.tree))
             each.stepped(seconds, forward, own - each.own_seconds, others)
         self._leave_if_done(turns)
+
+    def _forward(self, turns: list[Generation]) -> Callable[[Generation], None]:
+        """The pass for all of them; returns what each has to do next."""
+        want = self._want(turns)
+        try:
+            if self.backend.advances and all(len(each.tree) == 1 for each in turns):
+                output = self.backend.advance([(each.sequence.state, each.sequence.ids[-1]) for each in turns], want)
+                rows = {each: row for row, each in enumerate(turns)}
+                return lambda each: each.accept_root(output, rows[each])
+            self.backend.forward([(each.sequence.state, each.tree) for each in turns], want)
+        except BaseException as error:
+            self._fail(turns, error)
+        return Generation.accept
 
     def _want(self, turns: list[Generation]) -> Want:
         """What all of them need of a forward pass."""
@@ -144,21 +158,19 @@ class Scheduler:
         """Do it for each; returns those for whom nothing has gone wrong."""
         for generation in generations:
             if generation.error is None:
-                with self._ending(generation):
+                try:
                     work(generation)
+                except BaseException as error:
+                    self._fail([generation], error)
         return [generation for generation in generations if generation.error is None]
 
-    @contextmanager
-    def _ending(self, *generations: Generation) -> Iterator[None]:
+    def _fail(self, generations: list[Generation], error: BaseException) -> None:
         """What goes wrong ends these requests, and no others; an interrupt is everybody's."""
-        try:
-            yield
-        except BaseException as error:
-            for generation in generations:
-                generation.error = error
-                self._leave(generation)
-            if not isinstance(error, Exception):
-                raise
+        for generation in generations:
+            generation.error = error
+            self._leave(generation)
+        if not isinstance(error, Exception):
+            raise error
 
     def _leave_if_done(self, generations: list[Generation]) -> None:
         for generation in generations:

@@ -59,6 +59,8 @@ class StopStrings:
 
     def push(self, text: str) -> str:
         """Take more text, return what is safe to show. After a hit there is no more."""
+        if not self.stops:
+            return text
         if self.hit is not None:
             return ""
         text = self._held + text

@@ -238,7 +238,7 @@ async def _stream(
                 if body.logprobs:
                     more["logprobs"] = logprobs(choice.tokenizer, event.logprobs)
                 if body.return_steps:
-                    more["steps"] = [{"drafted": event.drafted, "decided": len(event.tokens)}]
+                    more["steps"] = [{"drafted": drafted, "decided": decided} for drafted, decided in event.steps]
             for delta in _deltas(parts) or ([{}] if more else []):
                 yield chunk(index, delta, **more)
                 more = {}

@@ -6,7 +6,7 @@ Everything else in `serve/` is asyncio and never touches the backend: it hands i
 - `Worker.submit` takes some requests together or refuses them together: `Busy` when too many wait, `Closing` when the
   server is on its way down, `Loading` before the model is there.
 - `Job.take` gives the events there are, `Prefilled` and `Run` and finally `End`; a failure is raised from it. Events
-  that nobody has taken yet are kept, so a slow reader never holds up the model.
+  that nobody has taken yet are kept and joined, so a slow reader never holds up the model, nor a fast model its reader.
 - `Job.cancel` takes effect before the next step of decoding or the next piece of a prefill, from any thread.
 - The text of a request is a function of the request alone, whatever runs beside it (`engine/scheduler.py`).
 """
@@ -32,6 +32,8 @@ from warpsmith.engine.stats import Stats
 from warpsmith.engine.text import Text
 from warpsmith.errors import WarpsmithError
 from warpsmith.llm import LLM
+
+PACE = 0.02  # seconds at least from one time that readers are woken to the next: faster than a screen shows it
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,26 @@ class Prefilled:
 
 @dataclass(frozen=True)
 class Run:
-    """The tokens of one step. `text` may lag behind them."""
+    """The tokens of one step, or of several that were taken together. `text` may lag behind them."""
 
     text: str
     tokens: list[int]
     logprobs: list[Logprob]
-    drafted: int  # tokens that were guessed for this step
+    steps: list[tuple[int, int]]  # tokens that were guessed for each, and tokens that it decided
+
+    @classmethod
+    def joined(cls, runs: Sequence[Run]) -> list[Run]:
+        """All of them as one, if there are any."""
+        if len(runs) < 2:
+            return list(runs)
+        return [
+            cls(
+                "".join(run.text for run in runs),
+                [token for run in runs for token in run.tokens],
+                [logprob for run in runs for logprob in run.logprobs],
+                [step for run in runs for step in run.steps],
+            )
+        ]
 
 
 @dataclass(frozen=True)
@@ -104,17 +120,56 @@ class Listener(Protocol):
     def finished(self, job: Job, stats: Stats | None) -> None: ...
 
 
+class Post:
+    """From the worker's thread to the event loop: what all jobs are told, together.
+
+    Between two rounds lies `PACE` at least, unless something is urgent: at a thousand tokens a second a reader who was
+    woken for each of them would take the model's processors away.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._told: deque[Job] = deque()  # whose readers do not know yet
+        self._due = self._hurry = False  # a round is to come; at once
+        self._next: asyncio.TimerHandle | None = None
+
+    def tell(self, job: Job, urgent: bool) -> None:
+        """Wake the job's reader soon. From any thread."""
+        self._told.append(job)
+        if self._hurry or (self._due and not urgent):
+            return
+        self._due = self._hurry = True
+        try:
+            self.loop.call_soon_threadsafe(self._round)
+        except RuntimeError:  # the loop is closed
+            job.cancelled, self._due, self._hurry = True, False, False
+
+    def _round(self) -> None:
+        self._hurry = False  # first: what is told from here on may need another round
+        while self._told:
+            self._told.popleft().news.set()
+        if self._next is not None:
+            self._next.cancel()
+        self._next = self.loop.call_later(PACE, self._rest)
+
+    def _rest(self) -> None:
+        self._due = False  # first, likewise
+        if self._told:
+            self._due = True
+            self._round()
+
+
 class Job:
     """A request in the queue or at work. Made by `Worker.submit`."""
 
     _numbers = count(1)
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, post: Post, news: asyncio.Event) -> None:
+        """`news` is set when there are events, here or for another of those submitted together."""
         self.request, self.number = request, next(self._numbers)
         self.submitted = perf_counter()
         self.first_token: float | None = None
-        self._loop = asyncio.get_running_loop()
-        self._news = asyncio.Event()
+        self.news, self._post = news, post
         self._events: deque[Event | BaseException] = deque()
         self.cancelled = False  # nobody waits for it any more
 
@@ -123,28 +178,32 @@ class Job:
 
     async def take(self) -> list[Event]:
         """The events since the last call, at least one; the last of all is `End`. May be given up and called again."""
-        while not self._events:
-            self._news.clear()
-            await self._news.wait()
+        while not (events := self.taken()):
+            self.news.clear()
+            await self.news.wait()
+        return events
+
+    def taken(self) -> list[Event]:
+        """The same without waiting: there may be none."""
         events: list[Event] = []
-        while self._events:
-            event = self._events[0]
-            if isinstance(event, BaseException):
-                if events:  # first what came before it
-                    break
-                raise event
-            events.append(self._events.popleft())  # type: ignore[arg-type]
+        runs: list[Run] = []
+        while self._events and not isinstance(event := self._events[0], BaseException):
+            self._events.popleft()
+            if isinstance(event, Run):
+                runs.append(event)
+            else:
+                events += [*Run.joined(runs), event]
+                runs = []
+        events += Run.joined(runs)
+        if not events and self._events and isinstance(failure := self._events[0], BaseException):
+            raise failure  # after what came before it
         return events
 
     # The worker's side
 
-    def put(self, event: Event | BaseException) -> None:
+    def put(self, event: Event | BaseException, urgent: bool = True) -> None:
         self._events.append(event)
-        if not self._news.is_set():
-            try:
-                self._loop.call_soon_threadsafe(self._news.set)
-            except RuntimeError:  # the loop is closed
-                self.cancelled = True
+        self._post.tell(self, urgent)
 
 
 @dataclass
@@ -161,6 +220,7 @@ class Worker:
         self._open: dict[int, Job] = {}  # submitted and not ended
         self._lock = threading.Lock()
         self._closing = False
+        self._post: Post | None = None
         self._thread = threading.Thread(target=self._main, name="warpsmith-worker", daemon=True)
 
     def start(self) -> None:
@@ -198,11 +258,18 @@ class Worker:
                 raise Closing("The server is shutting down.", "Start it again, or ask another.")
             if self.open + len(requests) > self.queue + self.parallel:
                 raise Busy(f"{self.waiting} requests are waiting already, as many as may.", "Try again in a moment.")
-            jobs = [Job(request) for request in requests]
+            news = asyncio.Event()
+            jobs = [Job(request, self._post_here(), news) for request in requests]
             self._open.update((job.number, job) for job in jobs)
         for job in jobs:
             self._jobs.put(job)
         return jobs
+
+    def _post_here(self) -> Post:
+        loop = asyncio.get_running_loop()
+        if self._post is None or self._post.loop is not loop:
+            self._post = Post(loop)
+        return self._post
 
     def close(self) -> None:
         """Take no more requests; the thread ends when those it has are done. Returns at once."""
@@ -303,7 +370,7 @@ class _Answer:
             answer_kept=request.answer_kept,
             constraint=request.constraint() if request.constraint else None,
             on_logits=None if request.top_logprobs is None else self._logprobs.see,
-            on_prefill=lambda done: job.put(Prefilled(done)),
+            on_prefill=lambda done: job.put(Prefilled(done), urgent=False),
         )
         llm.scheduler.add(self.generation)
 
@@ -314,8 +381,11 @@ class _Answer:
         """Tell of what the last step decided; returns how the answer ended, if it did."""
         generation, job = self.generation, self.job
         while generation.runs:
-            job.first_token = job.first_token or perf_counter()
-            job.put(Run(self._text.take(), generation.runs.popleft(), self._logprobs.take(), self._drafted))
+            tokens, first = generation.runs.popleft(), job.first_token is None
+            if first:
+                job.first_token = perf_counter()
+            step = (self._drafted, len(tokens))
+            job.put(Run(self._text.take(), tokens, self._logprobs.take(), [step]), urgent=first)
             self._drafted = 0
         if generation.error is not None:
             return generation.error

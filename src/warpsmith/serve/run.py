@@ -19,6 +19,10 @@ from warpsmith.llm import LLM
 from warpsmith.serve.engine import Worker
 from warpsmith.serve.guard import is_loopback
 
+# Seconds that a thread may keep the interpreter to itself while another wants it. The model's thread wants it after
+# every pass; Python's own 5 ms are longer than a pass of a small model.
+SWITCH = 0.0005
+
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 
 
@@ -64,6 +68,7 @@ class _Server(uvicorn.Server):
 def serve(app: Starlette, worker: Worker, binding: Binding, say: Callable[[str], None]) -> int:
     """Run until a signal; returns the exit code. A model that cannot be loaded raises its error."""
     listener = binding.listen()
+    sys.setswitchinterval(SWITCH)
     code = asyncio.run(_serve(app, worker, binding, listener, say))
     if not worker.ended(5):  # a thread within a kernel cannot be stopped, and an interpreter cannot end beside it
         sys.stdout.flush()

@@ -224,28 +224,36 @@ def _system_first(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 async def events(jobs: Sequence[Job]) -> AsyncIterator[tuple[int, Event] | None]:
-    """The events of all jobs as they come, with the job's index; None where nothing came for a while.
+    """The events of all jobs as they come, with the job's index; None where nothing came for a while. The jobs were
+    submitted together.
 
     However this ends, the jobs end with it.
     """
-    pending = {asyncio.ensure_future(job.take()): index for index, job in enumerate(jobs)}
+    left = dict(enumerate(jobs))
     try:
-        while pending:
-            done, _ = await asyncio.wait(pending, timeout=KEEP_ALIVE, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                yield None
-            for task in sorted(done, key=lambda task: pending[task]):
-                index = pending.pop(task)
-                news = task.result()
-                if not isinstance(news[-1], End):
-                    pending[asyncio.ensure_future(jobs[index].take())] = index
-                for event in news:
+        while left:
+            silent = True
+            for index, job in list(left.items()):
+                for event in job.taken():
+                    silent = False
+                    if isinstance(event, End):
+                        del left[index]
                     yield index, event
+            if silent and not await _heard(jobs[0].news):
+                yield None
     finally:
         for job in jobs:
             job.cancel()
-        for task in pending:
-            task.cancel()
+
+
+async def _heard(news: asyncio.Event) -> bool:
+    """Wait until there is some; False where nothing came for a while."""
+    news.clear()
+    try:
+        async with asyncio.timeout(KEEP_ALIVE):
+            return await news.wait()
+    except TimeoutError:
+        return False
 
 
 def identifier(prefix: str) -> str:

@@ -23,6 +23,7 @@ from warpsmith.backend.base import (
     Want,
     check_batch,
     check_room,
+    check_roots,
     check_snapshot,
     check_tokens,
     keep_drafted,
@@ -46,6 +47,7 @@ from warpsmith.model.weights import expected_shapes
 CacheType = Literal["f16", "f32", "q8_0"]
 CACHE_BYTES: dict[CacheType, float] = {"f16": 2.0, "f32": 4.0, "q8_0": 34 / 32}  # of one number
 PORTABLE = "portable"  # kernels that need no feature
+_ROOT = np.zeros(1, dtype=np.int32)  # the path of plain decoding
 _TOKENS = {"none": 0, "argmax": 1, "top": 2, "logits": 3}
 
 
@@ -70,6 +72,7 @@ class CpuBackend(Backend):
     """
 
     name = "cpu"
+    advances = True
     prefill_multiple = 1  # a chain's bits do not depend on where it is cut
 
     def __init__(
@@ -173,9 +176,19 @@ class CpuBackend(Backend):
         self._engine.trees(states, sizes, tokens, parents, self._native_want(want, output, 0, every, every))
         return keep_drafted(batch, output)
 
+    def advance(self, batch: Sequence[tuple[State, int]], want: Want = ARGMAX) -> Output:
+        check_roots(self, batch)
+        self._check_want(want)
+        tokens, every = np.array([token for _, token in batch], dtype=np.int32), slice(0, len(batch))
+        output = self._output(want, len(batch), len(batch))
+        native = self._native_want(want, output, 0, every, every)
+        self._engine.roots([state.native for state, _ in batch], tokens, native)  # type: ignore[attr-defined]
+        return output
+
     def commit(self, state: State, path: Sequence[int]) -> None:
         assert isinstance(state, CpuState)
-        self._engine.commit(state.native, np.array(take_drafted(state, path), dtype=np.int32))
+        nodes = take_drafted(state, path)
+        self._engine.commit(state.native, _ROOT if nodes == [0] else np.array(nodes, dtype=np.int32))
 
     def snapshot(self, state: State) -> Snapshot:
         assert isinstance(state, CpuState)

@@ -44,6 +44,7 @@ struct DeltaStep {
     float beta;
     float* out;
     float* write;         // what the token's update writes, for who wants to add it later; null: nobody
+    const float* next;    // a block that is probably stepped after this one, to be fetched meanwhile; null: none
 };
 
 struct Kernels {

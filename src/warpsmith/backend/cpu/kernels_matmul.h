@@ -191,9 +191,10 @@ struct Panel {
 
     // Thirty-two weights times x, to begin with: what the offset of unsigned weights takes away.
     template <Type T>
-    static WARPSMITH_INLINE I small_offset(int32_t minus8) {
-        if constexpr (T == Type::Q4_0) return S::set1(minus8);
-        else return S::kSignedOffset ? S::set1(S::kSignedOffset / 8 * minus8) : S::zero();
+    static WARPSMITH_INLINE I small_offset(const Acts& x, size_t at) {
+        static_assert(S::kSignedOffset == 0 || S::kSignedOffset == 128);
+        if constexpr (T == Type::Q4_0) return S::set1(x.minus8[at]);
+        else return S::kSignedOffset ? S::set1(x.minus128[at]) : S::zero();
     }
 
     // C columns from `first` on, or the only one there is. Weights come straight from the panel.
@@ -210,7 +211,7 @@ struct Panel {
             const size_t at = static_cast<size_t>(b) * x.n + first;
             I acc[C];
             WARPSMITH_UNROLL
-            for (int c = 0; c < C; c++) acc[c] = small_offset<T>(x.minus8[at + c]);
+            for (int c = 0; c < C; c++) acc[c] = small_offset<T>(x, at + c);
             unpack<T>(block, 0, [&](auto j, const W& w) { direct_dots<T, C, kAlone, j>(acc, w, q, 32); });
             const F d = S::load_f16(block);
             WARPSMITH_UNROLL
@@ -228,7 +229,7 @@ struct Panel {
         const size_t at = static_cast<size_t>(b) * x.n + first;
         I acc[C];
         WARPSMITH_UNROLL
-        for (int c = 0; c < C; c++) acc[c] = small_offset<T>(x.minus8[at + c]);
+        for (int c = 0; c < C; c++) acc[c] = small_offset<T>(x, at + c);
         if constexpr (kTiled) {
             S::template tile<8>(acc, quads, q);
         } else {

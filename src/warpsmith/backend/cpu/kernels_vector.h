@@ -103,9 +103,7 @@ struct Vector {
         const F by = S::set1(most > 0 ? 127.0f / most : 0.0f);
         for (int i = 0; i < n; i += L) S::store_i8(q + i, S::round(S::mul(S::load(x + i), by)));
         for (int i = 0; i < n / 16; i++) {
-            int32_t sum = 0;
-            for (int j = 0; j < 16; j++) sum += q[16 * i + j];
-            sums[i] = sum;
+            sums[i] = S::reduce_add(S::load_i8(reinterpret_cast<const uint8_t*>(q + 16 * i)));
         }
         return most / 127.0f;
     }
@@ -151,6 +149,7 @@ struct Vector {
                 to.d32[at] = quantize_run(x + 32 * b, 32, q, sums);
                 place(q, 32, b, column, to, to.q32);
                 to.minus8[at] = -8 * (sums[0] + sums[1]);
+                to.minus128[at] = -128 * (sums[0] + sums[1]);
             }
         }
     }
@@ -204,6 +203,11 @@ struct Vector {
         for (int r = 0; r < dk; r++) {
             const F k = S::set1(keys[r]);
             const F q = kOutput ? S::set1(queries[r]) : k;
+            // the state is in the first cache by now, and memory has nothing else to do
+            if (s.next) {
+                WARPSMITH_UNROLL
+                for (int i = 0; i < W; i += 16) S::prefetch(reinterpret_cast<const uint8_t*>(s.next + r * W + i));
+            }
             WARPSMITH_UNROLL
             for (int i = 0; i < N; i++) {
                 const F now = S::fma(S::mul(decay, S::load(state + r * W + i * L)), k, write[i]);

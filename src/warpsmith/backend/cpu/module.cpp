@@ -170,11 +170,27 @@ NB_MODULE(_cpu, m) {
                  }
                  Pass(self.model, *self.work, std::move(parts), false).forward(ids, want);
              })
+        .def("roots",
+             [](Engine& self, const std::vector<State*>& states, Array<const int32_t> tokens, const Want& want) {
+                 // a token a state, which becomes part of it
+                 const int32_t *ids = tokens.data(), root = 0;
+                 nb::gil_scoped_release release;
+                 const std::lock_guard<std::mutex> lock(self.model.busy);
+                 const Tree tree = Tree::chain(1);
+                 std::vector<Part> parts;
+                 for (State* state : states) {
+                     state->tree.n = 0;
+                     parts.push_back({*state, tree, state->length});
+                 }
+                 Pass(self.model, *self.work, std::move(parts), false).forward(ids, want);
+                 for (State* state : states) Pass::commit(self.model, *self.work, *state, &root, 1);
+             })
         .def("commit",
              [](Engine& self, State& state, Array<const int32_t> path) {
                  const int n = static_cast<int>(path.size());
                  const int32_t* nodes = path.data();
-                 nb::gil_scoped_release release;
+                 std::optional<nb::gil_scoped_release> release;
+                 if (n > 1) release.emplace();  // the root alone takes microseconds, less than to get the lock back
                  const std::lock_guard<std::mutex> lock(self.model.busy);
                  Pass::commit(self.model, *self.work, state, nodes, n);
              })

@@ -19,7 +19,7 @@ void window(const State& state, const Tree& tree, int index, int node, const flo
     for (int tap = 0; tap < c.conv_kernel; tap++) {
         const int depth = tree.depth[node] - (c.conv_kernel - 1) + tap;
         rows[tap] = depth >= 0 ? qkv + static_cast<size_t>(tree.path[node][depth]) * c.channels()
-                               : state.conv(index) + static_cast<size_t>(c.conv_kernel - 1 + depth) * c.channels();
+                               : state.conv_row(index, state.length + depth);
     }
 }
 
@@ -68,14 +68,11 @@ void Pass::delta_mix(int thread, int index) {
     });
     if (!in_place) return;
     // the rows that the next chunk's convolution looks back on; nobody reads them before the next barrier
-    const int keep = c.conv_kernel - 1;
     if (thread == 0) {
-        float* conv = parts[0].state.conv(index);
-        const int old = std::max(0, keep - n);
-        std::memmove(conv, conv + static_cast<size_t>(keep - old) * c.channels(), old * c.channels() * sizeof(float));
-        std::memcpy(conv + static_cast<size_t>(old) * c.channels(),
-                    w.qkv + static_cast<size_t>(n - (keep - old)) * c.channels(),
-                    (keep - old) * c.channels() * sizeof(float));
+        for (int row = std::max(0, n - (c.conv_kernel - 1)); row < n; row++) {
+            std::memcpy(parts[0].state.conv_row(index, parts[0].state.length + row),
+                        w.qkv + static_cast<size_t>(row) * c.channels(), c.channels() * sizeof(float));
+        }
     }
 }
 
@@ -118,10 +115,12 @@ void Pass::delta_head(int thread, int index, const Part& sequence, int head) {
             return slot == Tree::kCommitted ? committed : slots + slot * block;
         };
         const DeltaUpdate owed = owed_to(state, index, head, column);
+        const int last = in_place ? tree.n - 1 : tree.visits.back().node;
         const auto step = [&](int i) {
             const int at = i * dv + column;
             return DeltaStep{dk, width, i == 0 && state.owes ? &owed : nullptr, k + i * dk, q + i * dk, v + at, decay[i],
-                             beta[i], out + at, i == 0 ? root + 16 + dk + column : nullptr};
+                             beta[i], out + at, i == 0 ? root + 16 + dk + column : nullptr,
+                             i == last ? committed + block : nullptr};
         };
         if (in_place) {
             for (int i = 0; i < tree.n; i++) kernels.delta_step(committed, committed, step(i));
@@ -165,7 +164,8 @@ void Pass::commit(Model& model, Workspace& work, State& state, const int32_t* no
                         float* s = state.delta(index) + (static_cast<size_t>(head) * dv + column) * dk;
                         const DeltaUpdate owed = owed_to(state, index, head, column);
                         const DeltaUpdate* first = i == 1 ? &owed : nullptr;
-                        const DeltaStep step{dk, width, first, k, nullptr, v + column, decay, beta, nullptr, nullptr};
+                        const DeltaStep step{dk,    width, first,   k,       nullptr, v + column,
+                                             decay, beta,  nullptr, nullptr, nullptr};
                         kernels.delta_step(s, s, step);
                     }
                 }
@@ -175,12 +175,9 @@ void Pass::commit(Model& model, Workspace& work, State& state, const int32_t* no
     }
     for (int index = 0; index < c.layers; index++) {
         if (c.recurrent[index]) {
-            float* conv = state.conv(index);
-            const int fresh = std::min(count, keep), old = keep - fresh;
-            std::memmove(conv, conv + static_cast<size_t>(fresh) * c.channels(), old * c.channels() * sizeof(float));
-            for (int i = 0; i < fresh; i++) {
-                std::memcpy(conv + static_cast<size_t>(old + i) * c.channels(),
-                            state.qkv(index) + static_cast<size_t>(nodes[count - fresh + i]) * c.channels(),
+            for (int i = std::max(0, count - keep); i < count; i++) {
+                std::memcpy(state.conv_row(index, state.length + i),
+                            state.qkv(index) + static_cast<size_t>(nodes[i]) * c.channels(),
                             c.channels() * sizeof(float));
             }
         } else {

@@ -44,6 +44,12 @@ struct Avx2 {
         v = _mm_add_ps(v, _mm_movehl_ps(v, v));
         return _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)));
     }
+    static int32_t reduce_add(I x) {
+        const __m256i both = _mm256_add_epi32(x.v[0], x.v[1]);
+        __m128i v = _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+        v = _mm_add_epi32(v, _mm_shuffle_epi32(v, 0x4e));
+        return _mm_cvtsi128_si32(_mm_add_epi32(v, _mm_shuffle_epi32(v, 0xb1)));
+    }
     static float reduce_max(F x) {
         const __m256 both = _mm256_max_ps(x.v[0], x.v[1]);
         __m128 v = _mm_max_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));

@@ -34,6 +34,7 @@ struct Avx512 {
     static F fma(F acc, F x, F y) { return _mm512_fmadd_ps(x, y, acc); }
     static F fnma(F acc, F x, F y) { return _mm512_fnmadd_ps(x, y, acc); }
     static float reduce_add(F x) { return _mm512_reduce_add_ps(x); }
+    static int32_t reduce_add(I x) { return _mm512_reduce_add_epi32(x); }
     static float reduce_max(F x) { return _mm512_reduce_max_ps(x); }
 
     static X4 load_x4(const float* p) { return p; }

@@ -51,6 +51,11 @@ struct Generic {
         }
         return x[0];
     }
+    static int32_t reduce_add(I x) {
+        int32_t sum = 0;
+        for (int i = 0; i < lanes; i++) sum += x[i];
+        return sum;
+    }
     static float reduce_max(F x) {
         float m = x[0];
         for (int i = 1; i < lanes; i++) m = x[i] > m ? x[i] : m;

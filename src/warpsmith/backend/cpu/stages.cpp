@@ -15,6 +15,7 @@ Stages::Stages(Pool& pool, const Kernels& kernels, int wide, size_t scratch)
     const size_t at_f = take(nodes * round_up(wide, kPanel) * 4), at_q256 = take(blocks256 * 256), at_d256 = take(blocks256 * 4);
     const size_t at_sum = take(blocks256 * 16), at_sums16 = take(blocks256 * 32), at_minus32 = take(blocks256 * 64);
     const size_t at_q32 = take(blocks32 * 32), at_d32 = take(blocks32 * 4), at_minus8 = take(blocks32 * 4);
+    const size_t at_minus128 = take(blocks32 * 4);
     memory_ = Memory(total);
     uint8_t* base = memory_.data();
     room_.f = reinterpret_cast<float*>(base + at_f);
@@ -26,6 +27,7 @@ Stages::Stages(Pool& pool, const Kernels& kernels, int wide, size_t scratch)
     room_.q32 = reinterpret_cast<int8_t*>(base + at_q32);
     room_.d32 = reinterpret_cast<float*>(base + at_d32);
     room_.minus8 = reinterpret_cast<int32_t*>(base + at_minus8);
+    room_.minus128 = reinterpret_cast<int32_t*>(base + at_minus128);
     for (int i = 0; i < pool.threads(); i++) threads_.emplace_back((kTile + scratch) * sizeof(float));
 }
 
@@ -107,7 +109,10 @@ void Stages::tokens(int thread, const Matrix& head, const float* hidden, int row
         for (int row = 0; row < rows; row++) {
             const float* values = tile + row * kPanel;
             if (logits) std::memcpy(logits + static_cast<size_t>(row) * vocab + first, values, count * sizeof(float));
-            for (int i = 0; i < count; i++) {  // a thread's units only ever go up: the first of equals stays
+            const float best = most[row];
+            bool better = false;  // seldom, and told without branches
+            for (int i = 0; i < kPanel; i++) better |= !(values[i] <= best);
+            for (int i = 0; better && i < count; i++) {  // a thread's units only ever go up: the first of equals stays
                 if (values[i] <= most[row]) continue;
                 const bool finite = values[i] < INFINITY;  // an infinity or a NaN wins for good, as no token
                 most[row] = finite ? values[i] : INFINITY;

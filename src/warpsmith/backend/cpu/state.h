@@ -4,7 +4,7 @@
 // blocks; keys and values may be of different types.
 // DeltaNet states, per DeltaNet layer: [value head][dv / width][dk][width] floats (delta_width). They are large beside
 // what a token adds to them: a commit of the root alone owes them its update, and the next pass, which reads them anyway,
-// adds it. Convolution inputs: the last taps-1 rows of channels, oldest first.
+// adds it. Convolution inputs: the last taps-1 rows of channels, that of position p in place p modulo taps-1.
 #pragma once
 #include <array>
 #include <vector>
@@ -44,7 +44,10 @@ struct State {
     size_t row_bytes(bool value) const { return row_bytes_[value]; }
     uint8_t* key_row(int layer, int head, int position) const { return kv_row(layer, 0, head, position); }
     uint8_t* value_row(int layer, int head, int position) const { return kv_row(layer, 1, head, position); }
-    float* conv(int layer) const { return conv_.floats() + static_cast<size_t>(slot_[layer]) * conv_floats(); }
+    float* conv_row(int layer, int position) const {
+        const size_t keep = config.conv_kernel - 1, place = (position + keep) % keep;  // the first are before the text
+        return conv_.floats() + (slot_[layer] * keep + place) * config.channels();
+    }
     float* delta(int layer) const { return delta_.floats() + static_cast<size_t>(slot_[layer]) * delta_floats(); }
 
     // Updates of a layer's head: decay, 15 floats of nothing, k, write.

@@ -44,7 +44,7 @@ struct Matrix {
 //   sums16  the same for sums of 16: h of the sixteen, then l of the sixteen, 32 for 256
 //   minus32 int32 [k/256][n][16], -32 times the sums of 16 of them (what the offsets of Q6_K and Q3_K take away)
 //   q32     bytes like q256 with 32 for 256, value = d32[k/32][n] * byte
-//   minus8  int32 [k/32][n], -8 times the sums of 32 of them
+//   minus8, minus128  int32 [k/32][n], -8 and -128 times the sums of 32 of them
 struct Acts {
     int k = 0, n = 0, stride = 0;
     float* f = nullptr;
@@ -56,6 +56,7 @@ struct Acts {
     int8_t* q32 = nullptr;
     float* d32 = nullptr;
     int32_t* minus8 = nullptr;
+    int32_t* minus128 = nullptr;
     int padded() const { return n == 1 ? 1 : (n + 3) / 4 * 4; }
 };
 
