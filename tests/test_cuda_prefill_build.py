@@ -35,7 +35,8 @@ LAYOUT = Layout(SIZES["0.8B"], 132)
 ROW_TILES, Q4_K_M, Q8_0 = RowTiles(LAYOUT), slabs_of("27B", "q4_k_m"), slabs_of("4B", "q8_0")
 THREADS = {"gemm": 384, "slab_gemm": 384, "head": 512, "attention_rows": 128, "embed": 128}  # else 256, or as below
 
-MAY_SPILL = {"attention_flash": 8, "delta_prep": 16, "gemm": 16}  # bytes: numbers put aside once, not in a loop
+# Bytes: numbers put aside once, not in a loop.
+MAY_SPILL = {"attention_flash": 8, "delta_prep": 16, "delta_short": 32, "gemm": 16}
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +99,7 @@ NUMBERS = {
         "CHUNK": PREFILL_CHUNK,
     },
     "delta_prep": {"sizeof(Shared)": plan.PREP_SHARED},
+    "delta_short": {"sizeof(Shared)": plan.SHORT_SHARED, "CTAS": plan.SHORT_CTAS},
     "delta_scan": {"SCAN_SHARED": plan.scan_shared(plan.SCANS[0]), "SLICE": plan.SLICE},
     "attention_rows": {"ROWS_A_CTA": plan.ROWS_A_CTA},
     "gemm": {n: getattr(products, n) for n in ("PLAIN", "SILU", "RESIDUAL", "LOGITS")},

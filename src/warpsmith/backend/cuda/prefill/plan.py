@@ -11,7 +11,8 @@ PIECE = 2048  # tokens that run together
 OVERRUN = 256  # tokens that a product's last tile may read past a piece
 SHORT, SHORTS, LONG = 512, 16, 2048  # keys whose attention is one part (attention.cuh)
 PARTS_BYTES = 128 << 20  # of attention's parts; more queries than fit take turns
-PREP_SHARED, SLICE = 103_680, 16  # of delta_prep.cu and delta_scan.cu
+PREP_SHARED, SLICE = 104_960, 16  # of delta_prep.cu and delta_scan.cu
+SHORT_SHARED, SHORT_CTAS = 105_984, 8  # of delta_short.cu, and CTAs that share a head
 SCANS = (2, 5)  # chunks on their way in a scan of few and of many: few leave room for the next launch's blocks
 ROWS_A_CTA = 4  # of attention_rows.cu
 
@@ -42,7 +43,7 @@ def header(stream: PromptStream) -> dict[str, object]:
 
 def kernels_of(stream: PromptStream) -> list[Build]:
     """Files of kernels/prefill, and what each of their builds is told beside the model's numbers."""
-    names = ("rows", "delta_prep", "delta_output", "attention_rows", "attention_merge")
+    names = ("rows", "delta_prep", "delta_output", "delta_short", "attention_rows", "attention_merge")
     kernels: list[Build] = [("embed", {"EMBEDDING_TYPE": stream.embedding_type}), *((name, {}) for name in names)]
     kernels += [("delta_scan", {"AHEAD": ahead}) for ahead in SCANS]
     kernels += [("attention_flash", {"GROUPS": groups}) for groups in (1, 2)]
@@ -77,6 +78,7 @@ def buffer_bytes(c: Config, piece: int = PIECE) -> dict[str, int]:
         "o": items * PREFILL_CHUNK * STATE_DIM * 2,
         "fade": items * 4,
         "states": items * square * 2,
+        "arrived": c.key_heads * 4,
         "queries": c.heads * HEAD_DIM * tokens * 2,
         "parts": PARTS_BYTES,
         "stats": PARTS_BYTES // (HEAD_DIM * 2) * 8,

@@ -28,6 +28,8 @@ from warpsmith.backend.cuda.prefill.plan import (
     PREP_SHARED,
     ROWS_A_CTA,
     SCANS,
+    SHORT_CTAS,
+    SHORT_SHARED,
     SLICE,
     buffer_bytes,
     header,
@@ -193,7 +195,7 @@ class Prefill:
                     raw=at["raw"],
                     gates=at["gates"],
                     vectors=vectors,
-                    **{n: at[n] for n in ("n", "b", "q", "o", "fade", "states", "y")},
+                    **{n: at[n] for n in ("n", "b", "q", "o", "fade", "states", "y", "arrived")},
                 )
                 mixer = _DeltaMixer(
                     delta,
@@ -203,6 +205,7 @@ class Prefill:
                         for ahead in SCANS
                     },
                     output=step(self._kernel("delta_output"), 256, delta, piece),
+                    short=step(self._kernel("delta_short", SHORT_SHARED), 256, delta, piece),
                 )
                 rows, gate_rows = c.conv_channels + c.value_dim, 2 * c.value_heads
             else:
@@ -327,7 +330,9 @@ class Prefill:
         for number, layer in enumerate(self.layers):
             ends = number == c.layers - 1 and not shape.every
             yield layer.enter.on(self.whole, octets)
-            if isinstance(layer.mixer, _DeltaMixer):
+            if isinstance(layer.mixer, _DeltaMixer) and octets <= PREFILL_CHUNK // 8:
+                yield layer.mixer.short.on(c.value_heads * SHORT_CTAS)
+            elif isinstance(layer.mixer, _DeltaMixer):
                 items = -(-octets // 8) * c.value_heads
                 yield layer.mixer.prep.on(items)
                 scan = layer.mixer.scans[SCANS[0] if octets <= 8 * SCANS[0] else SCANS[1]]
@@ -400,6 +405,7 @@ class _DeltaMixer:
     prep: Step
     scans: dict[int, Step]  # by chunks that are on their way
     output: Step
+    short: Step  # all of them, of one chunk
 
 
 @dataclass

@@ -40,7 +40,7 @@ class Gemm(ctypes.Structure):
 class Delta(ctypes.Structure):
     """`Delta` of prefill/delta.cuh."""
 
-    _fields_ = _fields("raw gates vectors history state n b q o fade states y")
+    _fields_ = _fields("raw gates vectors history state n b q o fade states y arrived")
 
 
 class Attention(ctypes.Structure):

@@ -70,18 +70,7 @@ extern "C" __global__ void __launch_bounds__(ROWS_A_CTA * 32)
         u32 pair[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) pair[i] = pack_half(x[tile][2 * i], x[tile][2 * i + 1]);
-        // Lane o has pair o of four octets of dimensions; it gets all four pairs of octet o.
-        u32 mine[4];
-#pragma unroll
-        for (int r = 0; r < 4; r++) {
-            const int other = o ^ r;
-            const u32 sent = other == 0 ? pair[0] : other == 1 ? pair[1] : other == 2 ? pair[2] : pair[3];
-            const u32 got = __shfl_xor_sync(~0u, sent, r * 8);
-            if (other == 0) mine[0] = got;
-            if (other == 1) mine[1] = got;
-            if (other == 2) mine[2] = got;
-            if (other == 3) mine[3] = got;
-        }
-        if (is_query || live) *(uint4*)(to + tile * 32 + o * 8) = {mine[0], mine[1], mine[2], mine[3]};
+        const uint4 octet_of_mine = pairs_of_octet(pair);
+        if (is_query || live) *(uint4*)(to + tile * 32 + o * 8) = octet_of_mine;
     }
 }
