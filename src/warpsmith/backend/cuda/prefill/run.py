@@ -19,7 +19,7 @@ import numpy as np
 
 from warpsmith.backend.base import PREFILL_CHUNK, Output, Want, join_outputs
 from warpsmith.backend.cuda.build.compiler import build
-from warpsmith.backend.cuda.memory.driver import Buffer, Device, check
+from warpsmith.backend.cuda.memory.driver import Buffer, Device
 from warpsmith.backend.cuda.prefill.heads import RowTileHead, SlabHead
 from warpsmith.backend.cuda.prefill.plan import (
     OVERRUN,
@@ -314,11 +314,10 @@ class Prefill:
         shape = Shape(octets, segments_of(base + end), every, last)
         if shape not in self._programs:
             self._programs[shape] = list(self._program(shape))
-        launch, kept = self.device.cu.cuLaunchKernelEx, {}
+        launch, kept = self.launcher.launch, {}
         for each in self._programs[shape]:
             if not isinstance(each, int):
-                if (result := launch(*each, 0))[0]:
-                    check(result)
+                launch(each)
             elif each in features:  # a layer has ended
                 kept[each] = self.read_rows(lead, end - lead)
         return kept
@@ -377,15 +376,12 @@ class Prefill:
 
     def make_logits(self, first: int, count: int) -> None:
         """Queue the head for tokens of the piece, into the first rows of `logits`."""
-        self._launch(self.head.on(first, count))
-
-    def _launch(self, launch: Launch) -> None:
-        check(self.device.cu.cuLaunchKernelEx(*launch, 0))
+        self.launcher.launch(self.head.on(first, count))
 
     def read_rows(self, first: int, count: int, normed: bool = False) -> np.ndarray:
         """The residual stream of tokens of the piece, as it is now."""
         self.rows_arguments.first, self.rows_arguments.norm = first, self.final_norm if normed else None
-        self._launch(self.rows.on(count))
+        self.launcher.launch(self.rows.on(count))
         return self.buffers["rows"].read(np.float32, (count, self.config.hidden))
 
 

@@ -77,13 +77,24 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
             fetch_rows<CHUNK>(values + t % 2 * TILE_BYTES, a.values + (size_t)(first_row + t * CHUNK) * HEAD_DIM,
                               known - t * CHUNK);
     };
-    wait_for_previous();
-    fetch_rows<ROWS>(queries, a.queries + ((size_t)kv_head * p.capacity * 8 * GROUP + row0) * HEAD_DIM,
-                     last_row + 1 - row0);
-    fetch_keys(0);
-    commit_copies();
-    fetch_values(0), fetch_keys(1);
-    commit_copies();
+    const auto fetch_queries = [&] {
+        fetch_rows<ROWS>(queries, a.queries + ((size_t)kv_head * p.capacity * 8 * GROUP + row0) * HEAD_DIM,
+                         last_row + 1 - row0);
+    };
+    // The past of a piece is there before the launch before has ended.
+    const bool early = first_key + 2 * CHUNK <= p.base + p.lead;
+    if (early) {
+        fetch_keys(0), fetch_values(0), fetch_keys(1);
+        wait_for_previous();
+        fetch_queries();
+        commit_copies();
+    } else {
+        wait_for_previous();
+        fetch_queries(), fetch_keys(0);
+        commit_copies();
+        fetch_values(0), fetch_keys(1);
+        commit_copies();
+    }
 
     const int lane = threadIdx.x % 32, group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4,
               g = lane / 4, q = lane % 4;
@@ -143,7 +154,10 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
             weight[r] = fmaf(weight[r], factor[r], sum);
         }
     };
-    wait_copies<1>();  // queries and the first keys
+    if (early)
+        wait_copies<0>();
+    else
+        wait_copies<1>();  // queries and the first keys
     show_to_copies();
     __syncthreads();
     ask_scores(0);
