@@ -30,12 +30,19 @@ def scan_shared(ahead: int) -> int:
     return ahead * 36_864 + 12_288 + 256
 
 
+def flash_shared(groups: int, stream: PromptStream) -> int:
+    """SHARED_HERE of attention_flash.cu."""
+    staged = sum(rows.row_bytes for rows in (stream.key_rows, stream.value_rows) if rows.name != "f16")
+    return (groups * 64 + 256) * HEAD_DIM * 2 + PREFILL_CHUNK * staged
+
+
 def header(stream: PromptStream) -> dict[str, object]:
     """prompt.cuh, what every build is told of the model."""
     c = stream.config
     numbers = {
         "HIDDEN": c.hidden, "VOCAB": c.vocab, "HEADS": c.heads, "KV_HEADS": c.kv_heads, "KEY_HEADS": c.key_heads,
-        "VALUE_HEADS": c.value_heads, **stream.numbers(),
+        "VALUE_HEADS": c.value_heads, "KEY_TYPE": stream.key_rows.number, "VALUE_TYPE": stream.value_rows.number,
+        **stream.numbers(),
     }  # fmt: skip
     lines = [f"constexpr int {name} = {int(value)};" for name, value in numbers.items()]
     return {"prompt.cuh": "\n".join(["#pragma once", *lines, f"constexpr float EPS = {c.eps!r}f;", ""])}

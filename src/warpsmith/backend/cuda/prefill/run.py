@@ -32,6 +32,7 @@ from warpsmith.backend.cuda.prefill.plan import (
     SHORT_SHARED,
     SLICE,
     buffer_bytes,
+    flash_shared,
     header,
     kernels_of,
     scan_shared,
@@ -298,9 +299,9 @@ class Prefill:
                 mixer.arguments.history = state.history.pointer + deltas * 4 * c.conv_channels * 4
                 deltas += 1
             else:
-                offset = attentions * c.kv_heads * state.context * HEAD_DIM * 2
-                mixer.arguments.keys = state.keys.pointer + offset
-                mixer.arguments.values = state.values.pointer + offset
+                rows = attentions * c.kv_heads * state.context
+                mixer.arguments.keys = state.keys.pointer + rows * self.weights.key_rows.row_bytes
+                mixer.arguments.values = state.values.pointer + rows * self.weights.value_rows.row_bytes
                 mixer.arguments.context = state.context
                 attentions += 1
 
@@ -363,14 +364,14 @@ class Prefill:
                     "attention_flash",
                     groups * 128,
                     math.ceil(rows / (64 * groups)) * items,
-                    groups * 64 + 256,
+                    flash_shared(groups, self.weights),
                     {"GROUPS": groups},
                 ),
                 ("attention_merge", c.heads * 32, count // 8 * 4, 0, {}),
             ):
                 key = (f"{name}{groups}", first, count)
                 if key not in mixer.steps:
-                    kernel = self._kernel(name, shared * HEAD_DIM * 2, **extra)
+                    kernel = self._kernel(name, shared, **extra)
                     mixer.steps[key] = Step(self.launcher, kernel, threads, mixer.arguments, self.piece, queries)
                 yield mixer.steps[key].on(grid)
 

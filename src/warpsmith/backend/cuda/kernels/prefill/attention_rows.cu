@@ -1,5 +1,5 @@
-// Queries, keys and values as attention wants them: normed and rotated, in fp16; keys and values where the cache has
-// them.
+// Queries, keys and values as attention wants them: normed and rotated, queries in fp16; keys and values where and as
+// the cache has them.
 //
 // Maths: x / rms(x) * weight, then RoPE on the first 64 dimensions; queries times the scale of scores. Values are as
 // they are. A warp has a head of eight tokens; a lane has 8 dimensions of every 32 of one token. Dimension j and its
@@ -11,6 +11,11 @@ constexpr float ATTENTION_SCALE = 0.0625f * 1.44269504f;  // 256 ** -0.5, and sc
 constexpr float LARGEST_HALF = 65504.0f;
 
 constexpr int ROWS = HEADS + 2 * KV_HEADS, ROWS_A_CTA = 4, SHARES = (ROWS + ROWS_A_CTA - 1) / ROWS_A_CTA;
+
+template <int TYPE>
+struct Type {
+    static constexpr int VALUE = TYPE;
+};
 
 extern "C" __global__ void __launch_bounds__(ROWS_A_CTA * 32)
     attention_rows(const __grid_constant__ Attention a, const __grid_constant__ Piece p) {
@@ -60,17 +65,36 @@ extern "C" __global__ void __launch_bounds__(ROWS_A_CTA * 32)
             x[0][i] = fmaf(early, cosine, -(late * sine)), x[1][i] = fmaf(late, cosine, early * sine);
         }
     }
-    u16* to;
-    if (is_query)
-        to = a.queries + (((size_t)(row / GROUP) * p.capacity * 8 + token) * GROUP + row % GROUP) * HEAD_DIM;
-    else
-        to = (is_value ? a.values : a.keys) + ((size_t)((row - HEADS) % KV_HEADS) * a.context + position) * HEAD_DIM;
+    // A lane gets eight dimensions that lie together, and writes those of a live token.
+    const auto store = [&](auto type, u8* to, bool write) {
 #pragma unroll
-    for (int tile = 0; tile < DIM_TILES; tile++) {
-        u32 pair[4];
+        for (int tile = 0; tile < DIM_TILES; tile++) {
+            u32 low[4], high[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) pair[i] = pack_half(x[tile][2 * i], x[tile][2 * i + 1]);
-        const uint4 octet_of_mine = pairs_of_octet(pair);
-        if (is_query || live) *(uint4*)(to + tile * 32 + o * 8) = octet_of_mine;
+            for (int i = 0; i < 4; i++)
+                low[i] = __float_as_uint(x[tile][2 * i]), high[i] = __float_as_uint(x[tile][2 * i + 1]);
+            if constexpr (decltype(type)::VALUE == CACHE_F16) {
+                u32 pair[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) pair[i] = pack_half(x[tile][2 * i], x[tile][2 * i + 1]);
+                const uint4 eight = pairs_of_octet(pair);
+                if (write) *(uint4*)(to + tile * 64 + o * 16) = eight;
+            } else {
+                const uint4 even = pairs_of_octet(low), odd = pairs_of_octet(high);
+                const float v[8] = {__uint_as_float(even.x), __uint_as_float(odd.x),  __uint_as_float(even.y),
+                                    __uint_as_float(odd.y),  __uint_as_float(even.z), __uint_as_float(odd.z),
+                                    __uint_as_float(even.w), __uint_as_float(odd.w)};
+                store_eight<decltype(type)::VALUE, 8>(to, tile * 4 + o, v, write);
+            }
+        }
+    };
+    const size_t at = (size_t)((row - HEADS) % KV_HEADS) * a.context + position;
+    if (is_query) {
+        const size_t query = ((size_t)(row / GROUP) * p.capacity * 8 + token) * GROUP + row % GROUP;
+        store(Type<CACHE_F16>(), (u8*)(a.queries + query * HEAD_DIM), true);
+    } else if (is_value) {
+        store(Type<VALUE_TYPE>(), a.values + at * VALUE_ROW, live);
+    } else {
+        store(Type<KEY_TYPE>(), a.keys + at * KEY_ROW, live);
     }
 }
