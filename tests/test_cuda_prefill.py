@@ -13,6 +13,7 @@ from test_cuda import SHAPE, bf16_tensors
 from warpsmith.backend.base import ARGMAX, LOGITS, Want
 from warpsmith.backend.cuda.build.profiles import load_profiles
 from warpsmith.backend.cuda.memory.caches import CACHE_ROWS
+from warpsmith.backend.cuda.rows import CudaRows
 from warpsmith.backend.reference import ReferenceBackend, ops
 from warpsmith.backend.reference.mixers import ChunkMixer
 from warpsmith.backend.tree import Tree
@@ -274,6 +275,23 @@ def test_features_and_hidden_of_every_position(pair) -> None:
     assert error(outputs[0].features.numpy(), outputs[1].features.numpy()) < SOME_LAYERS
     assert error(outputs[0].hidden.numpy(), outputs[1].hidden.numpy()) < SOME_LAYERS
     assert outputs[0].argmax.shape == (1,)
+
+
+def test_features_and_hidden_stay_on_the_device(pair) -> None:
+    """Those of several pieces in one handle, which later passes leave alone."""
+    cuda, _ = pair
+    want = Want("none", features=(2, 0), hidden=True)
+    output = cuda.prefill(cuda.new_state(4096), ids(5, 2500), want)
+    parts, state = [], cuda.new_state(4096)
+    for low, high in ((0, 128), (128, 2500)):
+        parts.append(cuda.prefill(state, ids(5, 2500)[low:high], want))
+    for name in ("features", "hidden"):
+        whole = getattr(output, name)
+        assert isinstance(whole, CudaRows)
+        assert whole.keep() is whole
+        np.testing.assert_array_equal(whole.numpy(), np.concatenate([getattr(p, name).numpy() for p in parts]))
+    later = output.features.groups([1], of=2)[-3:].numpy()
+    np.testing.assert_array_equal(later, output.features.numpy()[-3:, SHAPE.hidden :])
 
 
 def test_a_prompt_forgets_a_forward_that_was_not_committed(pair) -> None:

@@ -89,5 +89,4 @@ def buffer_bytes(c: Config, piece: int = PIECE) -> dict[str, int]:
         "queries": c.heads * HEAD_DIM * tokens * 2,
         "parts": PARTS_BYTES,
         "stats": PARTS_BYTES // (HEAD_DIM * 2) * 8,
-        "rows": piece * c.hidden * 4,
     }

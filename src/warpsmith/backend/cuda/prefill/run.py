@@ -51,8 +51,8 @@ from warpsmith.backend.cuda.prefill.structures import (
     Rows,
     Span,
 )
+from warpsmith.backend.cuda.rows import CudaRows
 from warpsmith.backend.cuda.shape import HEAD_DIM, STATE_DIM, chunks_of
-from warpsmith.backend.rows import HostRows
 from warpsmith.model.weights import expected_shapes
 
 ReadTokens = Callable[[int, Want], Output]
@@ -243,34 +243,36 @@ class Prefill:
             self.head = RowTileHead(head_octets(c), arguments, steps, self.sms)
         else:
             self.head = SlabHead(product("HEAD", c.layers, c.vocab, x=at["x"]), self.asked)
-        self.rows_arguments = Rows(residual=at["residual"], squares=at["squares"], out=at["rows"], stride=c.hidden)
+        self.rows_arguments = Rows(residual=at["residual"], squares=at["squares"])
         self.rows = step(self._kernel("rows"), 256, self.rows_arguments, piece)
         self.final_norm = vector["output_norm.weight"]
 
     # -- running --------------------------------------------------------------------------------------------------
 
     def run(self, state: DeviceSequence, ids: Sequence[int] | np.ndarray, want: Want, read: ReadTokens) -> Output:
-        """Run and commit a chain. `read` makes an output of the first rows of `logits`."""
+        """Run and commit a chain. `read` makes an output of the first rows of `logits`; features and hidden rows stay
+        on the device, in memory of their own."""
         parts: list[Output] = []
-        for rows in self.pieces(state, ids, want):
-            end = rows.first + rows.count
-            first = rows.first if want.every_row else end - 1
-            part = Output()
-            while want.tokens != "none" and first < end and (want.every_row or rows.last):
+        features, hidden = _Kept(self, len(ids), len(want.features)), _Kept(self, len(ids), int(want.hidden))
+        for piece in self.pieces(state, ids, want, features):
+            end = piece.first + piece.count
+            first = piece.first if want.every_row else end - 1
+            while want.tokens != "none" and first < end and (want.every_row or piece.last):
                 count = min(end, (first // 8 + self.head.octets) * 8) - first
                 self.make_logits(first, count)
                 parts.append(read(count, want))
                 first += count
-            if want.features:
-                part.features = HostRows(np.concatenate([rows.features[layer] for layer in want.features], axis=1))
             if want.hidden:
-                part.hidden = HostRows(self.read_rows(rows.first, rows.count, normed=True))
-            parts.append(part)
-        return join_outputs(parts)
+                hidden.write(0, piece.first, piece.count, normed=True)
+        output = join_outputs(parts)
+        output.features, output.hidden = features.rows(), hidden.rows()
+        return output
 
-    def pieces(self, state: DeviceSequence, ids: Sequence[int] | np.ndarray, want: Want) -> Iterator[PieceRows]:
+    def pieces(
+        self, state: DeviceSequence, ids: Sequence[int] | np.ndarray, want: Want, features: _Kept
+    ) -> Iterator[PieceRows]:
         """Piece by piece: when one is yielded it is queued and counted in `state.length`, and what is wanted of it can
-        be read before the next."""
+        be read before the next. `features` keeps those of the layers that are wanted."""
         tokens = np.ascontiguousarray(ids, dtype=np.int32)
         done = 0
         self._take(state)
@@ -280,10 +282,13 @@ class Prefill:
             last = done + count == len(tokens)
             self.buffers["ids"].write(tokens[done : done + count])
             every = want.every_row or bool(want.features) or want.hidden
-            features = self._piece(state.length - lead, lead, lead + count, every, last, want.features)
+            for layer in self._piece(state.length - lead, lead, lead + count, every, last):
+                for number, wanted in enumerate(want.features):
+                    if wanted == layer:
+                        features.write(number, lead, count)
             state.length += count
             done += count
-            yield PieceRows(lead, count, last, features)
+            yield PieceRows(lead, count, last)
 
     def _take(self, state: DeviceSequence) -> None:
         """Have the launches read and write this state. An agent's next turn is short: nothing is set twice."""
@@ -305,9 +310,8 @@ class Prefill:
                 mixer.arguments.context = state.context
                 attentions += 1
 
-    def _piece(
-        self, base: int, lead: int, end: int, every: bool, last: bool, features: Sequence[int]
-    ) -> dict[int, np.ndarray]:
+    def _piece(self, base: int, lead: int, end: int, every: bool, last: bool) -> Iterator[int]:
+        """Queue a piece; the number of a layer after its last launch."""
         piece, octets = self.piece, -(-end // 8)
         piece.base, piece.lead, piece.end = base, lead, end
         self.whole.first, self.whole.octets = 0, octets
@@ -315,13 +319,12 @@ class Prefill:
         shape = Shape(octets, segments_of(base + end), every, last)
         if shape not in self._programs:
             self._programs[shape] = list(self._program(shape))
-        launch, kept = self.launcher.launch, {}
+        launch = self.launcher.launch
         for each in self._programs[shape]:
-            if not isinstance(each, int):
+            if isinstance(each, int):
+                yield each
+            else:
                 launch(each)
-            elif each in features:  # a layer has ended
-                kept[each] = self.read_rows(lead, end - lead)
-        return kept
 
     def _program(self, shape: Shape) -> Iterator[Launch | int]:
         """The launches of a piece, and the number of each layer after its last."""
@@ -379,11 +382,35 @@ class Prefill:
         """Queue the head for tokens of the piece, into the first rows of `logits`."""
         self.launcher.launch(self.head.on(first, count))
 
-    def read_rows(self, first: int, count: int, normed: bool = False) -> np.ndarray:
-        """The residual stream of tokens of the piece, as it is now."""
-        self.rows_arguments.first, self.rows_arguments.norm = first, self.final_norm if normed else None
+    def write_rows(self, first: int, count: int, to: int, stride: int, normed: bool = False) -> None:
+        """Queue copying the residual stream of tokens of the piece, as it is now, row by row to an address."""
+        arguments = self.rows_arguments
+        arguments.first, arguments.norm = first, self.final_norm if normed else None
+        arguments.out, arguments.stride = to, stride
         self.launcher.launch(self.rows.on(count))
-        return self.buffers["rows"].read(np.float32, (count, self.config.hidden))
+
+
+class _Kept:
+    """Rows of some layers, of every token of a prompt: [token][layer][hidden] on the device."""
+
+    def __init__(self, prompts: Prefill, tokens: int, layers: int) -> None:
+        self.prompts, self.tokens, self.layers, self.width = prompts, tokens, layers, prompts.config.hidden
+        self.buffer = prompts.device.allocate(tokens * layers * self.width * 4) if layers else None
+        self._written = [0] * layers
+
+    def write(self, number: int, first: int, count: int, normed: bool = False) -> None:
+        """The next tokens' of one layer."""
+        assert self.buffer is not None
+        place = self._written[number] * self.layers + number
+        stride = self.layers * self.width
+        self.prompts.write_rows(first, count, self.buffer.pointer + place * self.width * 4, stride, normed)
+        self._written[number] += count
+
+    def rows(self) -> CudaRows | None:
+        if self.buffer is None:
+            return None
+        offsets = np.arange(self.tokens * self.layers, dtype=np.int64).reshape(self.tokens, self.layers) * self.width
+        return CudaRows(self.buffer, offsets, self.width, lambda: True, owned=True)
 
 
 @dataclass(frozen=True)
@@ -423,9 +450,8 @@ class _Layer:
 
 @dataclass
 class PieceRows:
-    """The piece that was queued last: where its tokens are in the buffers, and features that were read on the way."""
+    """The piece that was queued last: where its tokens are in the buffers."""
 
     first: int
     count: int
     last: bool
-    features: dict[int, np.ndarray]
