@@ -86,6 +86,7 @@ def buffer_bytes(c: Config, piece: int = PIECE) -> dict[str, int]:
         "fade": items * 4,
         "states": items * square * 2,
         "arrived": c.key_heads * 4,
+        "best": 8 * 8,
         "queries": c.heads * HEAD_DIM * tokens * 2,
         "parts": PARTS_BYTES,
         "stats": PARTS_BYTES // (HEAD_DIM * 2) * 8,

@@ -182,6 +182,7 @@ class Prefill:
                 residual=at["residual"],
                 out=at["x"],
                 squares=at["squares"],
+                best=at["best"],
             ),
             piece,
         )
@@ -235,12 +236,13 @@ class Prefill:
                 x=at["x"],
                 squares=at["squares"],
                 logits=self.logits.pointer,
+                best=at["best"],
             )
             steps = {
                 octets: step(self._kernel("head", octets * c.hidden * 16, HEAD_OCTETS=octets), 512, arguments, piece)
                 for octets in {1, head_octets(c)}
             }
-            self.head = RowTileHead(head_octets(c), arguments, steps, self.sms)
+            self.head = RowTileHead(head_octets(c), arguments, self.buffers["best"], steps, self.sms)
         else:
             self.head = SlabHead(product("HEAD", c.layers, c.vocab, x=at["x"]), self.asked)
         self.rows_arguments = Rows(residual=at["residual"], squares=at["squares"])
@@ -260,7 +262,9 @@ class Prefill:
             while want.tokens != "none" and first < end and (want.every_row or piece.last):
                 count = min(end, (first // 8 + self.head.octets) * 8) - first
                 self.make_logits(first, count)
-                parts.append(read(count, want))
+                single = want.tokens == "argmax" and not want.every_row
+                best = self.head.best(first) if single else None
+                parts.append(read(count, want) if best is None else Output(argmax=np.array([best], np.int32)))
                 first += count
             if want.hidden:
                 hidden.write(0, piece.first, piece.count, normed=True)
