@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import ctypes
 import dataclasses
+import itertools
+import re
 import statistics
 import time
 from collections import defaultdict
@@ -67,7 +69,8 @@ def launches_of(backend: CudaBackend, count: int) -> tuple[Prefill, list[Launch]
     state = backend.new_state(backend.context)  # kept: launches write to it
     state.length = backend.context - count
     backend.prefill(state, np.zeros(count, np.int32))
-    program = list(prompts._programs.values())[-1]
+    octets = -(-count // 8)
+    program = next(made for shape, made in reversed(prompts._programs.items()) if shape.octets == octets)
     return prompts, [each for each in program if not isinstance(each, int)], state
 
 
@@ -140,6 +143,10 @@ def with_marks(sources: dict[str, str]) -> dict[str, str]:
             text += """
 __device__ u64 marks[4096];
 __device__ u32 marks_made;
+__device__ u64 stamps[64];
+__device__ __forceinline__ void stamp(int i) {
+    if (threadIdx.x == 0 && blockIdx.x == 0) stamps[i] = nanoseconds();
+}
 __device__ __forceinline__ void mark() {
     if (threadIdx.x % 128 == 0 && blockIdx.x == 0) marks[atomicAdd(&marks_made, 1u) % 4096] = nanoseconds();
 }
@@ -149,8 +156,17 @@ __device__ __forceinline__ void mark() {
             text = text[:at] + marked + text[at + len(wait) :]
         elif name.startswith("prefill/") and name.endswith(".cu"):
             text = text.replace(wait, "wait_for_previous(); if (threadIdx.x < 128) mark();")
+            text = with_stamps(text)
         out[name] = text
     return out
+
+
+def with_stamps(text: str) -> str:
+    """The time after every barrier of a kernel's body, and at its end."""
+    number = itertools.count()
+    head, body = text[: text.index('extern "C"')], text[text.index('extern "C"') :].rstrip()
+    body = re.sub(r"(__syncthreads|sync_cluster|mark)\(\);", lambda m: f"{m[0]} stamp({next(number)});", body)
+    return head + body.removesuffix("}") + f"    stamp({next(number)});\n}}\n"
 
 
 def timeline(backend: CudaBackend, count: int) -> None:
@@ -175,6 +191,11 @@ def timeline(backend: CudaBackend, count: int) -> None:
             check(cu.cuMemcpyDtoH(values.ctypes.data, symbol(module, b"marks"), values.nbytes))
             times[key] = iter(values.tolist())
         rounds.append([next(times[of_function[int(launch.function)]]) for launch in launches])
+    for (name, _), kernel in prompts._kernels.items():
+        stamps = np.empty(64, np.uint64)
+        check(cu.cuMemcpyDtoH(stamps.ctypes.data, symbol(kernel.module, b"stamps"), stamps.nbytes))
+        if (count_of := int(np.count_nonzero(stamps))) > 2:
+            print(f"{name}: ns between barriers of the last launch {np.diff(stamps[:count_of].astype(np.int64))}")
     gaps = np.median(np.diff(np.array(rounds, np.int64), axis=1), axis=0) / 1e3
     spent: dict[tuple[str, float], list[float]] = defaultdict(list)
     for launch, gap in zip(launches, gaps.tolist(), strict=False):

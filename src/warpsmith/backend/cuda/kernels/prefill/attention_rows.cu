@@ -26,6 +26,10 @@ extern "C" __global__ void __launch_bounds__(ROWS_A_CTA * 32)
     const bool is_query = row < HEADS, is_value = row >= HEADS + KV_HEADS, live = token >= p.lead && token < p.end;
     const int first_tile = is_query ? row * 2 * DIM_TILES : 2 * HEADS * DIM_TILES + (row - HEADS) * DIM_TILES;
     const int position = p.base + token;
+    if (!is_value) {
+        prefetch(a.vectors + (is_query ? ATTENTION_MIX_Q_NORM : ATTENTION_MIX_K_NORM) + lane % 8 * 32);
+        prefetch(a.rope + (lane < 16 ? position & 63 : 64 + (position >> 6)) * 32 + lane / 8 % 2 * 16);
+    }
     wait_for_previous();
     float x[DIM_TILES][8];
     float square = 0.0f;
@@ -69,10 +73,6 @@ extern "C" __global__ void __launch_bounds__(ROWS_A_CTA * 32)
     const auto store = [&](auto type, u8* to, bool write) {
 #pragma unroll
         for (int tile = 0; tile < DIM_TILES; tile++) {
-            u32 low[4], high[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                low[i] = __float_as_uint(x[tile][2 * i]), high[i] = __float_as_uint(x[tile][2 * i + 1]);
             if constexpr (decltype(type)::VALUE == CACHE_F16) {
                 u32 pair[4];
 #pragma unroll
@@ -80,6 +80,10 @@ extern "C" __global__ void __launch_bounds__(ROWS_A_CTA * 32)
                 const uint4 eight = pairs_of_octet(pair);
                 if (write) *(uint4*)(to + tile * 64 + o * 16) = eight;
             } else {
+                u32 low[4], high[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    low[i] = __float_as_uint(x[tile][2 * i]), high[i] = __float_as_uint(x[tile][2 * i + 1]);
                 const uint4 even = pairs_of_octet(low), odd = pairs_of_octet(high);
                 const float v[8] = {__uint_as_float(even.x), __uint_as_float(odd.x),  __uint_as_float(even.y),
                                     __uint_as_float(odd.y),  __uint_as_float(even.z), __uint_as_float(odd.z),
@@ -89,12 +93,13 @@ extern "C" __global__ void __launch_bounds__(ROWS_A_CTA * 32)
         }
     };
     const size_t at = (size_t)((row - HEADS) % KV_HEADS) * a.context + position;
-    if (is_query) {
-        const size_t query = ((size_t)(row / GROUP) * p.capacity * 8 + token) * GROUP + row % GROUP;
-        store(Type<CACHE_F16>(), (u8*)(a.queries + query * HEAD_DIM), true);
-    } else if (is_value) {
-        store(Type<VALUE_TYPE>(), a.values + at * VALUE_ROW, live);
-    } else {
-        store(Type<KEY_TYPE>(), a.keys + at * KEY_ROW, live);
-    }
+    const size_t query = ((size_t)(row / GROUP) * p.capacity * 8 + token) * GROUP + row % GROUP;
+    u8* to = is_query ? (u8*)(a.queries + query * HEAD_DIM)
+                      : is_value ? a.values + at * VALUE_ROW : a.keys + at * KEY_ROW;
+    if (is_query || (is_value ? VALUE_TYPE : KEY_TYPE) == CACHE_F16)
+        store(Type<CACHE_F16>(), to, is_query || live);
+    else if (is_value)
+        store(Type<VALUE_TYPE>(), to, live);
+    else
+        store(Type<KEY_TYPE>(), to, live);
 }

@@ -5,10 +5,12 @@
 
 constexpr int ROW = 136, X_ROW = 72, P_ROW = 72, Y_ROW = 36;  // elements between rows: no bank conflicts
 
-// Of every token: of q and k squares (a tile of 32 channels each) and the factors of their norms, beta, and G.
+// Of every token: of q and k squares (a tile of 32 channels each) and the factors of their norms, beta, G, and what is
+// left of it at the end of the chunk.
 struct Scalars {
     float squares[2][4][CHUNK];
     float rq[CHUNK], rk[CHUNK], beta[CHUNK], total[CHUNK];
+    float left[CHUNK];  // of rows of K~
 };
 
 __device__ __forceinline__ void widen(uint4 v, float (&x)[8]) {
@@ -105,7 +107,10 @@ __device__ __forceinline__ void make_scalars(const Delta& a, const Piece& p, Sca
     }
     const float before = __shfl_up_sync(~0u, total, 1);
     const float early = (lane ? before : 0.0f) + decay[0];
-    s.total[lane * 2] = early, s.total[lane * 2 + 1] = early + decay[1];
+    const float late = early + decay[1], last = __shfl_sync(~0u, late, 31);
+    *(float2*)&s.total[lane * 2] = {early, late};
+    const float2 rk = *(const float2*)&s.rk[lane * 2];
+    *(float2*)&s.left[lane * 2] = {rk.x * exponential(last - early), rk.y * exponential(last - late)};
 }
 
 // What a sum of q.k or k.k weighs: the factors of its row and column, and the decay between them.
@@ -113,10 +118,7 @@ __device__ __forceinline__ float decayed(float sum, float row, float column, flo
     return sum * (row * column) * exponential(total - before);
 }
 
-// Of a row of K~ and of e^G Q.
-__device__ __forceinline__ float left_of(const Scalars& s, int row) {
-    return s.rk[row] * exponential(s.total[CHUNK - 1] - s.total[row]);
-}
+// Of a row of e^G Q.
 __device__ __forceinline__ float query_factor(const Scalars& s, int row) {
     return s.rq[row] * exponential(s.total[row]);
 }
@@ -128,7 +130,7 @@ __device__ __forceinline__ void multiply_blocks(const float* left, int left_row,
                                                 int row, int column, float sign, float (&sum)[COLUMNS]) {
 #pragma unroll
     for (int i = 0; i < COLUMNS; i++) sum[i] = 0.0f;
-#pragma unroll
+#pragma unroll 2
     for (int k = 0; k < SIZE; k += 4) {
         const float4 f = *(const float4*)&left[row * left_row + k];
         const float factor[4] = {sign * f.x, sign * f.y, sign * f.z, sign * f.w};

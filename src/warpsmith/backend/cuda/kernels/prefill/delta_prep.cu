@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     for (int i = threadIdx.x; i < CHUNK * STATE_DIM / 2; i += 256) {
         const int row = i / (STATE_DIM / 2);
         u32* at = (u32*)(s.k + row * ROW) + i % (STATE_DIM / 2);
-        const float left = left_of(scalars, row);
+        const float left = scalars.left[row];
         *at = pack_bf16(bf16_low(*at) * left, bf16_high(*at) * left);
     }
     __syncthreads();

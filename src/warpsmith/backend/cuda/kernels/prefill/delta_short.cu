@@ -6,6 +6,7 @@
 // inverse, U and W) each then does for itself. CTA c has rows 16 c of N, B and the state, and of the output 16 tokens
 // (c % 4) and 64 columns (c / 4). Of U, W, N and B a warp has 16 columns, which nobody else writes. The state is read
 // before the launch before has ended: none but this kernel of an earlier piece has written it.
+// Every instruction is run once and comes from far away, so loops stay loops.
 //
 // Layout: k, v and 16 rows of q in bf16 [64][136]; W takes k's place, U v's. The state in bf16 as operand B of two
 // tiles of columns. Grid: eight CTAs of 256 threads a value head. Bytes: 64 KB of state and 10 KB of projections read a
@@ -19,19 +20,27 @@ constexpr int TILES = 10;  // of 16 x 16 in a lower triangle of 64: (row, column
 struct Shared {
     u16 k[CHUNK * ROW], v[CHUNK * ROW], q[16 * ROW], p[16 * P_ROW];
     Scalars scalars;
+    float out_squares[2][16];  // of either half of the columns; the other CTA may be ahead of this one
     uint4 states[SLICES][8][32];
     union {
         float x[CHUNK * X_ROW];  // A, then (I + A)^-1; then
         struct {
             uint4 n[8][32], q[8][32];  // tiles of 16 columns of N and Q^, as operand A
             float sums[8][16][8];      // of the output, a tile of eight columns a warp
-            float squares[2][16];      // of either half of the columns
         } after;
     };
     union {
         float y[32 * Y_ROW];
         uint4 inverse[2][TILES][32];  // its tiles as operand A, scaled for U and for W
     };
+};
+
+// A tile of the lower triangle by its number; row 4: of q.
+struct Place {
+    int row, column;
+    __device__ __forceinline__ explicit Place(int number)
+        : row(number >= TILES ? 4 : number >= 6 ? 3 : number >= 3 ? 2 : number >= 1 ? 1 : 0),
+          column(number - row * (row + 1) / 2) {}
 };
 
 // Columns of a warp, all rows, in the place of what they were made from.
@@ -58,7 +67,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(256, 2
 
     // The state: in bf16 all of it, a slice of columns a warp; this CTA's rows in f32.
     float* state = a.state + (size_t)head * STATE_DIM * STATE_DIM + warp * SLICE * STATE_DIM;
-#pragma unroll
+#pragma unroll 4
     for (int k = 0; k < 8; k++) {
         u32 pair[4];
 #pragma unroll
@@ -74,26 +83,36 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(256, 2
     for (int j = 0; j < 2; j++)
 #pragma unroll
         for (int i = 0; i < 4; i++) kept[j][i] = mine[(j * 8 + q * 2 + i % 2) * STATE_DIM + g + i / 2 * 8];
+    // Weights come from far away: into L2, the last ones into registers.
+    const int key_head = head % KEY_HEADS;
+    if (lane < 8) {
+        const int from = lane < 4 ? (warp < 4 ? KEY_HEADS + key_head : 2 * KEY_HEADS + head) : key_head;
+        prefetch(a.vectors + DELTA_MIX_CONV + (from * STATE_DIM + warp % 4 * 32 + lane % 4 * 8) * 4);
+    } else if (lane < 10 && warp == 0) {
+        prefetch(a.vectors + (lane == 8 ? DELTA_MIX_DT : DELTA_MIX_A) + head);
+    }
+    const float2 weight = __ldg((const float2*)(a.vectors + DELTA_MIX_NORM + half * 64 + warp * 8 + q * 2));
     sync_cluster();  // all of them are there, and have read the state
     wait_for_previous();
 
-    // An octet of k (first four warps) and v for everybody; two of q.
-    const auto give = [&](int row, const u32(&pair)[4], float square) {
-        const uint4 eight = pairs_of_octet(pair);
-        const u32 to = shared_address((warp < 4 ? s.k : s.v) + row * ROW + warp % 4 * 32 + lane / 8 * 8);
+    // An octet of k (first four warps) or v for everybody, then one of q.
+#pragma unroll 1
+    for (int part = 4 + warp, octet = cta; part >= 0; part = part >= 4 ? warp % 4 : -1, octet = m * 2 + warp / 4)
+        convolve<1>(a, p, 0, head, part, octet, [&](int row, const u32(&pair)[4], float square) {
+            const uint4 eight = pairs_of_octet(pair);
+            if (part < 4) {
+                *(uint4*)(s.q + (row - m * 16) * ROW + part * 32 + lane / 8 * 8) = eight;
+                if (lane < 8) scalars.squares[0][part][row] = square;
+                return;
+            }
+            const u32 to = shared_address((part < 8 ? s.k : s.v) + row * ROW + part % 4 * 32 + lane / 8 * 8);
 #pragma unroll
-        for (int c = 0; c < CTAS; c++) store16_in(c, to, eight);
-        if (warp < 4) {
-            const u32 place = shared_address(&scalars.squares[1][warp][row]);
+            for (int c = 0; c < CTAS; c++) store16_in(c, to, eight);
+            if (part >= 8) return;
+            const u32 place = shared_address(&scalars.squares[1][part % 4][row]);
 #pragma unroll
             for (int i = 0; i < 2; i++) store_in(lane / 8 * 2 + i, place, square);
-        }
-    };
-    convolve<1>(a, p, 0, head, 4 + warp, cta, give);
-    convolve<1>(a, p, 0, head, warp % 4, m * 2 + warp / 4, [&](int row, const u32(&pair)[4], float square) {
-        *(uint4*)(s.q + (row - m * 16) * ROW + warp % 4 * 32 + lane / 8 * 8) = pairs_of_octet(pair);
-        if (lane < 8) scalars.squares[0][warp % 4][row] = square;
-    });
+        });
     // z of this warp's columns; the last inputs of the convolution.
     const size_t tile_pieces = (size_t)p.capacity * 32;
     const int pair_of_tiles = head * (DELTA_TILES / 2) + half;
@@ -104,7 +123,6 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(256, 2
         z[i] = ((const u32*)a.raw)[(piece + q * 8 + g) * 4 + warp % 4];
     }
     // q and k (the first CTA) and v (the second), a channel a thread.
-    const int key_head = head % KEY_HEADS;
     const bool keeps = cta == 0 || (cta == 1 && threadIdx.x < STATE_DIM);
     const int channel = (cta == 1               ? 2 * KEY_HEADS + head
                          : threadIdx.x < STATE_DIM ? key_head
@@ -121,15 +139,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(256, 2
     }
     sync_cluster();
 
-    // Scalars (the first warp); k.k and q.k of tiles up to the diagonal, two a warp.
-    float products[2][2][4] = {};
-    const auto tile_of = [&](int i, int& row, int& column) {  // false: there is none; row 4: of q
-        const int number = warp - 1 + i * 7;
-        row = number >= TILES ? 4 : number >= 6 ? 3 : number >= 3 ? 2 : number >= 1 ? 1 : 0;
-        column = number - row * (row + 1) / 2;
-        return warp > 0 && number <= TILES + m;
-    };
-    int row, column;
+    // Scalars (the first warp), and of k.k and q.k tiles up to the diagonal, at most two a warp: at first their sums.
     if (warp == 0) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {  // above the diagonal of blocks of 32
@@ -138,29 +148,32 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(256, 2
         }
         make_scalars(a, p, scalars, 0, head, m * 16, 16);
     }
+    const int tiles = TILES + 1 + m, first_tile = warp == 0 ? tiles : warp - 1;
+    float products[2][2][4] = {};
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        if (!tile_of(i, row, column)) continue;
-        const u16* rows = row == 4 ? s.q : s.k + row * 16 * ROW;
-#pragma unroll
+        const Place place(first_tile + i * 7);
+        if (first_tile + i * 7 >= tiles) break;
+        const u16 *rows = place.row == 4 ? s.q : s.k + place.row * 16 * ROW, *columns = s.k + place.column * 16 * ROW;
+#pragma unroll 4
         for (int k = 0; k < STATE_DIM; k += 16)
-            multiply(products[i][0], products[i][1], operand_a(rows + k, ROW), operand_b(s.k + column * 16 * ROW + k));
+            multiply(products[i][0], products[i][1], operand_a(rows + k, ROW), operand_b(columns + k));
     }
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        if (!tile_of(i, row, column)) continue;
-        const bool of_q = row == 4;
+#pragma unroll 1
+    for (int tile = first_tile; tile < tiles; tile += 7) {
+        const Place place(tile);
+        const bool of_q = place.row == 4;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const int inside = g + r * 8, token = (of_q ? m : row) * 16 + inside, last = of_q ? token : token - 1;
+            const int inside = g + r * 8, token = (of_q ? m : place.row) * 16 + inside, last = of_q ? token : token - 1;
             const float total = scalars.total[token],
                         factor = of_q ? scalars.rq[token] : scalars.beta[token] * scalars.rk[token];
 #pragma unroll
             for (int j = 0; j < 2; j++) {
-                const int at = column * 16 + j * 8 + q * 2;
+                const int at = place.column * 16 + j * 8 + q * 2;
                 const float2 rk = *(const float2*)&scalars.rk[at], before = *(const float2*)&scalars.total[at];
-                const float* sum = &products[i][j][2 * r];
+                const float* sum = &products[0][j][2 * r];
                 const float x = at <= last ? decayed(sum[0], factor, rk.x, total, before.x) : 0.0f;
                 const float y = at + 1 <= last ? decayed(sum[1], factor, rk.y, total, before.y) : 0.0f;
                 if (of_q)
@@ -169,23 +182,25 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(256, 2
                     *(float2*)&s.x[token * X_ROW + at] = {x, y};
             }
         }
+#pragma unroll
+        for (int i = 0; i < 8; i++) products[0][i / 4][i % 4] = products[1][i / 4][i % 4];
     }
     __syncthreads();
     invert(s.x, s.y);
 
     // The inverse as operands; K~^T of this CTA's rows.
+#pragma unroll 1
     for (int i = warp; i < 2 * TILES; i += 8) {
-        const int number = i % TILES, rows = number >= 6 ? 3 : number >= 3 ? 2 : number >= 1 ? 1 : 0;
-        s.inverse[i / TILES][number][lane] =
-            scaled_inverse(s.x, scalars, rows, number - rows * (rows + 1) / 2, i / TILES);
+        const Place place(i % TILES);
+        s.inverse[i / TILES][i % TILES][lane] = scaled_inverse(s.x, scalars, place.row, place.column, i / TILES);
     }
     uint4 keys[4];
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         const uint4 v = operand_a_transposed(s.k + k * 16 * ROW + cta * 16);
         const int token = k * 16 + q * 2;
-        const float left[4] = {left_of(scalars, token), left_of(scalars, token + 1), left_of(scalars, token + 8),
-                               left_of(scalars, token + 9)};
+        const float2 low = *(const float2*)&scalars.left[token], high = *(const float2*)&scalars.left[token + 8];
+        const float left[4] = {low.x, low.y, high.x, high.y};
         keys[k] = {pack_bf16(bf16_low(v.x) * left[0], bf16_high(v.x) * left[1]),
                    pack_bf16(bf16_low(v.y) * left[0], bf16_high(v.y) * left[1]),
                    pack_bf16(bf16_low(v.z) * left[2], bf16_high(v.z) * left[3]),
@@ -279,16 +294,15 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(256, 2
         square[i] += __shfl_xor_sync(~0u, square[i], 1);
         square[i] += __shfl_xor_sync(~0u, square[i], 2);
         if (warp < 2 && q == 0)  // one warp for this CTA, one for that with the other half of the columns
-            store_in(warp ? cta ^ 4 : cta, shared_address(&s.after.squares[half][g + i * 8]), square[i]);
+            store_in(warp ? cta ^ 4 : cta, shared_address(&s.out_squares[half][g + i * 8]), square[i]);
     }
     sync_cluster();
-    const float2 weight = __ldg((const float2*)(a.vectors + DELTA_MIX_NORM + half * 64 + warp * 8 + q * 2));
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int octet = m * 2 + i;
         if (octet * 8 >= p.end) continue;
         const float scale =
-            inverse_root((s.after.squares[0][g + i * 8] + s.after.squares[1][g + i * 8]) / STATE_DIM + EPS);
+            inverse_root((s.out_squares[0][g + i * 8] + s.out_squares[1][g + i * 8]) / STATE_DIM + EPS);
         const OperandPlace place(pair_of_tiles * 64 + warp * 8, chunks_of(VALUE_DIM));
         ((u32*)a.y)[(place.tile * tile_pieces + octet * 32 + q * 8 + g) * 4 + place.word] =
             pack_bf16(out[2 * i] * scale * weight.x * silu(bf16_low(z[i])),
