@@ -121,7 +121,7 @@ def test_the_host_has_the_kernels_numbers(name: str) -> None:
 def test_the_host_knows_what_attention_takes(stream: PromptStream) -> None:
     for groups in (1, 2):
         claim = f'\nstatic_assert(SHARED_HERE == {plan.flash_shared(groups, stream)}, "");'
-        compiled(stream, "attention_flash", {"GROUPS": groups}, claim)
+        compiled(stream, "attention_flash", {"GROUPS": groups, **plan.attention_constants(stream)}, claim)
 
 
 PRODUCTS = [(t, e) for e in range(3) for t in (products.NARROW_TILES if e == 2 else products.WIDE_TILES)]

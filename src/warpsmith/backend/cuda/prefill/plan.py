@@ -36,13 +36,17 @@ def flash_shared(groups: int, stream: PromptStream) -> int:
     return (groups * 64 + 256) * HEAD_DIM * 2 + PREFILL_CHUNK * staged
 
 
+def attention_constants(stream: PromptStream) -> dict[str, object]:
+    """What kernels of attention are told of the cache."""
+    return {"KEY_TYPE": stream.key_rows.number, "VALUE_TYPE": stream.value_rows.number}
+
+
 def header(stream: PromptStream) -> dict[str, object]:
     """prompt.cuh, what every build is told of the model."""
     c = stream.config
     numbers = {
         "HIDDEN": c.hidden, "VOCAB": c.vocab, "HEADS": c.heads, "KV_HEADS": c.kv_heads, "KEY_HEADS": c.key_heads,
-        "VALUE_HEADS": c.value_heads, "KEY_TYPE": stream.key_rows.number, "VALUE_TYPE": stream.value_rows.number,
-        **stream.numbers(),
+        "VALUE_HEADS": c.value_heads, **stream.numbers(),
     }  # fmt: skip
     lines = [f"constexpr int {name} = {int(value)};" for name, value in numbers.items()]
     return {"prompt.cuh": "\n".join(["#pragma once", *lines, f"constexpr float EPS = {c.eps!r}f;", ""])}
@@ -50,10 +54,11 @@ def header(stream: PromptStream) -> dict[str, object]:
 
 def kernels_of(stream: PromptStream) -> list[Build]:
     """Files of kernels/prefill, and what each of their builds is told beside the model's numbers."""
-    names = ("rows", "delta_prep", "delta_output", "delta_short", "attention_rows", "attention_merge")
+    names, cache = ("rows", "delta_prep", "delta_output", "delta_short"), attention_constants(stream)
     kernels: list[Build] = [("embed", {"EMBEDDING_TYPE": stream.embedding_type}), *((name, {}) for name in names)]
     kernels += [("delta_scan", {"AHEAD": ahead}) for ahead in SCANS]
-    kernels += [("attention_flash", {"GROUPS": groups}) for groups in (1, 2)]
+    kernels += [("attention_rows", cache), ("attention_merge", cache)]
+    kernels += [("attention_flash", {"GROUPS": groups, **cache}) for groups in (1, 2)]
     kernels += stream.heads()
     slots = [(slot, layer) for layer in range(stream.config.layers) for slot in SLOTS]
     for slot, layer in slots if stream.heads() else [*slots, ("HEAD", 0)]:

@@ -31,6 +31,7 @@ from warpsmith.backend.cuda.prefill.plan import (
     SHORT_CTAS,
     SHORT_SHARED,
     SLICE,
+    attention_constants,
     buffer_bytes,
     flash_shared,
     header,
@@ -187,6 +188,7 @@ class Prefill:
             piece,
         )
         self.layers: list[_Layer] = []
+        cache = attention_constants(weights)
         for layer, recurrent in enumerate(c.recurrent):
             block = f"blk.{layer}."
             after = f"blk.{layer + 1}.attn_norm.weight" if layer + 1 < c.layers else "output_norm.weight"
@@ -214,7 +216,7 @@ class Prefill:
                 names_here = ("raw", "queries", "parts", "stats", "y")
                 attention = Attention(vectors=vectors, rope=self.rope.pointer, **{n: at[n] for n in names_here})
                 mixer = _AttentionMixer(
-                    attention, rows=step(self._kernel("attention_rows"), ROWS_A_CTA * 32, attention, piece)
+                    attention, rows=step(self._kernel("attention_rows", 0, **cache), ROWS_A_CTA * 32, attention, piece)
                 )
                 rows, gate_rows = self.attention_in, 0
             self.layers.append(
@@ -358,7 +360,7 @@ class Prefill:
 
     def _attend(self, mixer: _AttentionMixer, shape: Shape, first_octet: int) -> Iterator[Launch]:
         """Attention of the tokens from an octet on, as many at a time as parts have room for."""
-        c, end = self.config, shape.octets * 8
+        c, end, cache = self.config, shape.octets * 8, attention_constants(self.weights)
         most = max(8, PARTS_BYTES // (shape.segments * c.heads * HEAD_DIM * 2) // 8 * 8)
         for first in range(first_octet * 8, end, most):
             count = min(most, end - first)
@@ -372,9 +374,9 @@ class Prefill:
                     groups * 128,
                     math.ceil(rows / (64 * groups)) * items,
                     flash_shared(groups, self.weights),
-                    {"GROUPS": groups},
+                    {"GROUPS": groups, **cache},
                 ),
-                ("attention_merge", c.heads * 32, count // 8 * 4, 0, {}),
+                ("attention_merge", c.heads * 32, count // 8 * 4, 0, cache),
             ):
                 key = (f"{name}{groups}", first, count)
                 if key not in mixer.steps:

@@ -8,9 +8,8 @@
 // has them, those of their own piece too. Where a prompt is cut, how many tokens there
 // are and which CTA has what does not show in the bits.
 #pragma once
-#include "prefill/common.cuh"
-// after the model's numbers
 #include "common/cache.cuh"
+#include "prefill/common.cuh"
 
 constexpr int SHORT = 512, SHORTS = 16, LONG = 2048;  // keys of a segment; how many are short
 __device__ __forceinline__ int segment_start(int segment) {

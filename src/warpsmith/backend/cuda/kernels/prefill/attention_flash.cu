@@ -4,8 +4,9 @@
 // A warpgroup has 64 rows (see attention.cuh); two share the keys of a CTA where there are enough rows. Queries, a tile
 // of 64 keys and its values lie in shared memory as four blocks of 64 dimensions, a row 128 bytes, whose eight pieces
 // of 16 are swapped by row (exclusive or): as wgmma reads them, keys as rows and values as k. Keys and values come a
-// tile ahead of their use; rows of blocks come as they are and are widened to fp16 just before. Given with -D: GROUPS, warpgroups. Grid: tiles of rows x key heads x segments; those without
-// keys end at once. Bytes: 64 KB a tile of keys and CTA, from L2.
+// tile ahead of their use; rows of blocks come as they are and are widened to fp16 just before. Given with -D: GROUPS,
+// warpgroups. Grid: tiles of rows x key heads x segments; those without keys end at once. Bytes: 64 KB a tile of keys
+// and CTA (f16), from L2.
 #include "prefill/attention.cuh"
 #include "prefill/wgmma_half.cuh"
 

@@ -2,11 +2,11 @@
 // launch (see delta.cuh).
 //
 // Few heads of one chunk leave most of the chip idle, and every step waits for the one before. So eight CTAs of a
-// cluster share a head. Each convolves an octet of tokens of k and v and gives it to all; what is small (k.k and the triangular
-// inverse, U and W) each then does for itself. CTA c has rows 16 c of N, B and the state, and of the output 16 tokens
-// (c % 4) and 64 columns (c / 4). Of U, W, N and B a warp has 16 columns, which nobody else writes. The state is read
-// before the launch before has ended: none but this kernel of an earlier piece has written it.
-// Every instruction is run once and comes from far away, so loops stay loops.
+// cluster share a head. Each convolves an octet of tokens of k and v and gives it to all; what is small (k.k and the
+// triangular inverse, U and W) each then does for itself. CTA c has rows 16 c of N, B and the state, and of the output
+// 16 tokens (c % 4) and 64 columns (c / 4). Of U, W, N and B a warp has 16 columns, which nobody else writes. The state
+// is read before the launch before has ended: none but this kernel of an earlier piece has written it. Every
+// instruction is run once and comes from far away, so loops stay loops.
 //
 // Layout: k, v and 16 rows of q in bf16 [64][136]; W takes k's place, U v's. The state in bf16 as operand B of two
 // tiles of columns. Grid: eight CTAs of 256 threads a value head. Bytes: 64 KB of state and 10 KB of projections read a
