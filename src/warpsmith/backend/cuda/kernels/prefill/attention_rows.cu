@@ -74,11 +74,18 @@ extern "C" __global__ void __launch_bounds__(ROWS_A_CTA * 32)
 #pragma unroll
         for (int tile = 0; tile < DIM_TILES; tile++) {
             if constexpr (decltype(type)::VALUE == CACHE_F16) {
-                u32 pair[4];
+                // Neighbours give each other half of their pairs: each has eight bytes of two octets, and a token's
+                // lanes write 32 bytes together.
+                const bool odd = o & 1;
 #pragma unroll
-                for (int i = 0; i < 4; i++) pair[i] = pack_half(x[tile][2 * i], x[tile][2 * i + 1]);
-                const uint4 eight = pairs_of_octet(pair);
-                if (write) *(uint4*)(to + tile * 64 + o * 16) = eight;
+                for (int i = 0; i < 4; i += 2) {
+                    const u32 even_pair = pack_half(x[tile][2 * i], x[tile][2 * i + 1]),
+                              odd_pair = pack_half(x[tile][2 * i + 2], x[tile][2 * i + 3]);
+                    const u32 got = __shfl_xor_sync(~0u, odd ? even_pair : odd_pair, 8);
+                    if (write)
+                        *(uint2*)(to + tile * 64 + (i + odd) * 16 + o / 2 * 8) =
+                            odd ? uint2{got, odd_pair} : uint2{even_pair, got};
+                }
             } else {
                 u32 low[4], high[4];
 #pragma unroll
