@@ -5,8 +5,7 @@
 // cluster share a head. Each convolves an octet of tokens of k and v and gives it to all; what is small (k.k and the
 // triangular inverse, U and W) each then does for itself. CTA c has rows 16 c of N, B and the state, and of the output
 // 16 tokens (c % 4) and 64 columns (c / 4). Of U, W, N and B a warp has 16 columns, which nobody else writes. The state
-// is read before the launch before has ended: none but this kernel of an earlier piece has written it. Every
-// instruction is run once and comes from far away, so loops stay loops.
+// is read before the launch before has ended: none but this kernel of an earlier piece has written it.
 //
 // Layout: k, v and 16 rows of q in bf16 [64][136]; W takes k's place, U v's. The state in bf16 as operand B of two
 // tiles of columns. Grid: eight CTAs of 256 threads a value head. Bytes: 64 KB of state and 10 KB of projections read a
@@ -22,6 +21,7 @@ struct Shared {
     Scalars scalars;
     float out_squares[2][16];  // of either half of the columns; the other CTA may be ahead of this one
     uint4 states[SLICES][8][32];
+    float kept[8][256];  // this CTA's rows in f32, each thread's own
     union {
         float x[CHUNK * X_ROW];  // A, then (I + A)^-1; then
         struct {
@@ -57,7 +57,7 @@ __device__ __forceinline__ void put_columns(u16* to, const float (&acc)[4][2][4]
 }
 
 extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(256, 2)
-    delta_short(const __grid_constant__ Delta a, const __grid_constant__ Piece p) {
+    delta_short(const __grid_constant__ Delta a, const __grid_constant__ Piece given) {
     extern __shared__ __align__(128) u8 memory[];
     Shared& s = *(Shared*)memory;
     Scalars& scalars = s.scalars;
@@ -78,11 +78,9 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(256, 2
         s.states[warp][k][lane] = {pair[0], pair[1], pair[2], pair[3]};
     }
     float* mine = state + cta * 16;
-    float kept[2][4];
 #pragma unroll
-    for (int j = 0; j < 2; j++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) kept[j][i] = mine[(j * 8 + q * 2 + i % 2) * STATE_DIM + g + i / 2 * 8];
+    for (int i = 0; i < 8; i++)
+        s.kept[i][threadIdx.x] = mine[(i / 4 * 8 + q * 2 + i % 2) * STATE_DIM + g + i / 2 % 2 * 8];
     // Weights come from far away: into L2, the last ones into registers.
     const int key_head = head % KEY_HEADS;
     if (lane < 8) {
@@ -93,8 +91,16 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(256, 2
     }
     const float2 weight = __ldg((const float2*)(a.vectors + DELTA_MIX_NORM + half * 64 + warp * 8 + q * 2));
     sync_cluster();  // all of them are there, and have read the state
-    wait_for_previous();
-
+    // Instructions come from far away too, and each is run once: so at first all of it is gone through with a chunk
+    // without tokens, while the launch before still works.
+    Piece p = given;
+    p.lead = p.end = CHUNK;
+#pragma unroll 1
+    for (bool real = false;; real = true) {
+        if (real) {
+            wait_for_previous();
+            p = given;
+        }
     // An octet of k (first four warps) or v for everybody, then one of q.
 #pragma unroll 1
     for (int part = 4 + warp, octet = cta; part >= 0; part = part >= 4 ? warp % 4 : -1, octet = m * 2 + warp / 4)
@@ -120,7 +126,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(256, 2
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const size_t piece = (CONV_CHANNELS / 32 + pair_of_tiles * 2 + warp / 4) * tile_pieces + (m * 2 + i) * 32;
-        z[i] = ((const u32*)a.raw)[(piece + q * 8 + g) * 4 + warp % 4];
+        z[i] = real ? ((const u32*)a.raw)[(piece + q * 8 + g) * 4 + warp % 4] : 0;
     }
     // q and k (the first CTA) and v (the second), a channel a thread.
     const bool keeps = cta == 0 || (cta == 1 && threadIdx.x < STATE_DIM);
@@ -133,7 +139,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(256, 2
 #pragma unroll
     for (int i = 0; i < HISTORY; i++) {
         const int token = p.end - 1 - i;
-        if (!keeps || token < p.lead) continue;
+        if (!real || !keeps || token < p.lead) continue;
         const size_t piece = ((size_t)p.capacity * (channel / 32) + token / 8) * 32 + channel % 8 / 2 * 8 + token % 8;
         inputs[i] = ((const u16*)a.raw)[piece * 8 + channel % 32 / 8 * 2 + channel % 2];
     }
@@ -300,7 +306,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(256, 2
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int octet = m * 2 + i;
-        if (octet * 8 >= p.end) continue;
+        if (!real || octet * 8 >= p.end) continue;
         const float scale =
             inverse_root((s.out_squares[0][g + i * 8] + s.out_squares[1][g + i * 8]) / STATE_DIM + EPS);
         const OperandPlace place(pair_of_tiles * 64 + warp * 8, chunks_of(VALUE_DIM));
@@ -308,6 +314,8 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(256, 2
             pack_bf16(out[2 * i] * scale * weight.x * silu(bf16_low(z[i])),
                       out[2 * i + 1] * scale * weight.y * silu(bf16_high(z[i])));
     }
+
+    if (!real) continue;
 
     // S' = e^(G_last) S + B - N S; B in bf16.
     const float fade = exponential(scalars.total[CHUNK - 1]);
@@ -317,9 +325,9 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(256, 2
         for (int i = 0; i < 4; i += 2) {
             const u32 b = pack_bf16(added[j][i], added[j][i + 1]);
             float* to = mine + (j * 8 + q * 2) * STATE_DIM + g + i / 2 * 8;
-            to[0] = fmaf(fade, kept[j][i], bf16_low(b) - (product[j][i] + product[j + 2][i]));
+            to[0] = fmaf(fade, s.kept[j * 4 + i][threadIdx.x], bf16_low(b) - (product[j][i] + product[j + 2][i]));
             to[STATE_DIM] =
-                fmaf(fade, kept[j][i + 1], bf16_high(b) - (product[j][i + 1] + product[j + 2][i + 1]));
+                fmaf(fade, s.kept[j * 4 + i + 1][threadIdx.x], bf16_high(b) - (product[j][i + 1] + product[j + 2][i + 1]));
         }
 
     // Heads that have the same q and k share their history: who comes last writes it, when all have read it.
@@ -339,4 +347,6 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(256, 2
         if (p.end - 1 - i >= p.lead)
             a.history[(size_t)((p.base + p.end - 1 - i) & (HISTORY - 1)) * CONV_CHANNELS + channel] =
                 __uint_as_float((u32)inputs[i] << 16);
+        return;
+    }
 }
