@@ -138,7 +138,8 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
         if (!WIDENS) fetch_values(0), fetch_keys(1);
     };
     if (early) fetch_first();
-    if (early && p.end <= CHUNK && threadIdx.x == 0) {  // few queries wait for memory: CTAs with the same keys share them
+    if (early && p.end <= CHUNK &&
+        threadIdx.x == 0) {  // few queries wait for memory: CTAs with the same keys share them
         const int tiles = (s.count * GROUP + ROWS - 1) / ROWS, mine = (row0 - s.first * GROUP) / ROWS;
         const int past = min(segment_start(segment + 1), p.base + p.lead) - first_key;
         const int low = past * mine / tiles, count = past * (mine + 1) / tiles - low;

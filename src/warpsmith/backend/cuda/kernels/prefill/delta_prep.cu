@@ -88,8 +88,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
         const uint4 x = scaled_inverse(s.x, scalars, m, k, half);
 #pragma unroll
         for (int n = 0; n < 8; n++)
-            multiply(acc[2 * n], acc[2 * n + 1], x,
-                     operand_b_transposed((half ? s.k : s.v) + k * 16 * ROW + n * 16));
+            multiply(acc[2 * n], acc[2 * n + 1], x, operand_b_transposed((half ? s.k : s.v) + k * 16 * ROW + n * 16));
     }
     __syncthreads();
 #pragma unroll
