@@ -187,6 +187,7 @@ STEPS = {"f16": 0.0, "q8_0": 3 / 127, "q4_0": 3 / 8}
 def check_errors(cuda, errors: dict[str, float], bound: float) -> None:
     for name, kind in zip(("keys", "values"), cuda.cache_types, strict=True):
         assert errors.pop(name) < max(bound, (bound * STEPS[kind]) ** 0.5), (name, kind)
+    assert errors.pop("delta") < bound * 2**0.5  # made of products of k and v, each of which has gone through all
     assert max(errors.values()) < bound, errors
 
 

@@ -12,7 +12,7 @@ OVERRUN = 256  # tokens that a product's last tile may read past a piece
 SHORT, SHORTS, LONG = 512, 16, 2048  # keys whose attention is one part (attention.cuh)
 PARTS_BYTES = 128 << 20  # of attention's parts; more queries than fit take turns
 PREP_SHARED, SLICE = 105_216, 16  # of delta_prep.cu and delta_scan.cu
-SHORT_SHARED, SHORT_CTAS = 114_560, 8  # of delta_short.cu, and CTAs that share a head
+SHORT_SHARED, SHORT_CTAS = 126_720, 4  # of delta_short.cu, and CTAs that share a head
 SCANS = (2, 5)  # chunks on their way in a scan of few and of many: few leave room for the next launch's blocks
 ROWS_A_CTA = 4  # of attention_rows.cu
 

@@ -70,15 +70,18 @@ __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
-// What a CTA has: 64 or 128 rows of a key head, and a segment; long segments come first.
+// What a CTA has: 64 or 128 rows of a key head, and a segment; long segments come first, and one that has begun but
+// lately comes last.
 struct Item {
     int kv_head, segment, row0, last_row;
-    __device__ __forceinline__ explicit Item(const Queries& s) {
+    __device__ __forceinline__ Item(const Queries& s, const Piece& p) {
         int block;  // asked for anew, so that nothing of this is kept in registers in between
         asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
         const int tiles = (s.count * GROUP + ROWS - 1) / ROWS;
         kv_head = block / tiles % KV_HEADS;
-        segment = (int)(gridDim.x - 1) / tiles / KV_HEADS - block / tiles / KV_HEADS;
+        const int newest = (int)(gridDim.x - 1) / tiles / KV_HEADS, before = block / tiles / KV_HEADS;
+        const bool begun = p.base + p.end - segment_start(newest) < SHORT;
+        segment = !begun ? newest - before : before == newest ? newest : newest - 1 - before;
         row0 = s.first * GROUP + block % tiles * ROWS, last_row = min(row0 + ROWS, (s.first + s.count) * GROUP) - 1;
     }
 };
@@ -88,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
                     const __grid_constant__ Queries s) {
     extern __shared__ __align__(1024) u8 memory[];
     let_next_start();
-    const Item item(s);
+    const Item item(s, p);
     const int kv_head = item.kv_head, segment = item.segment, row0 = item.row0, last_row = item.last_row;
     const int first_key = segment_start(segment), newest = p.base + min(last_row / GROUP, p.end - 1);  // positions
     if (first_key > newest) return;
@@ -255,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
         }
         step(t + 1, share[1], share[0]);
     }
-    const Item done(s);
+    const Item done(s, p);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int mine = done.row0 + group * 64 + warp * 16 + g + r * 8;

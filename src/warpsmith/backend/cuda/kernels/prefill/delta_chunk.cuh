@@ -34,51 +34,65 @@ __device__ __forceinline__ uint4 from_lane(uint4 v, int lane) {
             __shfl_sync(~0u, v.w, lane)};
 }
 
-// Convolution and silu of 32 channels, COUNT octets of the chunk; a lane has eight channels of a token of each, and
-// `keep` gets its row, the four pairs and (of all 32 channels, in every lane) the sum of their squares.
-template <int COUNT, class Keep>
-__device__ __forceinline__ void convolve(const Delta& a, const Piece& p, int chunk, int head, int part, int first,
-                                         const Keep& keep) {
-    const int lane = threadIdx.x % 32, o = lane / 8, t = lane % 8, which = part / 4;
-    const int from_head = which == 2 ? 2 * KEY_HEADS + head : which * KEY_HEADS + head % KEY_HEADS;
-    const int tile = from_head * DELTA_TILES + part % 4, channel = tile * 32 + 2 * o;
+// Convolution and silu of 32 channels, COUNT octets of the chunk; a lane has eight channels of a token of each.
+// Weights, which need not be waited for, inputs, and the work.
+template <int COUNT>
+struct Convolution {
+    int tile, first;
+    float taps[4][8];      // oldest first
     uint4 raw[COUNT + 1];  // and of the octet before
+
+    __device__ __forceinline__ Convolution(const Delta& a, int head, int part, int first) : first(first) {
+        const int o = threadIdx.x % 32 / 8, which = part / 4;
+        const int from_head = which == 2 ? 2 * KEY_HEADS + head : which * KEY_HEADS + head % KEY_HEADS;
+        tile = from_head * DELTA_TILES + part % 4;
 #pragma unroll
-    for (int i = 0; i <= COUNT; i++) {
-        raw[i] = {};
-        if (i > 0 || t >= 5) raw[i] = raw_piece(a, p, tile, chunk * CHUNK + (first + i - 1) * 8 + t, o);
-    }
-    float taps[4][8];  // oldest first
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const float4 w = __ldg((const float4*)(a.vectors + DELTA_MIX_CONV) + channel + i / 2 * 8 + i % 2);
-        taps[0][i] = w.x, taps[1][i] = w.y, taps[2][i] = w.z, taps[3][i] = w.w;
-    }
-#pragma unroll
-    for (int octet = 0; octet < COUNT; octet++) {
-        const int row = (first + octet) * 8 + t, token = chunk * CHUNK + row;
-        const bool live = token >= p.lead && token < p.end;
-        float sum[8], x[8];
-#pragma unroll
-        for (int age = 3; age >= 0; age--) {
-            // A lane gives its token to the one `age` tokens later: of this octet, or of the last one.
-            const uint4 given = age == 0 ? raw[octet + 1] : chosen(t + age < 8, raw[octet + 1], raw[octet]);
-            widen(age == 0 ? given : from_lane(given, lane - t + ((t - age) & 7)), x);
-#pragma unroll
-            for (int i = 0; i < 8; i++) sum[i] = age == 3 ? taps[0][i] * x[i] : fmaf(taps[3 - age][i], x[i], sum[i]);
+        for (int i = 0; i < 8; i++) {
+            const int channel = tile * 32 + 2 * o + i / 2 * 8 + i % 2;
+            const float4 w = __ldg((const float4*)(a.vectors + DELTA_MIX_CONV) + channel);
+            taps[0][i] = w.x, taps[1][i] = w.y, taps[2][i] = w.z, taps[3][i] = w.w;
         }
-        float square = 0.0f;
-        u32 pair[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            pair[i] = live ? pack_bf16(silu(sum[2 * i]), silu(sum[2 * i + 1])) : 0;
-            square = fmaf(bf16_low(pair[i]), bf16_low(pair[i]), fmaf(bf16_high(pair[i]), bf16_high(pair[i]), square));
-        }
-        square += __shfl_xor_sync(~0u, square, 8);
-        square += __shfl_xor_sync(~0u, square, 16);
-        keep(row, pair, square);
     }
-}
+    __device__ __forceinline__ void load(const Delta& a, const Piece& p, int chunk) {
+        const int lane = threadIdx.x % 32, t = lane % 8;
+#pragma unroll
+        for (int i = 0; i <= COUNT; i++) {
+            raw[i] = {};
+            if (i > 0 || t >= 5) raw[i] = raw_piece(a, p, tile, chunk * CHUNK + (first + i - 1) * 8 + t, lane / 8);
+        }
+    }
+    // `keep` gets a token's row, the four pairs and (of all 32 channels, in every lane) the sum of their squares.
+    template <class Keep>
+    __device__ __forceinline__ void run(const Piece& p, int chunk, const Keep& keep) const {
+        const int lane = threadIdx.x % 32, t = lane % 8;
+#pragma unroll
+        for (int octet = 0; octet < COUNT; octet++) {
+            const int row = (first + octet) * 8 + t, token = chunk * CHUNK + row;
+            const bool live = token >= p.lead && token < p.end;
+            float sum[8], x[8];
+#pragma unroll
+            for (int age = 3; age >= 0; age--) {
+                // A lane gives its token to the one `age` tokens later: of this octet, or of the last one.
+                const uint4 given = age == 0 ? raw[octet + 1] : chosen(t + age < 8, raw[octet + 1], raw[octet]);
+                widen(age == 0 ? given : from_lane(given, lane - t + ((t - age) & 7)), x);
+#pragma unroll
+                for (int i = 0; i < 8; i++)
+                    sum[i] = age == 3 ? taps[0][i] * x[i] : fmaf(taps[3 - age][i], x[i], sum[i]);
+            }
+            float square = 0.0f;
+            u32 pair[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                pair[i] = live ? pack_bf16(silu(sum[2 * i]), silu(sum[2 * i + 1])) : 0;
+                square =
+                    fmaf(bf16_low(pair[i]), bf16_low(pair[i]), fmaf(bf16_high(pair[i]), bf16_high(pair[i]), square));
+            }
+            square += __shfl_xor_sync(~0u, square, 8);
+            square += __shfl_xor_sync(~0u, square, 16);
+            keep(row, pair, square);
+        }
+    }
+};
 
 // One warp: norms' factors (of q: rows [first, first + count)), beta, and the running sum of the log decays; a lane has
 // two tokens.
@@ -124,29 +138,38 @@ __device__ __forceinline__ float query_factor(const Scalars& s, int row) {
 }
 
 // The inverse of I + A in place of A (x), which is strictly lower triangular, by 256 threads: blocks of 16 on the
-// diagonal column by column, then those of 32 and of 64: the lower left block is -X22 A21 X11.
-template <int SIZE, int COLUMNS>
-__device__ __forceinline__ void multiply_blocks(const float* left, int left_row, const float* right, int right_row,
-                                                int row, int column, float sign, float (&sum)[COLUMNS]) {
-#pragma unroll
-    for (int i = 0; i < COLUMNS; i++) sum[i] = 0.0f;
-#pragma unroll 2
-    for (int k = 0; k < SIZE; k += 4) {
-        const float4 f = *(const float4*)&left[row * left_row + k];
-        const float factor[4] = {sign * f.x, sign * f.y, sign * f.z, sign * f.w};
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float* x = &right[(k + i) * right_row + column];
-            if constexpr (COLUMNS == 4) {
-                const float4 v = *(const float4*)x;
-                sum[0] = fmaf(factor[i], v.x, sum[0]), sum[1] = fmaf(factor[i], v.y, sum[1]);
-                sum[2] = fmaf(factor[i], v.z, sum[2]), sum[3] = fmaf(factor[i], v.w, sum[3]);
-            } else {
-                const float2 v = *(const float2*)x;
-                sum[0] = fmaf(factor[i], v.x, sum[0]), sum[1] = fmaf(factor[i], v.y, sum[1]);
-            }
-        }
+// diagonal column by column in f32, then those of 32 and of 64: the lower left block is -X22 A21 X11. For those each
+// value is two in bf16, the second what the first leaves: three products of four, right to 2^-16.
+struct Split {
+    u32 high, low;
+    __device__ __forceinline__ Split(float x, float y) : high(pack_bf16(x, y)) {
+        low = pack_bf16(x - bf16_low(high), y - bf16_high(high));
     }
+};
+// A warp: 16 rows and 8 columns of left (rows) times right ([k][columns]).
+template <int SIZE>
+__device__ __forceinline__ void multiply_blocks(float* to, int to_row, const float* left, const float* right,
+                                                int right_row, float sign) {
+    const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+    float acc[4] = {};
+#pragma unroll
+    for (int k = 0; k < SIZE; k += 16) {
+        const auto rows = [&](int i) {
+            const float2 v = *(const float2*)&left[(g + i % 2 * 8) * X_ROW + k + i / 2 * 8 + q * 2];
+            return Split(v.x, v.y);
+        };
+        const auto columns = [&](int i) {
+            const float* v = &right[(k + i * 8 + q * 2) * right_row + g];
+            return Split(v[0], v[right_row]);
+        };
+        const Split a0 = rows(0), a1 = rows(1), a2 = rows(2), a3 = rows(3), b0 = columns(0), b1 = columns(1);
+        mma(acc, a0.high, a1.high, a2.high, a3.high, b0.high, b1.high);
+        mma(acc, a0.high, a1.high, a2.high, a3.high, b0.low, b1.low);
+        mma(acc, a0.low, a1.low, a2.low, a3.low, b0.high, b1.high);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        *(float2*)&to[(g + i * 8) * to_row + q * 2] = {sign * acc[2 * i], sign * acc[2 * i + 1]};
 }
 __device__ __forceinline__ void invert(float* x, float* y) {
     const int thread = threadIdx.x;
@@ -172,27 +195,22 @@ __device__ __forceinline__ void invert(float* x, float* y) {
         for (int i = 0; i < 16; i++) block[i * X_ROW + column] = own[i];
     }
     __syncthreads();
+    const int warp = thread / 32;
     {
-        float* low = x + thread / 128 * 32 * (X_ROW + 1);  // of a block of 32
-        float *a21 = low + 16 * X_ROW, *x22 = a21 + 16, *product = y + thread / 128 * 16 * Y_ROW;
-        const int row = thread % 128 / 8, column = thread % 8 * 2;
-        float sum[2];
-        multiply_blocks<16>(a21, X_ROW, low, X_ROW, row, column, 1.0f, sum);
-        *(float2*)&product[row * Y_ROW + column] = {sum[0], sum[1]};
+        float* low = x + warp / 2 * 32 * (X_ROW + 1);  // of a block of 32; the first four warps, eight columns each
+        float *a21 = low + 16 * X_ROW, *product = y + warp / 2 * 16 * Y_ROW;
+        const int column = warp % 2 * 8;
+        if (warp < 4) multiply_blocks<16>(product + column, Y_ROW, a21, low + column, X_ROW, 1.0f);
         __syncthreads();
-        multiply_blocks<16>(x22, X_ROW, product, Y_ROW, row, column, -1.0f, sum);
-        *(float2*)&a21[row * X_ROW + column] = {sum[0], sum[1]};
+        if (warp < 4) multiply_blocks<16>(a21 + column, X_ROW, a21 + 16, product + column, Y_ROW, -1.0f);
     }
     __syncthreads();
     {
-        float *a21 = x + 32 * X_ROW, *x22 = a21 + 32;
-        const int row = thread / 8, column = thread % 8 * 4;
-        float sum[4];
-        multiply_blocks<32>(a21, X_ROW, x, X_ROW, row, column, 1.0f, sum);
-        *(float4*)&y[row * Y_ROW + column] = {sum[0], sum[1], sum[2], sum[3]};
+        const int row = warp / 4 * 16, column = warp % 4 * 8;
+        float* a21 = x + 32 * X_ROW;
+        multiply_blocks<32>(y + row * Y_ROW + column, Y_ROW, a21 + row * X_ROW, x + column, X_ROW, 1.0f);
         __syncthreads();
-        multiply_blocks<32>(x22, X_ROW, y, Y_ROW, row, column, -1.0f, sum);
-        *(float4*)&a21[row * X_ROW + column] = {sum[0], sum[1], sum[2], sum[3]};
+        multiply_blocks<32>(a21 + row * X_ROW + column, X_ROW, a21 + row * X_ROW + 32, y + column, Y_ROW, -1.0f);
     }
     __syncthreads();
 }

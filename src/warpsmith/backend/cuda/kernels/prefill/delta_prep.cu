@@ -37,10 +37,16 @@ extern "C" __global__ void __launch_bounds__(256, 2)
             if (squares && lane < 8) squares[row] = square;
         };
     };
-    // q and k: a tile a warp; v: half a tile
-    convolve<8>(a, p, chunk, head, warp, 0,
-                rows_of(warp < 4 ? s.q : s.k, warp % 4, scalars.squares[warp / 4][warp % 4]));
-    convolve<4>(a, p, chunk, head, 8 + warp / 2, warp % 2 * 4, rows_of(s.v, warp / 2, nullptr));
+    {  // q and k: a tile a warp
+        Convolution<8> all(a, head, warp, 0);
+        all.load(a, p, chunk);
+        all.run(p, chunk, rows_of(warp < 4 ? s.q : s.k, warp % 4, scalars.squares[warp / 4][warp % 4]));
+    }
+    {  // v: half a tile
+        Convolution<4> half_of_v(a, head, 8 + warp / 2, warp % 2 * 4);
+        half_of_v.load(a, p, chunk);
+        half_of_v.run(p, chunk, rows_of(s.v, warp / 2, nullptr));
+    }
     __syncthreads();
     if (warp == 0) make_scalars(a, p, scalars, chunk, head, 0, CHUNK);
 
