@@ -24,18 +24,19 @@ from warpsmith.model.config import SIZES
 from warpsmith.model.weights import expected_shapes
 
 
-def slabs_of(size: str, recipe: str) -> SlabStream:
+def slabs_of(size: str, recipe: str, caches: tuple[str, str] = ("f16", "f16")) -> SlabStream:
     config = SIZES[size]
     shapes = expected_shapes(config)
     stored = {n: tensor_type(recipe, n, shape, config.layers, config.tied).name for n, shape in shapes.items()}
-    return SlabStream(LargeLayout(config, 132, stored))
+    return SlabStream(LargeLayout(config, 132, stored, caches))
 
 
 LAYOUT = Layout(SIZES["0.8B"], 132)
 ROW_TILES, Q4_K_M, Q8_0 = RowTiles(LAYOUT), slabs_of("27B", "q4_k_m"), slabs_of("4B", "q8_0")
 THREADS = {"gemm": 384, "slab_gemm": 384, "head": 512, "attention_rows": 128, "embed": 128}  # else 256, or as below
 
-MAY_SPILL = {"attention_flash": 8, "delta_prep": 16, "gemm": 16}  # bytes: numbers put aside once, not in a loop
+# Bytes: numbers put aside once, or (flash) once a tile of 64 keys.
+MAY_SPILL = {"attention_flash": 16, "delta_prep": 16, "delta_short": 32, "gemm": 16}
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +61,11 @@ def check_claims(name: str, extra: Mapping[str, object], claims: Iterable[str]) 
 KERNELS = plan.kernels_of(ROW_TILES)
 BUILDS = [(ROW_TILES, *kernel) for kernel in KERNELS] + [(Q4_K_M, *kernel) for kernel in plan.kernels_of(Q4_K_M)]
 BUILDS += [(Q8_0, n, e) for n, e in plan.kernels_of(Q8_0) if n == "slab_gemm"][:4]
-NAMES = [f"{s.config.name} {n} {' '.join(map(str, e.values()))}" for s, n, e in BUILDS]
+CACHED = [slabs_of("27B", "q4_k_m", caches) for caches in (("q8_0", "q4_0"), ("q4_0", "q8_0"), ("f16", "q8_0"))]
+BUILDS += [(s, n, e) for s in CACHED for n, e in plan.kernels_of(s) if n in ("attention_flash", "attention_rows")]
+NAMES = [
+    f"{s.config.name} {s.key_rows.name} {s.value_rows.name} {n} {' '.join(map(str, e.values()))}" for s, n, e in BUILDS
+]
 
 
 @pytest.mark.parametrize(("stream", "name", "extra"), BUILDS, ids=NAMES)
@@ -103,6 +108,7 @@ NUMBERS = {
         "CHUNK": PREFILL_CHUNK,
     },
     "delta_prep": {"sizeof(Shared)": plan.PREP_SHARED},
+    "delta_short": {"sizeof(Shared)": plan.SHORT_SHARED, "CTAS": plan.SHORT_CTAS},
     "delta_scan": {"SCAN_SHARED": plan.scan_shared(plan.SCANS[0]), "SLICE": plan.SLICE},
     "attention_rows": {"ROWS_A_CTA": plan.ROWS_A_CTA},
     "gemm": {n: getattr(products, n) for n in ("PLAIN", "SILU", "RESIDUAL", "LOGITS")},
@@ -113,6 +119,13 @@ NUMBERS = {
 def test_the_host_has_the_kernels_numbers(name: str) -> None:
     extra = next(e for n, e in KERNELS if n == name)
     check_claims(name, extra, [f"{n} == {v}" for n, v in NUMBERS[name].items()])
+
+
+@pytest.mark.parametrize("stream", [ROW_TILES, *CACHED])
+def test_the_host_knows_what_attention_takes(stream: PromptStream) -> None:
+    for groups in (1, 2):
+        claim = f'\nstatic_assert(SHARED_HERE == {plan.flash_shared(groups, stream)}, "");'
+        compiled(stream, "attention_flash", {"GROUPS": groups, **plan.attention_constants(stream)}, claim)
 
 
 PRODUCTS = [(t, e) for e in range(3) for t in (products.NARROW_TILES if e == 2 else products.WIDE_TILES)]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from device_checks import plain_run, same_state
-from large_cases import MIXED, SHAPE, tensors_of
+from large_cases import CACHES, MIXED, SHAPE, rounded_caches, tensors_of
 from prefill_layout import from_bf16, from_slab_tiles
-from test_cuda_prefill import KEPT_SUMS, ONE_MIXER, SOME_LAYERS, check_model, error, rest_of_layer, rounded, tiles
+from test_cuda_prefill import KEPT_SUMS, ONE_MIXER, STEPS, check_model, error, rest_of_layer, rounded, tiles
+from test_cuda_prefill import SOME_LAYERS as OF_EXACT_WEIGHTS
 from warpsmith.backend.base import ARGMAX, LOGITS, Want
 from warpsmith.backend.cuda.large.backend import LargeBackend
 from warpsmith.backend.cuda.prefill import streams
@@ -23,14 +25,23 @@ pytestmark = pytest.mark.gpu
 
 LONG = dataclasses.replace(SHAPE, context=4096)
 ONE_PRODUCT = rounded(3)  # its operand, its weights and its result: 3.9e-3
+SOME_LAYERS = OF_EXACT_WEIGHTS * 1.5**0.5  # three roundings a product instead of two
 TYPES = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "BF16", "F16")
 OTHER = dict.fromkeys(("attn_q.", "attn_k.", "ssm_", "ffn_up"), "F16") | {"attn_gate": "Q6_K", "ffn_down": "Q5_K"}
 
 
-def load(config: Config, types: dict[str, str]) -> tuple[LargeBackend, ReferenceBackend, dict[str, np.ndarray]]:
+def load(
+    config: Config, types: dict[str, str], caches: tuple[str, str] = ("f16", "f16")
+) -> tuple[LargeBackend, ReferenceBackend, dict[str, np.ndarray]]:
     tensors = tensors_of(config, types)
     try:
-        cuda = LargeBackend(config, tensors, options={"WATCHDOG_CYCLES": "2000000000ll"})
+        cuda = LargeBackend(
+            config,
+            tensors,
+            cache_type_k=caches[0],
+            cache_type_v=caches[1],
+            options={"WATCHDOG_CYCLES": "2000000000ll"},
+        )
     except NoDevice as error:
         pytest.skip(str(error))
     return cuda, ReferenceBackend(config, tensors), {name: t.float32() for name, t in tensors.items()}
@@ -84,14 +95,46 @@ def test_a_deltanet_layer_op_by_op(kind: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 127, 520, 2048])
 def test_every_position_matches_the_reference(pair: tuple[LargeBackend, ReferenceBackend], count: int) -> None:
-    check_model(*pair, count)
+    check_model(*pair, count, SOME_LAYERS)
+
+
+@pytest.fixture(scope="module", params=CACHES[1:], ids=" ".join)
+def quantised(request: pytest.FixtureRequest) -> Iterator[tuple[LargeBackend, ReferenceBackend]]:
+    """Attention is one of six parts of what the last layer reads, and sees keys and values that are a step off."""
+    with rounded_caches(request.param):
+        yield load(LONG, MIXED, request.param)[:2]
+
+
+@pytest.mark.parametrize("count", [1, 64, 127, 520, 2048])
+def test_caches_of_blocks(quantised: tuple[LargeBackend, ReferenceBackend], count: int) -> None:
+    check_model(*quantised, count, (SOME_LAYERS**2 + SOME_LAYERS * max(STEPS.values()) / 6) ** 0.5)
+
+
+def test_caches_of_blocks_keep_the_bits_at_cuts(quantised: tuple[LargeBackend, ReferenceBackend]) -> None:
+    cuda, _ = quantised
+    for count, cuts in ((129, [64]), (600, [64, 320]), (2500, [1024, 2048])):
+        whole, cut, prompt = cuda.new_state(4096), cuda.new_state(4096), ids(3, count)
+        logits = cuda.prefill(whole, prompt, LOGITS).logits.numpy()
+        for low, high in zip([0, *cuts], [*cuts, count], strict=True):
+            last = cuda.prefill(cut, prompt[low:high], LOGITS).logits.numpy()
+        np.testing.assert_array_equal(last, logits)
+        assert same_state(SHAPE, whole, cut)
+
+
+def test_decoding_goes_on_with_caches_of_blocks(quantised: tuple[LargeBackend, ReferenceBackend]) -> None:
+    logits = []
+    for backend in quantised:
+        state = backend.new_state(512)
+        backend.prefill(state, ids(6, 90))
+        logits.append(np.stack(plain_run(backend, state, ids(8, 9))))
+    assert error(*logits) < (SOME_LAYERS**2 + SOME_LAYERS * max(STEPS.values()) / 6) ** 0.5
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
 def test_other_ratios_of_heads(ratio: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "SLAB_TILES", streams.SLAB_TILES[1:2])
     cuda, reference, _ = load(dataclasses.replace(LONG, key_heads=4, value_heads=4 * ratio, heads=8), OTHER)
-    check_model(cuda, reference, 300)
+    check_model(cuda, reference, 300, SOME_LAYERS)
 
 
 def test_any_cut_at_multiples_of_64_gives_the_same_bits(pair: tuple[LargeBackend, ReferenceBackend]) -> None:

@@ -57,7 +57,7 @@ def _folder() -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     (folder / "machine.h").write_text((HERE / "machine.h").read_text())
-    for name in ("ptx.cuh", "halves.cuh", "wgmma.cuh"):
+    for name in ("ptx.cuh", "halves.cuh", "wgmma.cuh", "cluster.cuh"):
         (folder / "common" / name).write_text((HERE / name).read_text())
     return folder
 

@@ -114,6 +114,10 @@ inline void fence_gpu() {}
 template <int COUNT>
 inline void sync_threads() { machine::barrier(1, COUNT); }
 
+// Launches follow one another here.
+inline void let_next_start() {}
+inline void wait_for_previous() {}
+
 // --- arithmetic -----------------------------------------------------------------------------------------------------
 
 inline float bf16_low(u32 pair) { return __uint_as_float(pair << 16); }

@@ -407,6 +407,7 @@ class CudaBackend(Backend):
             state.keys.copy_starts(keys, self.layout.caches, key_bytes // self.layout.caches)
             state.values.copy_starts(values, self.layout.caches, value_bytes // self.layout.caches)
         state.length, state.drafted = snapshot.length, None
+        self.device.synchronize()  # whoever has the time taken of what follows does not wait for the copies
 
     def trace(self, state: State, tree: Tree, stop_after: str) -> dict[str, np.ndarray]:
         """The exchanged buffers after a stage of the plan (`delta_mix.3`), to compare with the reference's."""

@@ -14,10 +14,12 @@ from warpsmith.errors import BadRequest
 class CudaRows(Rows):
     """Each row is one or more pieces of `width` floats, beginning at `offsets` [rows, pieces] of a buffer, in floats.
 
-    `valid` says whether the buffer still holds what it held when the rows were made."""
+    `valid` says whether the buffer still holds what it held when the rows were made; `owned`: nobody else writes it."""
 
-    def __init__(self, buffer: Buffer, offsets: np.ndarray, width: int, valid: Callable[[], bool]) -> None:
-        self._buffer, self.offsets, self.width, self._valid = buffer, offsets, width, valid
+    def __init__(
+        self, buffer: Buffer, offsets: np.ndarray, width: int, valid: Callable[[], bool], owned: bool = False
+    ) -> None:
+        self._buffer, self.offsets, self.width, self._valid, self._owned = buffer, offsets, width, valid, owned
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -42,16 +44,18 @@ class CudaRows(Rows):
         return np.concatenate([span[start : start + self.width] for start in starts]).reshape(self.shape)
 
     def __getitem__(self, rows: slice | Sequence[int]) -> CudaRows:
-        return CudaRows(self._buffer, self.offsets[rows], self.width, self._valid)
+        return CudaRows(self._buffer, self.offsets[rows], self.width, self._valid, self._owned)
 
     def groups(self, chosen: Sequence[int], of: int) -> CudaRows:
         assert of == self.offsets.shape[1]
-        return CudaRows(self._buffer, self.offsets[:, list(chosen)], self.width, self._valid)
+        return CudaRows(self._buffer, self.offsets[:, list(chosen)], self.width, self._valid, self._owned)
 
     def keep(self) -> CudaRows:
+        if self._owned:
+            return self
         device, source = self.buffer.device, self.buffer.pointer
         kept = device.allocate(self.nbytes)
         offsets = np.arange(self.offsets.size, dtype=np.int64) * self.width
         for to, start in zip(offsets.tolist(), self.offsets.reshape(-1).tolist(), strict=True):
             check(device.cu.cuMemcpyDtoD(kept.pointer + 4 * to, source + 4 * start, 4 * self.width))
-        return CudaRows(kept, offsets.reshape(self.offsets.shape), self.width, lambda: True)
+        return CudaRows(kept, offsets.reshape(self.offsets.shape), self.width, lambda: True, owned=True)

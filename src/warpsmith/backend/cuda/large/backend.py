@@ -18,7 +18,7 @@ from warpsmith.backend.cuda.decoding import BURST, Decoder
 from warpsmith.backend.cuda.draft.lent import Lent, lendable
 from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.large.loading import load_weights
-from warpsmith.backend.cuda.large.plan import LARGEST_TREE, large_parts, prompts_suit
+from warpsmith.backend.cuda.large.plan import LARGEST_TREE, large_parts
 from warpsmith.backend.cuda.large.structures import LargeParams, LargeRequest
 from warpsmith.backend.cuda.memory.driver import Device, Kernel, Pinned
 from warpsmith.backend.cuda.memory.layout import rope_table
@@ -93,7 +93,7 @@ class LargeBackend(CudaBackend):
         self._top = Top(device, top_image.result(), self.logits)
         sampler = DeviceSampler(device, layout.sms, self.context, layout.samples)
         self._decoder = Decoder(device, sampler, self.ring, self.logits, config.vocab)
-        if prompts and prompts_suit(layout, self.architecture):
+        if prompts:
             self._prepare_prompts(SlabStream(layout))
         self.undecided = 0
         self._launches = 0

@@ -16,14 +16,8 @@ from warpsmith.backend.tree import MAX_NODES
 LARGEST_TREE = 24  # nodes
 
 
-def prompts_suit(layout: LargeLayout, architecture: str) -> bool:
-    """Whether prompts run through kernels of their own, which write keys and values in f16 so far."""
-    kept = {layout.key_rows.name, layout.value_rows.name}
-    return kept == {"f16"} and SlabStream(layout).suits(architecture)
-
-
 def prompt_bytes(layout: LargeLayout, architecture: str) -> int:
-    if not prompts_suit(layout, architecture):
+    if not SlabStream(layout).suits(architecture):
         return 0
     places = sum(stage.tiles * stage.blocks for stage in layout.stages)
     return sum(buffer_bytes(layout.config).values()) + 8 * places

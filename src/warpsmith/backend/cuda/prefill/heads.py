@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from warpsmith.backend.cuda.memory.driver import Buffer
 from warpsmith.backend.cuda.prefill.products import Launch, Product, Step
 from warpsmith.backend.cuda.prefill.structures import Head, Span
 from warpsmith.backend.tree import MAX_NODES
@@ -15,12 +18,17 @@ class RowTileHead:
 
     octets: int  # of tokens that it takes at once
     arguments: Head
+    found: Buffer  # the best of the tokens of an octet
     steps: dict[int, Step]
     sms: int
 
     def on(self, first: int, count: int) -> Launch:
         self.arguments.first, self.arguments.count = first, count
         return self.steps[1 if octets_of(first, count) == 1 else self.octets].on(self.sms)
+
+    def best(self, token: int) -> int | None:
+        """The best token after the only launch of a piece, of an octet; see kernels/sample/ranked.cuh."""
+        return int(~self.found.read(np.uint32, (16,))[token % 8 * 2])
 
 
 @dataclass
@@ -30,6 +38,9 @@ class SlabHead:
     product: Product
     span: Span
     octets = MAX_NODES // 8
+
+    def best(self, token: int) -> int | None:
+        return None  # nobody looked
 
     def on(self, first: int, count: int) -> Launch:
         self.span.first, self.span.octets = first // 8, octets_of(first, count)

@@ -11,7 +11,8 @@ PIECE = 2048  # tokens that run together
 OVERRUN = 256  # tokens that a product's last tile may read past a piece
 SHORT, SHORTS, LONG = 512, 16, 2048  # keys whose attention is one part (attention.cuh)
 PARTS_BYTES = 128 << 20  # of attention's parts; more queries than fit take turns
-PREP_SHARED, SLICE = 103_680, 16  # of delta_prep.cu and delta_scan.cu
+PREP_SHARED, SLICE = 105_216, 16  # of delta_prep.cu and delta_scan.cu
+SHORT_SHARED, SHORT_CTAS = 126_720, 4  # of delta_short.cu, and CTAs that share a head
 SCANS = (2, 5)  # chunks on their way in a scan of few and of many: few leave room for the next launch's blocks
 ROWS_A_CTA = 4  # of attention_rows.cu
 
@@ -29,6 +30,17 @@ def scan_shared(ahead: int) -> int:
     return ahead * 36_864 + 12_288 + 256
 
 
+def flash_shared(groups: int, stream: PromptStream) -> int:
+    """SHARED_HERE of attention_flash.cu."""
+    staged = sum(rows.row_bytes for rows in (stream.key_rows, stream.value_rows) if rows.name != "f16")
+    return (groups * 64 + 256) * HEAD_DIM * 2 + PREFILL_CHUNK * staged
+
+
+def attention_constants(stream: PromptStream) -> dict[str, object]:
+    """What kernels of attention are told of the cache."""
+    return {"KEY_TYPE": stream.key_rows.number, "VALUE_TYPE": stream.value_rows.number}
+
+
 def header(stream: PromptStream) -> dict[str, object]:
     """prompt.cuh, what every build is told of the model."""
     c = stream.config
@@ -42,10 +54,11 @@ def header(stream: PromptStream) -> dict[str, object]:
 
 def kernels_of(stream: PromptStream) -> list[Build]:
     """Files of kernels/prefill, and what each of their builds is told beside the model's numbers."""
-    names = ("rows", "delta_prep", "delta_output", "attention_rows", "attention_merge")
+    names, cache = ("rows", "delta_prep", "delta_output", "delta_short"), attention_constants(stream)
     kernels: list[Build] = [("embed", {"EMBEDDING_TYPE": stream.embedding_type}), *((name, {}) for name in names)]
     kernels += [("delta_scan", {"AHEAD": ahead}) for ahead in SCANS]
-    kernels += [("attention_flash", {"GROUPS": groups}) for groups in (1, 2)]
+    kernels += [("attention_rows", cache), ("attention_merge", cache)]
+    kernels += [("attention_flash", {"GROUPS": groups, **cache}) for groups in (1, 2)]
     kernels += stream.heads()
     slots = [(slot, layer) for layer in range(stream.config.layers) for slot in SLOTS]
     for slot, layer in slots if stream.heads() else [*slots, ("HEAD", 0)]:
@@ -77,8 +90,9 @@ def buffer_bytes(c: Config, piece: int = PIECE) -> dict[str, int]:
         "o": items * PREFILL_CHUNK * STATE_DIM * 2,
         "fade": items * 4,
         "states": items * square * 2,
+        "arrived": c.key_heads * 4,
+        "best": 8 * 8,
         "queries": c.heads * HEAD_DIM * tokens * 2,
         "parts": PARTS_BYTES,
         "stats": PARTS_BYTES // (HEAD_DIM * 2) * 8,
-        "rows": piece * c.hidden * 4,
     }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 from warpsmith.backend.cuda.large.formats import SLAB_BYTES, SLABS
-from warpsmith.backend.cuda.memory.driver import Device
+from warpsmith.backend.cuda.memory.driver import Device, check
 from warpsmith.backend.cuda.prefill.structures import Gemm, Span
 
 PLAIN, SILU, RESIDUAL, LOGITS = range(4)  # Ending of product.cuh
@@ -139,12 +141,34 @@ def tile_clocks(tile: AnyTile, ending: int, rows: int, k: int, octets: int, sms:
 Kernels = Callable[[str, int, dict[str, object]], Any]  # by name, bytes of shared memory, what the build is told
 
 
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with its grid; arguments are read from where they are when it is queued."""
+
+    config: Any
+    function: Any
+    arguments: int
+    call: tuple[int, int, int, None]  # the same as addresses
+
+
 class Launcher:
-    """Queues kernels, each of which may start while the one before it ends."""
+    """Queues kernels, each of which may start while the one before it ends.
+
+    A short prompt is some 130 launches of a few microseconds: the driver is called as directly as Python can."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self._configs: dict[tuple[int, int, int], Any] = {}
+
+    @cached_property
+    def _driver(self) -> Callable[..., int]:
+        library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+        return library.cuLaunchKernelEx
+
+    def launch(self, each: Launch) -> None:
+        if code := self._driver(*each.call):
+            check((self.device.cu.CUresult(code),))
 
     def config(self, grid: int, threads: int, shared: int) -> Any:
         key = (grid, threads, shared)
@@ -162,9 +186,6 @@ class Launcher:
         return self._configs[key]
 
 
-Launch = tuple[Any, Any, int]  # how, what, and where its arguments are
-
-
 class Step:
     """A kernel with its arguments, which may be changed in place between launches."""
 
@@ -175,7 +196,8 @@ class Step:
 
     def on(self, grid: int) -> Launch:
         config = self.launcher.config(grid, self.threads, self.kernel.shared_bytes)
-        return config, self.kernel.function, self._address
+        function = self.kernel.function
+        return Launch(config, function, self._address, (config.getPtr(), int(function), self._address, None))
 
 
 class Product:

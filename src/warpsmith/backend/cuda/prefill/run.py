@@ -19,7 +19,7 @@ import numpy as np
 
 from warpsmith.backend.base import PREFILL_CHUNK, Output, Want, join_outputs
 from warpsmith.backend.cuda.build.compiler import build
-from warpsmith.backend.cuda.memory.driver import Buffer, Device, check
+from warpsmith.backend.cuda.memory.driver import Buffer, Device
 from warpsmith.backend.cuda.prefill.heads import RowTileHead, SlabHead
 from warpsmith.backend.cuda.prefill.plan import (
     OVERRUN,
@@ -28,8 +28,12 @@ from warpsmith.backend.cuda.prefill.plan import (
     PREP_SHARED,
     ROWS_A_CTA,
     SCANS,
+    SHORT_CTAS,
+    SHORT_SHARED,
     SLICE,
+    attention_constants,
     buffer_bytes,
+    flash_shared,
     header,
     kernels_of,
     scan_shared,
@@ -48,8 +52,8 @@ from warpsmith.backend.cuda.prefill.structures import (
     Rows,
     Span,
 )
+from warpsmith.backend.cuda.rows import CudaRows
 from warpsmith.backend.cuda.shape import HEAD_DIM, STATE_DIM, chunks_of
-from warpsmith.backend.rows import HostRows
 from warpsmith.model.weights import expected_shapes
 
 ReadTokens = Callable[[int, Want], Output]
@@ -179,10 +183,12 @@ class Prefill:
                 residual=at["residual"],
                 out=at["x"],
                 squares=at["squares"],
+                best=at["best"],
             ),
             piece,
         )
         self.layers: list[_Layer] = []
+        cache = attention_constants(weights)
         for layer, recurrent in enumerate(c.recurrent):
             block = f"blk.{layer}."
             after = f"blk.{layer + 1}.attn_norm.weight" if layer + 1 < c.layers else "output_norm.weight"
@@ -193,7 +199,7 @@ class Prefill:
                     raw=at["raw"],
                     gates=at["gates"],
                     vectors=vectors,
-                    **{n: at[n] for n in ("n", "b", "q", "o", "fade", "states", "y")},
+                    **{n: at[n] for n in ("n", "b", "q", "o", "fade", "states", "y", "arrived")},
                 )
                 mixer = _DeltaMixer(
                     delta,
@@ -203,13 +209,14 @@ class Prefill:
                         for ahead in SCANS
                     },
                     output=step(self._kernel("delta_output"), 256, delta, piece),
+                    short=step(self._kernel("delta_short", SHORT_SHARED), 256, delta, piece),
                 )
                 rows, gate_rows = c.conv_channels + c.value_dim, 2 * c.value_heads
             else:
                 names_here = ("raw", "queries", "parts", "stats", "y")
                 attention = Attention(vectors=vectors, rope=self.rope.pointer, **{n: at[n] for n in names_here})
                 mixer = _AttentionMixer(
-                    attention, rows=step(self._kernel("attention_rows"), ROWS_A_CTA * 32, attention, piece)
+                    attention, rows=step(self._kernel("attention_rows", 0, **cache), ROWS_A_CTA * 32, attention, piece)
                 )
                 rows, gate_rows = self.attention_in, 0
             self.layers.append(
@@ -231,42 +238,47 @@ class Prefill:
                 x=at["x"],
                 squares=at["squares"],
                 logits=self.logits.pointer,
+                best=at["best"],
             )
             steps = {
                 octets: step(self._kernel("head", octets * c.hidden * 16, HEAD_OCTETS=octets), 512, arguments, piece)
                 for octets in {1, head_octets(c)}
             }
-            self.head = RowTileHead(head_octets(c), arguments, steps, self.sms)
+            self.head = RowTileHead(head_octets(c), arguments, self.buffers["best"], steps, self.sms)
         else:
             self.head = SlabHead(product("HEAD", c.layers, c.vocab, x=at["x"]), self.asked)
-        self.rows_arguments = Rows(residual=at["residual"], squares=at["squares"], out=at["rows"], stride=c.hidden)
+        self.rows_arguments = Rows(residual=at["residual"], squares=at["squares"])
         self.rows = step(self._kernel("rows"), 256, self.rows_arguments, piece)
         self.final_norm = vector["output_norm.weight"]
 
     # -- running --------------------------------------------------------------------------------------------------
 
     def run(self, state: DeviceSequence, ids: Sequence[int] | np.ndarray, want: Want, read: ReadTokens) -> Output:
-        """Run and commit a chain. `read` makes an output of the first rows of `logits`."""
+        """Run and commit a chain. `read` makes an output of the first rows of `logits`; features and hidden rows stay
+        on the device, in memory of their own."""
         parts: list[Output] = []
-        for rows in self.pieces(state, ids, want):
-            end = rows.first + rows.count
-            first = rows.first if want.every_row else end - 1
-            part = Output()
-            while want.tokens != "none" and first < end and (want.every_row or rows.last):
+        features, hidden = _Kept(self, len(ids), len(want.features)), _Kept(self, len(ids), int(want.hidden))
+        for piece in self.pieces(state, ids, want, features):
+            end = piece.first + piece.count
+            first = piece.first if want.every_row else end - 1
+            while want.tokens != "none" and first < end and (want.every_row or piece.last):
                 count = min(end, (first // 8 + self.head.octets) * 8) - first
                 self.make_logits(first, count)
-                parts.append(read(count, want))
+                single = want.tokens == "argmax" and not want.every_row
+                best = self.head.best(first) if single else None
+                parts.append(read(count, want) if best is None else Output(argmax=np.array([best], np.int32)))
                 first += count
-            if want.features:
-                part.features = HostRows(np.concatenate([rows.features[layer] for layer in want.features], axis=1))
             if want.hidden:
-                part.hidden = HostRows(self.read_rows(rows.first, rows.count, normed=True))
-            parts.append(part)
-        return join_outputs(parts)
+                hidden.write(0, piece.first, piece.count, normed=True)
+        output = join_outputs(parts)
+        output.features, output.hidden = features.rows(), hidden.rows()
+        return output
 
-    def pieces(self, state: DeviceSequence, ids: Sequence[int] | np.ndarray, want: Want) -> Iterator[PieceRows]:
+    def pieces(
+        self, state: DeviceSequence, ids: Sequence[int] | np.ndarray, want: Want, features: _Kept
+    ) -> Iterator[PieceRows]:
         """Piece by piece: when one is yielded it is queued and counted in `state.length`, and what is wanted of it can
-        be read before the next."""
+        be read before the next. `features` keeps those of the layers that are wanted."""
         tokens = np.ascontiguousarray(ids, dtype=np.int32)
         done = 0
         self._take(state)
@@ -276,10 +288,13 @@ class Prefill:
             last = done + count == len(tokens)
             self.buffers["ids"].write(tokens[done : done + count])
             every = want.every_row or bool(want.features) or want.hidden
-            features = self._piece(state.length - lead, lead, lead + count, every, last, want.features)
+            for layer in self._piece(state.length - lead, lead, lead + count, every, last):
+                for number, wanted in enumerate(want.features):
+                    if wanted == layer:
+                        features.write(number, lead, count)
             state.length += count
             done += count
-            yield PieceRows(lead, count, last, features)
+            yield PieceRows(lead, count, last)
 
     def _take(self, state: DeviceSequence) -> None:
         """Have the launches read and write this state. An agent's next turn is short: nothing is set twice."""
@@ -295,15 +310,14 @@ class Prefill:
                 mixer.arguments.history = state.history.pointer + deltas * 4 * c.conv_channels * 4
                 deltas += 1
             else:
-                offset = attentions * c.kv_heads * state.context * HEAD_DIM * 2
-                mixer.arguments.keys = state.keys.pointer + offset
-                mixer.arguments.values = state.values.pointer + offset
+                rows = attentions * c.kv_heads * state.context
+                mixer.arguments.keys = state.keys.pointer + rows * self.weights.key_rows.row_bytes
+                mixer.arguments.values = state.values.pointer + rows * self.weights.value_rows.row_bytes
                 mixer.arguments.context = state.context
                 attentions += 1
 
-    def _piece(
-        self, base: int, lead: int, end: int, every: bool, last: bool, features: Sequence[int]
-    ) -> dict[int, np.ndarray]:
+    def _piece(self, base: int, lead: int, end: int, every: bool, last: bool) -> Iterator[int]:
+        """Queue a piece; the number of a layer after its last launch."""
         piece, octets = self.piece, -(-end // 8)
         piece.base, piece.lead, piece.end = base, lead, end
         self.whole.first, self.whole.octets = 0, octets
@@ -311,14 +325,12 @@ class Prefill:
         shape = Shape(octets, segments_of(base + end), every, last)
         if shape not in self._programs:
             self._programs[shape] = list(self._program(shape))
-        launch, kept = self.device.cu.cuLaunchKernelEx, {}
+        launch = self.launcher.launch
         for each in self._programs[shape]:
-            if not isinstance(each, int):
-                if (result := launch(*each, 0))[0]:
-                    check(result)
-            elif each in features:  # a layer has ended
-                kept[each] = self.read_rows(lead, end - lead)
-        return kept
+            if isinstance(each, int):
+                yield each
+            else:
+                launch(each)
 
     def _program(self, shape: Shape) -> Iterator[Launch | int]:
         """The launches of a piece, and the number of each layer after its last."""
@@ -327,7 +339,9 @@ class Prefill:
         for number, layer in enumerate(self.layers):
             ends = number == c.layers - 1 and not shape.every
             yield layer.enter.on(self.whole, octets)
-            if isinstance(layer.mixer, _DeltaMixer):
+            if isinstance(layer.mixer, _DeltaMixer) and octets <= PREFILL_CHUNK // 8:
+                yield layer.mixer.short.on(c.value_heads * SHORT_CTAS)
+            elif isinstance(layer.mixer, _DeltaMixer):
                 items = -(-octets // 8) * c.value_heads
                 yield layer.mixer.prep.on(items)
                 scan = layer.mixer.scans[SCANS[0] if octets <= 8 * SCANS[0] else SCANS[1]]
@@ -346,7 +360,7 @@ class Prefill:
 
     def _attend(self, mixer: _AttentionMixer, shape: Shape, first_octet: int) -> Iterator[Launch]:
         """Attention of the tokens from an octet on, as many at a time as parts have room for."""
-        c, end = self.config, shape.octets * 8
+        c, end, cache = self.config, shape.octets * 8, attention_constants(self.weights)
         most = max(8, PARTS_BYTES // (shape.segments * c.heads * HEAD_DIM * 2) // 8 * 8)
         for first in range(first_octet * 8, end, most):
             count = min(most, end - first)
@@ -359,29 +373,50 @@ class Prefill:
                     "attention_flash",
                     groups * 128,
                     math.ceil(rows / (64 * groups)) * items,
-                    groups * 64 + 256,
-                    {"GROUPS": groups},
+                    flash_shared(groups, self.weights),
+                    {"GROUPS": groups, **cache},
                 ),
-                ("attention_merge", c.heads * 32, count // 8 * 4, 0, {}),
+                ("attention_merge", c.heads * 32, count // 8 * 4, 0, cache),
             ):
                 key = (f"{name}{groups}", first, count)
                 if key not in mixer.steps:
-                    kernel = self._kernel(name, shared * HEAD_DIM * 2, **extra)
+                    kernel = self._kernel(name, shared, **extra)
                     mixer.steps[key] = Step(self.launcher, kernel, threads, mixer.arguments, self.piece, queries)
                 yield mixer.steps[key].on(grid)
 
     def make_logits(self, first: int, count: int) -> None:
         """Queue the head for tokens of the piece, into the first rows of `logits`."""
-        self._launch(self.head.on(first, count))
+        self.launcher.launch(self.head.on(first, count))
 
-    def _launch(self, launch: Launch) -> None:
-        check(self.device.cu.cuLaunchKernelEx(*launch, 0))
+    def write_rows(self, first: int, count: int, to: int, stride: int, normed: bool = False) -> None:
+        """Queue copying the residual stream of tokens of the piece, as it is now, row by row to an address."""
+        arguments = self.rows_arguments
+        arguments.first, arguments.norm = first, self.final_norm if normed else None
+        arguments.out, arguments.stride = to, stride
+        self.launcher.launch(self.rows.on(count))
 
-    def read_rows(self, first: int, count: int, normed: bool = False) -> np.ndarray:
-        """The residual stream of tokens of the piece, as it is now."""
-        self.rows_arguments.first, self.rows_arguments.norm = first, self.final_norm if normed else None
-        self._launch(self.rows.on(count))
-        return self.buffers["rows"].read(np.float32, (count, self.config.hidden))
+
+class _Kept:
+    """Rows of some layers, of every token of a prompt: [token][layer][hidden] on the device."""
+
+    def __init__(self, prompts: Prefill, tokens: int, layers: int) -> None:
+        self.prompts, self.tokens, self.layers, self.width = prompts, tokens, layers, prompts.config.hidden
+        self.buffer = prompts.device.allocate(tokens * layers * self.width * 4) if layers else None
+        self._written = [0] * layers
+
+    def write(self, number: int, first: int, count: int, normed: bool = False) -> None:
+        """The next tokens' of one layer."""
+        assert self.buffer is not None
+        place = self._written[number] * self.layers + number
+        stride = self.layers * self.width
+        self.prompts.write_rows(first, count, self.buffer.pointer + place * self.width * 4, stride, normed)
+        self._written[number] += count
+
+    def rows(self) -> CudaRows | None:
+        if self.buffer is None:
+            return None
+        offsets = np.arange(self.tokens * self.layers, dtype=np.int64).reshape(self.tokens, self.layers) * self.width
+        return CudaRows(self.buffer, offsets, self.width, lambda: True, owned=True)
 
 
 @dataclass(frozen=True)
@@ -400,6 +435,7 @@ class _DeltaMixer:
     prep: Step
     scans: dict[int, Step]  # by chunks that are on their way
     output: Step
+    short: Step  # all of them, of one chunk
 
 
 @dataclass
@@ -420,9 +456,8 @@ class _Layer:
 
 @dataclass
 class PieceRows:
-    """The piece that was queued last: where its tokens are in the buffers, and features that were read on the way."""
+    """The piece that was queued last: where its tokens are in the buffers."""
 
     first: int
     count: int
     last: bool
-    features: dict[int, np.ndarray]

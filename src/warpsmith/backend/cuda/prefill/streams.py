@@ -10,6 +10,7 @@ import numpy as np
 
 from warpsmith.backend.cuda.large.formats import EMBEDDINGS, SLABS
 from warpsmith.backend.cuda.large.layout import LargeLayout
+from warpsmith.backend.cuda.memory.caches import CACHE_ROWS, CacheRows
 from warpsmith.backend.cuda.memory.layout import Layout
 from warpsmith.backend.cuda.prefill.products import (
     LOGITS,
@@ -48,6 +49,8 @@ class PromptStream(Protocol):
 
     config: Config
     embedding_type: int  # EmbeddingType of large/embedding.cuh, where rows are looked up as the file has them
+    key_rows: CacheRows
+    value_rows: CacheRows
 
     def suits(self, architecture: str) -> bool:
         """Whether the kernels take the model."""
@@ -73,6 +76,7 @@ class RowTiles:
 
     def __init__(self, layout: Layout) -> None:
         self.layout, self.config, self.embedding_type = layout, layout.config, EMBEDDINGS.index(Bf16.type.name)
+        self.key_rows = self.value_rows = CACHE_ROWS["f16"]
         self._stages = {(stage.slot, stage.layer): stage for stage in layout.schedule.weight_stages}
         self._starts: dict[tuple[str, int | None], np.ndarray] = {}
 
@@ -116,6 +120,7 @@ class SlabStream:
     def __init__(self, layout: LargeLayout) -> None:
         self.layout, self.config = layout, layout.config
         self.embedding_type = EMBEDDINGS.index(layout.embedding_type)
+        self.key_rows, self.value_rows = layout.key_rows, layout.value_rows
 
     def suits(self, architecture: str) -> bool:
         return architecture == "sm_90a"

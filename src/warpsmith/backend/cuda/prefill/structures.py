@@ -25,7 +25,7 @@ class Piece(ctypes.Structure):
 class Embed(ctypes.Structure):
     """`Embed` of prefill/embed.cu."""
 
-    _fields_ = _fields("ids stream head_start table norm residual out squares")
+    _fields_ = _fields("ids stream head_start table norm residual out squares best")
 
 
 class Gemm(ctypes.Structure):
@@ -40,7 +40,7 @@ class Gemm(ctypes.Structure):
 class Delta(ctypes.Structure):
     """`Delta` of prefill/delta.cuh."""
 
-    _fields_ = _fields("raw gates vectors history state n b q o fade states y")
+    _fields_ = _fields("raw gates vectors history state n b q o fade states y arrived")
 
 
 class Attention(ctypes.Structure):
@@ -58,7 +58,7 @@ class Queries(ctypes.Structure):
 class Head(ctypes.Structure):
     """`Head` of prefill/head.cu."""
 
-    _fields_ = _fields("stream start x squares logits", "first count")
+    _fields_ = _fields("stream start x squares logits best", "first count")
 
 
 class Rows(ctypes.Structure):

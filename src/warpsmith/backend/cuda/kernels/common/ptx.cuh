@@ -190,6 +190,20 @@ __device__ __forceinline__ u32 load4(const void* at) {
     return v;
 }
 
+// --- programmatic dependent launches ---------------------------------------------------------------------------------
+// A kernel may start while the one before it ends: what that one has written (and all before it) is there after the
+// wait.
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // --- threads of a block ---------------------------------------------------------------------------------------------
 
 // COUNT of them wait for each other.

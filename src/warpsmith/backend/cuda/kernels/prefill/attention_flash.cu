@@ -4,13 +4,17 @@
 // A warpgroup has 64 rows (see attention.cuh); two share the keys of a CTA where there are enough rows. Queries, a tile
 // of 64 keys and its values lie in shared memory as four blocks of 64 dimensions, a row 128 bytes, whose eight pieces
 // of 16 are swapped by row (exclusive or): as wgmma reads them, keys as rows and values as k. Keys and values come a
-// tile ahead of their use. Given with -D: GROUPS, warpgroups. Grid: tiles of rows x key heads x segments; those without
-// keys end at once. Bytes: 64 KB a tile of keys and CTA, from L2.
+// tile ahead of their use; rows of blocks come as they are and are widened to fp16 just before. Given with -D: GROUPS,
+// warpgroups. Grid: tiles of rows x key heads x segments; those without keys end at once. Bytes: 64 KB a tile of keys
+// and CTA (f16), from L2.
 #include "prefill/attention.cuh"
 #include "prefill/wgmma_half.cuh"
 
 constexpr int ROWS = GROUPS * 64, THREADS_HERE = GROUPS * 128, TILE_BYTES = CHUNK * HEAD_DIM * 2;
-constexpr int SHARED_HERE = ROWS * HEAD_DIM * 2 + 4 * TILE_BYTES;
+constexpr bool WIDENS = KEY_TYPE != CACHE_F16 || VALUE_TYPE != CACHE_F16;
+constexpr int staged_bytes(int type) { return type == CACHE_F16 ? 0 : CHUNK * cache_row_bytes(type); }
+constexpr int STAGED = staged_bytes(KEY_TYPE) + staged_bytes(VALUE_TYPE);  // a tile of rows of blocks, on their way
+constexpr int SHARED_HERE = ROWS * HEAD_DIM * 2 + 4 * TILE_BYTES + STAGED;
 static_assert(SHARED_HERE <= 232448, "");
 
 // Operands in shared memory, swizzled by 128 bytes. Rows of 64 dimensions, 128 bytes each, eight of them 1 KB.
@@ -34,21 +38,50 @@ __device__ __forceinline__ void fetch_rows(u32 to, const u16* from, int count) {
                      : "memory");
     }
 }
+// A tile of rows of blocks, as it is.
+template <int TYPE>
+__device__ __forceinline__ void stage_rows(u32 to, const u8* from, int count) {
+    constexpr int PIECES = cache_row_bytes(TYPE) / 16;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < CHUNK * PIECES; i += THREADS_HERE)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + i * 16), "l"(from + i * 16),
+                     "r"(i / PIECES < count ? 16 : 0)
+                     : "memory");
+}
+// And its values in fp16 where wgmma reads them: a warp a row, eight dimensions a lane.
+template <int TYPE>
+__device__ __forceinline__ void widen_rows(u32 to, u32 from) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll 2
+    for (int row = threadIdx.x / 32; row < CHUNK; row += THREADS_HERE / 32) {
+        const u32 at = from + row * cache_row_bytes(TYPE);
+        const u32 d = load_shared2(at + cache_scales_at(TYPE) + 2 * (lane / 4));
+        const uint2 words = TYPE == CACHE_Q8_0 ? load_shared8(at + 8 * lane) : uint2{load_shared4(at + 4 * lane), 0};
+        const uint4 v = eight_values<TYPE>(words, d | d << 16);
+        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to + lane / 8 * (CHUNK * 128) + row * 128 +
+                                                                      (lane % 8 ^ row % 8) * 16),
+                     "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                     : "memory");
+    }
+}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT>
 __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
-// What a CTA has: 64 or 128 rows of a key head, and a segment; long segments come first.
+// What a CTA has: 64 or 128 rows of a key head, and a segment; long segments come first, and one that has begun but
+// lately comes last.
 struct Item {
     int kv_head, segment, row0, last_row;
-    __device__ __forceinline__ explicit Item(const Queries& s) {
+    __device__ __forceinline__ Item(const Queries& s, const Piece& p) {
         int block;  // asked for anew, so that nothing of this is kept in registers in between
         asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
         const int tiles = (s.count * GROUP + ROWS - 1) / ROWS;
         kv_head = block / tiles % KV_HEADS;
-        segment = (int)(gridDim.x - 1) / tiles / KV_HEADS - block / tiles / KV_HEADS;
+        const int newest = (int)(gridDim.x - 1) / tiles / KV_HEADS, before = block / tiles / KV_HEADS;
+        const bool begun = p.base + p.end - segment_start(newest) < SHORT;
+        segment = !begun ? newest - before : before == newest ? newest : newest - 1 - before;
         row0 = s.first * GROUP + block % tiles * ROWS, last_row = min(row0 + ROWS, (s.first + s.count) * GROUP) - 1;
     }
 };
@@ -58,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
                     const __grid_constant__ Queries s) {
     extern __shared__ __align__(1024) u8 memory[];
     let_next_start();
-    const Item item(s);
+    const Item item(s, p);
     const int kv_head = item.kv_head, segment = item.segment, row0 = item.row0, last_row = item.last_row;
     const int first_key = segment_start(segment), newest = p.base + min(last_row / GROUP, p.end - 1);  // positions
     if (first_key > newest) return;
@@ -67,22 +100,58 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
     const u32 queries = shared_address(memory), keys = queries + ROWS * HEAD_DIM * 2, values = keys + 2 * TILE_BYTES;
     const u32 first_row = (u32)kv_head * a.context + first_key;  // of the cache
     const int known = p.base + p.end - first_key;                // keys from there on are not
+    const u32 staged_keys = values + 2 * TILE_BYTES, staged_values = staged_keys + staged_bytes(KEY_TYPE);
     const auto fetch_keys = [&](int t) {
-        if (t < key_tiles)
-            fetch_rows<CHUNK>(keys + t % 2 * TILE_BYTES, a.keys + (size_t)(first_row + t * CHUNK) * HEAD_DIM,
-                              known - t * CHUNK);
+        if (t >= key_tiles) return;
+        const u8* from = a.keys + (size_t)(first_row + t * CHUNK) * KEY_ROW;
+        if constexpr (KEY_TYPE == CACHE_F16)
+            fetch_rows<CHUNK>(keys + t % 2 * TILE_BYTES, (const u16*)from, known - t * CHUNK);
+        else
+            stage_rows<KEY_TYPE>(staged_keys, from, known - t * CHUNK);
     };
     const auto fetch_values = [&](int t) {
-        if (t < key_tiles)
-            fetch_rows<CHUNK>(values + t % 2 * TILE_BYTES, a.values + (size_t)(first_row + t * CHUNK) * HEAD_DIM,
-                              known - t * CHUNK);
+        if (t >= key_tiles) return;
+        const u8* from = a.values + (size_t)(first_row + t * CHUNK) * VALUE_ROW;
+        if constexpr (VALUE_TYPE == CACHE_F16)
+            fetch_rows<CHUNK>(values + t % 2 * TILE_BYTES, (const u16*)from, known - t * CHUNK);
+        else
+            stage_rows<VALUE_TYPE>(staged_values, from, known - t * CHUNK);
     };
+    // What was fetched is there for wgmma: values of tile `v`, keys of tile `k`.
+    const auto have = [&](int v, int k) {
+        wait_copies<0>();
+        if constexpr (WIDENS) {
+            __syncthreads();
+            if constexpr (VALUE_TYPE != CACHE_F16)
+                if (v >= 0) widen_rows<VALUE_TYPE>(values + v % 2 * TILE_BYTES, staged_values);
+            if constexpr (KEY_TYPE != CACHE_F16)
+                if (k < key_tiles) widen_rows<KEY_TYPE>(keys + k % 2 * TILE_BYTES, staged_keys);
+        }
+        show_to_copies();
+        __syncthreads();
+    };
+    const auto fetch_queries = [&] {
+        fetch_rows<ROWS>(queries, a.queries + ((size_t)kv_head * p.capacity * 8 * GROUP + row0) * HEAD_DIM,
+                         last_row + 1 - row0);
+    };
+    // The past of a piece is there before the launch before has ended.
+    const bool early = first_key + 2 * CHUNK <= p.base + p.lead;
+    const auto fetch_first = [&] {
+        fetch_keys(0);
+        if (!WIDENS) fetch_values(0), fetch_keys(1);
+    };
+    if (early) fetch_first();
+    if (early && p.end <= CHUNK &&
+        threadIdx.x == 0) {  // few queries wait for memory: CTAs with the same keys share them
+        const int tiles = (s.count * GROUP + ROWS - 1) / ROWS, mine = (row0 - s.first * GROUP) / ROWS;
+        const int past = min(segment_start(segment + 1), p.base + p.lead) - first_key;
+        const int low = past * mine / tiles, count = past * (mine + 1) / tiles - low;
+        prefetch_bulk(a.keys + (size_t)(first_row + low) * KEY_ROW, count * KEY_ROW);
+        prefetch_bulk(a.values + (size_t)(first_row + low) * VALUE_ROW, count * VALUE_ROW);
+    }
     wait_for_previous();
-    fetch_rows<ROWS>(queries, a.queries + ((size_t)kv_head * p.capacity * 8 * GROUP + row0) * HEAD_DIM,
-                     last_row + 1 - row0);
-    fetch_keys(0);
-    commit_copies();
-    fetch_values(0), fetch_keys(1);
+    fetch_queries();
+    if (!early) fetch_first();
     commit_copies();
 
     const int lane = threadIdx.x % 32, group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4,
@@ -143,16 +212,16 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
             weight[r] = fmaf(weight[r], factor[r], sum);
         }
     };
-    wait_copies<1>();  // queries and the first keys
-    show_to_copies();
-    __syncthreads();
+    have(-1, 0);
+    if (WIDENS) {
+        fetch_values(0), fetch_keys(1);
+        commit_copies();
+    }
     ask_scores(0);
     wgmma_wait<0>();
     soften(0, share[0]);
     const auto step = [&](int t, const u32(&weights)[16], u32(&next)[16]) {
-        wait_copies<0>();  // this tile's values and the next one's keys
-        show_to_copies();
-        __syncthreads();
+        have(t, t + 1);
         fetch_values(t + 1), fetch_keys(t + 2);
         commit_copies();
         ask_scores(t + 1);
@@ -170,9 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
         for (int i = 0; i < 128; i++) out[i] *= factor[i / 2 % 2];
     };
     const auto last_step = [&](int t, const u32(&weights)[16]) {
-        wait_copies<0>();
-        show_to_copies();
-        __syncthreads();
+        have(t, key_tiles);
         ask_values(t, weights);
         wgmma_wait<0>();
 #pragma unroll
@@ -191,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
         }
         step(t + 1, share[1], share[0]);
     }
-    const Item done(s);
+    const Item done(s, p);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int mine = done.row0 + group * 64 + warp * 16 + g + r * 8;

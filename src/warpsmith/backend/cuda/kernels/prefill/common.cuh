@@ -60,16 +60,19 @@ __device__ __forceinline__ void store_operands(u8* to, u32 pair, u32 chunks, siz
     }
 }
 
-// --- programmatic dependent launches ---------------------------------------------------------------------------------
-// A kernel may start while the one before it ends: what that one has written (and all before it) is there after the
-// wait.
-__device__ __forceinline__ void let_next_start() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+// Lane o = lane / 8 of a token has pair o of four octets of channels; it gets all four pairs of octet o.
+__device__ __forceinline__ uint4 pairs_of_octet(const u32 (&pair)[4]) {
+    const int o = threadIdx.x % 32 / 8;
+    u32 mine[4];
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+        const int other = o ^ r;
+        const u32 sent = other == 0 ? pair[0] : other == 1 ? pair[1] : other == 2 ? pair[2] : pair[3];
+        const u32 got = __shfl_xor_sync(~0u, sent, r * 8);
+        if (other == 0) mine[0] = got;
+        if (other == 1) mine[1] = got;
+        if (other == 2) mine[2] = got;
+        if (other == 3) mine[3] = got;
+    }
+    return {mine[0], mine[1], mine[2], mine[3]};
 }

@@ -14,7 +14,7 @@ static_assert(SCAN_SHARED <= 232448, "");
 
 extern "C" __global__ void __launch_bounds__(256, 1)
     delta_scan(const __grid_constant__ Delta a, const __grid_constant__ Piece p) {
-    extern __shared__ __align__(16) u8 memory[];
+    extern __shared__ __align__(128) u8 memory[];
     uint4* ring = (uint4*)memory + threadIdx.x;                 // [AHEAD][PIECES][256]
     u16* operand = (u16*)(memory + AHEAD * PIECES * 256 * 16);  // [2][128][S_ROW]
     let_next_start();
@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
 #pragma unroll
         for (int i = 0; i < 8; i++) copy16(to + i * 256, n + i * 32);
         copy16(to + 8 * 256, b);
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        copies_queued();
     };
 #pragma unroll
     for (int i = 0; i < AHEAD - 1; i++) fetch(i);
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
                     pack_bf16(sum[j][2 * i], sum[j][2 * i + 1]);
         __syncthreads();
         fetch(chunk + AHEAD - 1);
-        asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
+        copies_left<AHEAD - 1>();
         const u16* rows = mine + (lane % 16) * S_ROW + lane / 16 * 8;
         a.states[((at * SLICES + slice) * 8 + warp) * 32 + lane] = load_transposed(rows + warp * 16 * S_ROW);
         const uint4* n = ring + chunk % AHEAD * (PIECES * 256);

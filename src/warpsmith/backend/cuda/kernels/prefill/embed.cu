@@ -17,6 +17,7 @@ struct Embed {
     float* residual;
     u8* out;
     float* squares;  // [HIDDEN / 64][tokens]
+    u64* best;       // [8] of the head, which begin anew
 };
 
 // Eight channels from k on, a multiple of 8.
@@ -48,6 +49,7 @@ extern "C" __global__ void __launch_bounds__(128)
     let_next_start();
     wait_for_previous();
     const int token = blockIdx.x;
+    if (token == 0 && threadIdx.x < 8) a.best[threadIdx.x] = 0;
     const bool live = token >= p.lead && token < p.end;
     const int id = live ? a.ids[token - p.lead] : 0;
     for (int k = threadIdx.x * 8; k < HIDDEN; k += 1024) {

@@ -200,8 +200,8 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
     u32 turn = 0;
     for (int t = work.first; t < work.tiles; t += work.step, turn ^= 1) {
         const int octet = work.token(t) * (N / 8), octets = min(N / 8, s.octets - octet);
-        float4 early[C::SPLIT && !C::PAIR ? C::HALF : 1];
-        if constexpr (C::SPLIT && !C::PAIR) {
+        float4 early[C::SPLIT ? C::HALF : 1];
+        if constexpr (C::SPLIT) {
             wait_for_previous();
             const float4* residual = residual_at(a, s, work.row(t), octet + group * C::HALF);
 #pragma unroll
@@ -348,13 +348,14 @@ __device__ __forceinline__ void ask_for_all(const Gemm& a, int helper, int helpe
     }
 }
 
-// The residual stream of a tile's rows and tokens, into L2 before it is needed.
+// The residual stream of a tile's rows and tokens and the next norm's weight, into L2 before they are needed.
 template <class C>
 __device__ __forceinline__ void ask_for_residual(const Gemm& a, const Span& s) {
     const Work<C> work(a, s);
     const int lane = threadIdx.x % 32;
-    wait_for_previous();
     if (lane >= C::GROUPS) return;
+    prefetch(a.norm + (work.row(work.first) * C::GROUPS + lane) * 32);
+    wait_for_previous();
     for (int i = work.first; i < work.tiles; i += work.step) {
         const int octet = work.token(i) * (C::N / 8), octets = min(C::N / 8, s.octets - octet);
         const u64 at = (u64)(work.row(i) * C::GROUPS + lane) * s.capacity + s.first + octet;

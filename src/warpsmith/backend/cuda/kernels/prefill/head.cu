@@ -2,9 +2,10 @@
 //
 // Maths: logits = (W (x * norm)) / rms(x). A warp multiplies units of 16 rows by up to eight tokens at a time; weights
 // come straight from memory into the mma's registers, activations lie in shared memory as they are in tiles
-// (common.cuh). Given with -D: HEAD_OCTETS, octets of tokens a launch takes. Grid: a CTA of 512 threads an SM. Bytes:
-// all of the head once.
+// (common.cuh). Given with -D: HEAD_OCTETS, octets of tokens a launch takes; one octet's best logits are found here
+// too, which saves the next token of a prompt a launch. Grid: a CTA of 512 threads an SM. Bytes: all of the head once.
 #include "prefill/common.cuh"
+#include "sample/ranked.cuh"
 
 struct Head {
     const u8* stream;
@@ -12,6 +13,7 @@ struct Head {
     const u8* x;           // tiles, K in the stream's order
     const float* squares;  // [HIDDEN / 64][tokens]
     float* logits;         // [count][VOCAB]
+    u64* best;             // [8 tokens of the octet], ranked; 0 when a piece begins
     int first, count;      // tokens
 };
 
@@ -40,6 +42,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     copies_done();
     __syncthreads();
     const u32 x = shared_address(memory) + lane * 4;
+    u64 best[2] = {};  // of this lane's rows, two tokens
     for (int unit = warp * gridDim.x + blockIdx.x; unit < HEAD_TILES; unit += 16 * gridDim.x) {
         const u8* from = a.stream + __ldg(a.start + unit) + lane * 16;
         float acc[HEAD_OCTETS][4] = {};
@@ -68,9 +71,26 @@ extern "C" __global__ void __launch_bounds__(512, 1)
             for (int i = 0; i < 4; i++) {
                 const int token = (octet + n) * 8 + lane % 4 * 2 + i % 2 - a.first,
                           row = unit * WIDE + lane / 4 + i / 2 * 8;
-                if (token >= 0 && token < a.count && row < VOCAB)
-                    a.logits[(size_t)token * VOCAB + row] = acc[n][i] * scales[n * 8 + lane % 4 * 2 + i % 2];
+                if (token >= 0 && token < a.count && row < VOCAB) {
+                    const float logit = acc[n][i] * scales[n * 8 + lane % 4 * 2 + i % 2];
+                    a.logits[(size_t)token * VOCAB + row] = logit;
+                    if (HEAD_OCTETS == 1) best[i % 2] = best_of(best[i % 2], ranked(logit + 0.0f, row));
+                }
             }
         }
+    }
+    if (HEAD_OCTETS > 1) return;
+    __shared__ u64 of_warps[16][8];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) best[i] = best_of(best[i], __shfl_xor_sync(~0u, best[i], step));
+        if (lane < 4) of_warps[warp][lane * 2 + i] = best[i];
+    }
+    __syncthreads();
+    if (threadIdx.x < 8) {
+        u64 all = 0;
+        for (int i = 0; i < 16; i++) all = best_of(all, of_warps[i][threadIdx.x]);
+        atomicMax(a.best + threadIdx.x, all);
     }
 }

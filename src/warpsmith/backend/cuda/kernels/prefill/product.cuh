@@ -166,7 +166,7 @@ __device__ __forceinline__ void add_to_residual(const Gemm& a, const Span& s, u3
         float4 kept[BATCH];
 #pragma unroll
         for (int i = 0; i < smaller(BATCH, HIGH - first); i++)
-            if (first + i < octets) kept[i] = C::SPLIT && !C::PAIR ? early[i] : residual[(first + i) * 64];
+            if (first + i < octets) kept[i] = C::SPLIT ? early[i] : residual[(first + i) * 64];
 #pragma unroll
         for (int n = first; n < smaller(first + BATCH, HIGH); n++) {
             float d[4];
