@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from warpsmith.backend.base import Backend, BlockMemory, State, Want
+from warpsmith.backend.base import Backend, BlockMemory, GrowingTree, State, Want
 from warpsmith.backend.reference.dflash import NumpyDraft
 from warpsmith.backend.rows import Rows
 from warpsmith.backend.tree import MAX_NODES
@@ -37,6 +37,7 @@ class DFlashMemory:
     network: BlockMemory
     waiting: list[tuple[int, Rows]] = field(default_factory=list)  # (position, features) yet to be projected
     position: int = 0  # of the next token
+    growing: GrowingTree | None = None  # the last, until it is known what became of it
 
 
 class DFlash(Draft[DFlashMemory]):
@@ -80,6 +81,9 @@ class DFlash(Draft[DFlashMemory]):
             self.network.forget(memory.network)
             memory.waiting = []
         memory.position = position + len(tokens)
+        if memory.growing is not None and memory.growing.verified is not None:
+            self._tree_seconds += memory.growing.verified.tree_seconds
+        memory.growing = None
         if features is None:
             return  # a gap: the rows before it still stand where they stood
         seen = features[-self._longest :]  # what no layer could see any more is not worth projecting
@@ -103,11 +107,18 @@ class DFlash(Draft[DFlashMemory]):
 
     # -- what comes next ----------------------------------------------------------------------------------------------
 
-    def propose(self, memory: DFlashMemory, context: Context) -> ScoredTree | None:
+    def propose(self, memory: DFlashMemory, context: Context) -> ScoredTree | GrowingTree | None:
         self._project_waiting(memory)
-        rows = min(self.config.block - 1, context.depth)
-        want = Want(tokens="top", top=min(WIDTH, self.nodes, self.backend.config.vocab))
-        output = self.network.fill(memory.network, context.root, len(context.ids) - 1, rows, want)
+        rows, position = min(self.config.block - 1, context.depth), len(context.ids) - 1
+        width = min(WIDTH, self.nodes, self.backend.config.vocab)
+        if context.unseen:
+            least = [] if context.prices is None else context.prices.least
+            run = min(self.nodes, context.nodes - 1)
+            growing = self.network.grow(memory.network, context.root, position, rows, width, self.nodes, run, least)
+            if growing is not None:
+                memory.growing = growing
+                return growing
+        output = self.network.fill(memory.network, context.root, position, rows, Want(tokens="top", top=width))
         before = perf_counter()
         tree = best_tree(context.root, *marginals(output), self.nodes, prices=context.prices)
         self._tree_seconds += perf_counter() - before

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
-from warpsmith.backend.base import ARGMAX, LOGITS, Backend, Want
+from warpsmith.backend.base import ARGMAX, LOGITS, Backend, GrowingTree, Want
 from warpsmith.draft.base import Others, Proposer
 from warpsmith.engine.capacity import plan
 from warpsmith.engine.loop import Generation
@@ -115,22 +115,25 @@ class Scheduler:
 
         def propose(generation: Generation) -> None:
             nonlocal nodes  # of all trees, those to come with one each
-            nodes += len(generation.propose(share, Others(len(running) - 1, nodes - 1))) - 1
+            nodes += generation.propose(share, Others(len(running) - 1, nodes - 1)) - 1
 
         turns = self._each(running, propose)
         drafted = perf_counter()
-        if len(running) == 1 and turns and turns[0].bare and len(turns[0].tree) == 1:
+        if turns and isinstance(turns[0].tree, GrowingTree):  # which is alone
+            turns = self._each(turns, Generation.accept)
+            forward = turns[0].unseen_seconds if turns else 0.0
+        elif len(running) == 1 and turns and turns[0].bare and len(turns[0].seen) == 1:
             turns = self._each(turns, Generation.decode_one)
             forward = perf_counter() - drafted
         elif turns:
             with self._ending(*turns):
-                batch = [(generation.sequence.state, generation.tree) for generation in turns]
+                batch = [(generation.sequence.state, generation.seen) for generation in turns]
                 self.backend.forward(batch, self._want(turns))
             forward = perf_counter() - drafted
             turns = self._each(turns, Generation.accept)
         seconds, own = perf_counter() - began, sum(generation.own_seconds for generation in turns)
         for each in turns:
-            others = Others(len(turns) - 1, sum(len(other.tree) for other in turns) - len(each.tree))
+            others = Others(len(turns) - 1, sum(len(other.seen) for other in turns) - len(each.seen))
             each.stepped(seconds, forward, own - each.own_seconds, others)
         self._leave_if_done(turns)
 

@@ -56,12 +56,14 @@ from warpsmith.backend.cuda.shape import (
     HEAD_DIM,
     LARGEST_HIDDEN,
     MAX_FEATURES,
+    MAX_STOPS,
     READ_AHEAD,
     STATE_DIM,
     threads_of,
 )
-from warpsmith.backend.cuda.structures import Draw, Params, Path, Request, Stream
+from warpsmith.backend.cuda.structures import Commit, Draw, Params, Path, Request, Stream
 from warpsmith.backend.cuda.top import MAX_TOP, Top
+from warpsmith.backend.cuda.tree import TreeOnDevice, WalkedOnDevice
 from warpsmith.backend.cuda.weights.loading import Progress, load_weights
 from warpsmith.backend.cuda.weights.stream import EMBEDDING
 from warpsmith.backend.rows import HostRows
@@ -92,6 +94,12 @@ class CudaState(State):
         self.kept_history = device.allocate(layout.history_bytes)
         self.params = backend.params_for(self)  # the same for every launch
         self.mtp: CudaState | None = None  # of the MTP block, once it has run
+
+    def take_new(self) -> None:
+        """Go on from what a commit has written beside the state before it, which may be needed no more."""
+        self.delta, self.kept_delta = self.kept_delta, self.delta
+        self.history, self.kept_history = self.kept_history, self.history
+        self.params.delta, self.params.history = self.delta.pointer, self.history.pointer
 
 
 class CudaBackend(Backend):
@@ -154,7 +162,7 @@ class CudaBackend(Backend):
         self.ring = Pinned(self.device, np.int32, 1 + max(BURST, MAX_NODES))
         marks = int(str(self.options.get("PROFILE", 0)))  # a profiling build keeps that many clocks an SM
         self.profile = self.device.zeros(layout.sms * marks * 8)
-        self._top = Top(self.device, top_image.result(), self.logits)
+        self.top = Top(self.device, top_image.result(), self.logits)
         sampler = DeviceSampler(self.device, layout.sms, self.context, layout.samples)
         self._decoder = Decoder(self.device, sampler, self.ring, self.logits, config.vocab)
         self._prepare_prompts(RowTiles(layout))
@@ -244,6 +252,20 @@ class CudaBackend(Backend):
 
     def _output(self, sizes: list[int], want: Want) -> Output:
         """Of trees of these sizes that were launched just now, one after another."""
+        nodes, vocab, output = sum(sizes), self.config.vocab, self.rows_of(sizes, want)
+        if want.tokens == "top" and 1 <= (count := min(want.top, vocab)) <= MAX_TOP:
+            best = self.top.of(nodes, count)
+            return replace(best, features=output.features, hidden=output.hidden)
+        if want.tokens == "top":
+            best = output_from_logits(self.logits.read(np.float32, (nodes, vocab)), want)
+            return replace(best, features=output.features, hidden=output.hidden)
+        if want.tokens != "none":
+            self.device.synchronize()
+            output.argmax = self.ring.array[1 : 1 + nodes].copy()
+        return output
+
+    def rows_of(self, sizes: list[int], want: Want) -> Output:
+        """What stays on the device of trees of these sizes that were launched just now, one after another."""
         nodes, vocab, hidden, layers = sum(sizes), self.config.vocab, self.config.hidden, len(want.features)
         launches = self._launches
 
@@ -251,13 +273,6 @@ class CudaBackend(Backend):
             return CudaRows(buffer, offsets, width, lambda: self._launches == launches)
 
         output = Output()
-        if want.tokens == "top" and 1 <= (count := min(want.top, vocab)) <= MAX_TOP:
-            output = self._top.of(nodes, count)
-        elif want.tokens == "top":
-            output = output_from_logits(self.logits.read(np.float32, (nodes, vocab)), want)
-        elif want.tokens != "none":
-            self.device.synchronize()
-            output.argmax = self.ring.array[1 : 1 + nodes].copy()
         if want.tokens == "logits":
             output.logits = rows(self.logits, np.arange(nodes)[:, None] * vocab, vocab)
         if want.features:  # of each tree [layers][nodes][hidden]
@@ -271,9 +286,9 @@ class CudaBackend(Backend):
     def tokens_of(self, rows: int, want: Want, offset: int = 0) -> Output:
         """What is wanted of some rows of logits on the device, `offset` floats from their beginning on."""
         if want.tokens == "argmax":
-            return Output(argmax=self._top.of(rows, 1, offset).argmax)
+            return Output(argmax=self.top.of(rows, 1, offset).argmax)
         if want.tokens == "top" and 1 <= (count := min(want.top, self.config.vocab)) <= MAX_TOP:
-            return self._top.of(rows, count, offset)
+            return self.top.of(rows, count, offset)
         return output_from_logits(self.logits.read(np.float32, (rows, self.config.vocab), 4 * offset), want)
 
     def overwrite_outputs(self) -> Callable[[], bool]:
@@ -292,7 +307,7 @@ class CudaBackend(Backend):
         logits = drafted(state, tree).output.logits
         assert isinstance(logits, CudaRows)
         assert logits.buffer is self.logits
-        best = self._top.of(len(tree), count, int(logits.offsets[0, 0]))
+        best = self.top.of(len(tree), count, int(logits.offsets[0, 0]))
         assert best.top_ids is not None
         assert best.top_logits is not None
         assert best.logsumexp is not None
@@ -307,14 +322,37 @@ class CudaBackend(Backend):
 
         return walk(tree, choose_at, history, state.length)
 
+    def verifies_unseen(self, sampling: Sampling | None, stop: frozenset[int]) -> bool:
+        if len(stop) > MAX_STOPS:
+            return False
+        return sampling is None or sampling.greedy or self.best_needed(sampling) is not None
+
+    def best_needed(self, sampling: Sampling) -> int | None:
+        """How many of a node's best logits the device draws from; None where the host has to."""
+        if sampling.penalised or sampling.logit_bias:
+            return None
+        count = candidates_needed(sampling, (), 0)
+        return None if count is None or count > min(MAX_TOP, self.config.vocab) else count
+
     def commit(self, state: State, path: Sequence[int]) -> None:
         assert isinstance(state, CudaState)
+        run = state.drafted
         nodes = take_drafted(state, path)
-        argument = Path(len(nodes), state.length, (ctypes.c_int * MAX_NODES)(*nodes))
+        if not (isinstance(run, WalkedOnDevice) and run.path == nodes):  # else it was queued with the walk
+            self.queue_commit(state, Commit(path=Path(len(nodes), (ctypes.c_int * MAX_NODES)(*nodes))))
+        state.take_new()
+        state.length += len(nodes)
+
+    def queue_commit(self, state: CudaState, commit: Commit) -> None:
+        """Queue writing what a path makes of the state; it is the state's once that takes it."""
+        commit.delta, commit.history = state.kept_delta.pointer, state.kept_history.pointer
+        commit.length = state.length
+        self._launch_commit(state, commit)
+
+    def _launch_commit(self, state: CudaState, commit: Commit) -> None:
         blocks = self.layout.delta_layers * self.layout.blocks
         blocks += self.layout.attention_layers * self.config.kv_heads
-        self._commit.launch(blocks, COLUMNS * 32, state.params, argument)
-        state.length += len(nodes)
+        self._commit.launch(blocks, COLUMNS * 32, state.params, commit)
 
     def block_draft(
         self, config: DFlashConfig, tensors: Mapping[str, Tensor], capacity: Sequence[int]
@@ -480,7 +518,7 @@ class CudaBackend(Backend):
     def launch(
         self,
         state: CudaState,
-        tree: Tree,
+        tree: Tree | TreeOnDevice,
         want: Want,
         steps: int = 0,
         stop: Sequence[int] = (),
@@ -524,10 +562,13 @@ def at_row(params: ParamsOf, row: int, config: Config, want: Want) -> ParamsOf:
     return moved
 
 
-def fill_request(request: Any, tree: Tree, stop: Sequence[int], want: Want) -> None:
+def fill_request(request: Any, tree: Tree | TreeOnDevice, stop: Sequence[int], want: Want) -> None:
     """The arrays of a request of either forward pass."""
-    request.tokens[: len(tree)] = tree.tokens.tolist()
-    request.parents[: len(tree)] = tree.parents.tolist()
+    if isinstance(tree, TreeOnDevice):
+        request.made = tree.pointer
+    else:
+        request.tokens[: len(tree)] = tree.tokens.tolist()
+        request.parents[: len(tree)] = tree.parents.tolist()
     request.stop_ids[: len(stop)] = list(stop)
     request.feature_layers[: len(want.features)] = list(want.features)
 

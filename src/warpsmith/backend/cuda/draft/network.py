@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from warpsmith.backend.base import BlockDraft, BlockMemory, Output, Want
+from warpsmith.backend.base import BlockDraft, BlockMemory, GrowingTree, Output, Want
 from warpsmith.backend.cuda.build.compiler import build
 from warpsmith.backend.cuda.draft.formats import HELD, handed_over
 from warpsmith.backend.cuda.draft.layout import COLUMNS, DIM, DraftLayout, DraftStream
 from warpsmith.backend.cuda.draft.lent import THREADS, Lent
+from warpsmith.backend.cuda.draft.step import CudaGrowingTree, StepProgram, growth
 from warpsmith.backend.cuda.draft.structures import DraftParams, DraftRequest, Gather
 from warpsmith.backend.cuda.large.formats import EMBEDDINGS
 from warpsmith.backend.cuda.large.loading import copies_of, load_slabs
@@ -95,6 +96,7 @@ class CudaDraft(BlockDraft):
         self._tables = [device.upload(table) for table in layout.tables]
         self._scratch = {name: device.zeros(size) for name, size in layout.scratch_bytes().items()}
         self._from_host: Buffer | None = None
+        self._step: StepProgram | None = None  # once trees grow on the device
         windows = [window or 0 for window in config.windows]
         self._request = DraftRequest(window=tuple(windows), causal=tuple(map(int, config.causal)))
 
@@ -165,6 +167,21 @@ class CudaDraft(BlockDraft):
             width = self.config.hidden
             output.hidden = CudaRows(backend.hidden, np.arange(rows + 1)[:, None] * width, width, valid)
         return output
+
+    def grow(
+        self, memory: BlockMemory, root: int, position: int, rows: int, width: int, nodes: int, verified: int,
+        least: Sequence[float],
+    ) -> GrowingTree | None:  # fmt: skip
+        assert isinstance(memory, CudaMemory)
+        grow = growth(root, rows, width, nodes, verified, least)
+        if grow is None:
+            return None
+        if self._step is None:
+            self._step = StepProgram(self.backend)
+        self.backend.overwrite_outputs()
+        self.launch(memory, self.request(root, position, Want(tokens="top")))
+        self.backend.top.queue(rows, width, offset=self.layout.vocab)  # nobody asks about the root
+        return CudaGrowingTree(self.backend, self._step, grow)
 
     # -- launching ------------------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ struct Block {
     __device__ Block(const Params& params, const Request& request, const Draw* how, Shared& shared, float* scratch_area,
                      const Ring& r0, const Barriers& barriers0)
         : p(params), r(request), draw(how), s(shared), scratch(scratch_area), ring(r0), barriers(barriers0),
-          length(request.length), nodes(NODES == 1 ? 1 : request.nodes) {}
+          length(request.length), nodes(NODES == 1 ? 1 : request.tree_nodes()) {}
 
     // Where things are in the copy of this use: what a node tile exchanges, from `at` on; a node's row; four of its
     // values, from k on; one of its sums of squares. And how far the other copy is.

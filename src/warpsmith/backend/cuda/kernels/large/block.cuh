@@ -26,7 +26,7 @@ struct Block {
 
     __device__ Block(const Params& params, const Request& request, u8* memory)
         : p(params), r(request), s(*(Shared*)(memory + SHARED_AT)), scratch(memory), base(shared_address(memory)),
-          nodes(request.nodes), length(request.length), vectors(params.vectors) {}
+          nodes(request.tree_nodes()), length(request.length), vectors(params.vectors) {}
 
     __device__ bool decoding() const { return r.steps > 0; }
     __device__ void sync() const { sync_threads<CONSUMERS>(); }

@@ -1,0 +1,242 @@
+"""Steps that the device makes by itself, on an emulated GPU: the host's tree, the sampler's walk, and plain text."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cuda_draft_cases import file_of, shaped
+from draft_cases import run
+from emulator.gpu import emulated_gpu
+from large_cases import MIXED, SHAPE, tensors_of
+from random_models import random_tree
+from test_ddtree import random_marginals
+from warpsmith.backend.base import GrowingTree, Output, Want, output_from_logits
+from warpsmith.backend.cuda.draft.network import CudaDraft
+from warpsmith.backend.cuda.draft.step import CudaGrowingTree, StepProgram, growth
+from warpsmith.backend.cuda.large.backend import LargeBackend
+from warpsmith.backend.sampling import Sampling
+from warpsmith.backend.tree import Tree
+from warpsmith.draft.base import Prices
+from warpsmith.draft.ddtree import best_tree, marginals
+from warpsmith.draft.dflash import DFlash
+from warpsmith.engine.loop import Generation, Step
+from warpsmith.engine.scheduler import Scheduler
+from warpsmith.measure.assumed import Assumed
+
+SMS, CONTEXT = 3, 64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def machine() -> Iterator[None]:
+    if shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler")
+    with emulated_gpu(SMS, (8,)):
+        yield
+
+
+@cache
+def target() -> LargeBackend:
+    return LargeBackend(SHAPE, tensors_of(SHAPE, MIXED))
+
+
+@cache
+def program() -> StepProgram:
+    return StepProgram(target())
+
+
+@cache
+def draft() -> DFlash:
+    made = DFlash(file_of(shaped(layers=1)), target(), nodes=7)
+    assert isinstance(made.network, CudaDraft)
+    return made
+
+
+def believed(ids: np.ndarray, log_probs: np.ndarray) -> Output:
+    """Beliefs as top.cu leaves them: in single precision, over a sum."""
+    total = np.linspace(3, 40, len(ids)).astype(np.float32)
+    logits = (log_probs + total[:, None]).astype(np.float32)
+    rows = np.concatenate([ids.astype(np.int32), logits.view(np.int32), total[:, None].view(np.int32)], axis=1)
+    target().top._out.write(np.ascontiguousarray(rows))
+    return Output(top_ids=ids, top_logits=logits, logsumexp=total)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**32), st.integers(1, 15), st.integers(1, 16), st.integers(1, 63), st.booleans(), st.booleans(),
+    st.floats(0.0, 0.2),
+)  # fmt: skip
+def test_the_tree_is_the_host_s(
+    seed: int, depth: int, width: int, nodes: int, coarse: bool, holes: bool, price: float
+) -> None:
+    """Of equal paths too, with beliefs that are not numbers, and up to what further nodes must promise."""
+    ids, log_probs = random_marginals(seed, depth, width, coarse)
+    if holes:
+        log_probs[seed % depth, seed % width :] = -np.inf if seed % 2 else np.nan
+    prices = Prices(1.0, [price] * 64)
+    expected = best_tree(7, *marginals(believed(ids, log_probs)), nodes, prices=prices)
+    grow = growth(7, depth, width, nodes, 1 + seed % nodes, prices.least)
+    assert grow is not None
+    CudaGrowingTree(target(), program(), grow)
+    report = program().report
+    assert report.grown == len(expected)
+    assert report.verified == min(len(expected), 2 + seed % nodes)
+    assert report.tree_tokens[: report.grown] == expected.tokens.tolist()
+    assert report.tree_parents[: report.grown] == expected.parents.tolist()
+    assert report.scores[: report.grown] == expected.scores.tolist()
+
+
+def test_what_the_kernel_cannot_grow_is_left_to_the_host() -> None:
+    for depth, width, nodes in ((16, 4, 8), (15, 17, 8), (15, 16, 64), (0, 4, 8)):
+        assert growth(7, depth, width, nodes, nodes, []) is None
+
+
+SAMPLINGS = [
+    None,
+    Sampling(temperature=0.8, seed=5, top_k=20, top_p=0.95),
+    Sampling(temperature=1.0, seed=6),
+    Sampling(temperature=0.7, seed=7, min_p=0.1),
+    Sampling(temperature=1.3, seed=8, top_p=0.9),
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_the_walk_and_the_commit_are_the_host_s(sampling: Sampling | None) -> None:
+    """Trees that hold what the sampler takes for several levels, of one state and then of the next."""
+    backend, rng = target(), np.random.default_rng(3)
+    ours, theirs = backend.new_state(CONTEXT), backend.new_state(CONTEXT)
+    for state in (ours, theirs):
+        backend.prefill(state, [3, 1, 4, 1, 5], Want("none"))
+    want = Want("argmax" if sampling is None else "logits", features=(0, 2))
+    root = 9
+    for step in range(5):
+        plain = list(backend.decode(theirs, root, 6, sampling=sampling, history=[root]))
+        backend.restore(theirs, backend.snapshot(ours))
+        tree = random_tree(rng, 8, SHAPE.vocab)
+        tokens, node = tree.tokens.copy(), 0
+        tokens[0] = root
+        for level in range(step):  # the first child of each is right
+            children = np.flatnonzero(tree.parents == node)
+            if not len(children):
+                break
+            tokens[children], node = plain[level], children[0]
+        tree = Tree(tokens, tree.parents)
+        backend.forward([(theirs, tree)], want)
+        path, decided = backend.verify(theirs, tree, sampling, [root])
+        backend.commit(theirs, path)
+        believed(*random_marginals(step, 5, 4))
+        grow = growth(root, 5, 4, 7, 7, [])
+        assert grow is not None
+        growing = CudaGrowingTree(backend, program(), grow)
+        growing.instead(tree)
+        seen = growing.verify(ours, want, sampling, [root], frozenset())
+        assert (seen.path, seen.decided) == (path, decided)
+        assert seen.tree is not None
+        assert np.array_equal(seen.tree.tokens, tree.tokens)
+        assert seen.output.features is not None
+        backend.commit(ours, seen.path)
+        same(backend, ours, theirs)
+        root = decided[-1]
+
+
+def same(backend: LargeBackend, one: object, other: object) -> None:
+    for a, b in zip(backend.snapshot(one).data, backend.snapshot(other).data, strict=True):  # type: ignore[arg-type]
+        assert np.array_equal(a.read(np.uint8, (a.nbytes,)), b.read(np.uint8, (b.nbytes,)))
+
+
+def test_a_shorter_path_may_be_committed() -> None:
+    """And what was not committed never happened."""
+    backend = target()
+    ours, theirs = backend.new_state(CONTEXT), backend.new_state(CONTEXT)
+    for state in (ours, theirs):
+        backend.prefill(state, [3, 1, 4, 1, 5], Want("none"))
+    plain = list(backend.decode(theirs, 9, 5))
+    backend.restore(theirs, backend.snapshot(ours))
+    believed(*random_marginals(0, 5, 4))
+    grow = growth(9, 5, 4, 7, 7, [])
+    assert grow is not None
+    growing = CudaGrowingTree(backend, program(), grow)
+    growing.instead(Tree.chain([9, *plain[:4]]))
+    seen = growing.verify(ours, Want("argmax"), None, [], frozenset(plain[2:3]))
+    assert seen.decided == plain[: plain.index(plain[2]) + 1]  # up to a token to stop at
+    backend.commit(ours, seen.path[:2])
+    assert ours.length == 7
+    list(backend.decode(theirs, 9, 2))
+    assert theirs.length == 7
+    same(backend, ours, theirs)
+
+
+def test_an_interrupted_step_has_not_happened() -> None:
+    backend = target()
+    ours, theirs = backend.new_state(CONTEXT), backend.new_state(CONTEXT)
+    for state in (ours, theirs):
+        backend.prefill(state, [3, 1, 4, 1, 5], Want("none"))
+    believed(*random_marginals(0, 5, 4))
+    grow = growth(9, 5, 4, 7, 7, [])
+    assert grow is not None
+    CudaGrowingTree(backend, program(), grow).verify(ours, Want("argmax"), None, [], frozenset())  # and no commit
+    same(backend, ours, theirs)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_k=10, seed=3)])
+def test_text_of_unseen_trees_is_plain_text(sampling: Sampling) -> None:
+    """With guesses that are right for several levels, by assumption, and tokens a step as the host's trees decide."""
+    prompt, texts, seen = [3, 1, 4, 1, 5], [], list[Step]()
+    assumed = Assumed(draft(), 2.5, SHAPE.vocab)
+    for proposer in (None, assumed):
+        scheduler = Scheduler(target(), CONTEXT, proposer)
+        generation = Generation(scheduler, prompt, sampling, max_tokens=12, on_step=seen.append if proposer else None)
+        texts.append([token for piece in generation for token in piece])
+        assumed.expect(len(prompt), texts[0])
+    assert texts[0] == texts[1]
+    assert max(len(step.accepted) for step in seen) > 1
+    assert all(step.decided[:-1] == step.tree.tokens[step.accepted[1:]].tolist() for step in seen)
+
+
+def test_unseen_trees_are_those_of_the_host() -> None:
+    """The same draft after the same text: seen and unseen."""
+    trees = []
+    for unseen in (True, False):
+        scheduler, steps = Scheduler(target(), CONTEXT, draft()), list[Step]()
+        generation = Generation(scheduler, [3, 1, 4, 1, 5], max_tokens=6, on_step=steps.append)
+        generation.unseen = unseen
+        list(generation)
+        trees.append([(step.tree.tokens.tolist(), step.tree.parents.tolist()) for step in steps])
+    assert trees[0] == trees[1]
+
+
+def test_text_ends_where_it_would() -> None:
+    """At a token to stop at, and where somebody who listens says so, in the middle of what a step decided."""
+    plain = run(Scheduler(target(), CONTEXT), [3, 1, 4, 1, 5], Sampling(), max_tokens=12)
+    assumed = Assumed(draft(), 4.0, SHAPE.vocab)
+    assumed.expect(5, plain)
+    scheduler = Scheduler(target(), CONTEXT, assumed)
+    for end in range(1, 8):
+        heard: list[int] = []
+
+        def until(token: int, end: int = end, heard: list[int] = heard) -> bool:
+            heard.append(token)
+            return len(heard) == end
+
+        generation = Generation(scheduler, [3, 1, 4, 1, 5], max_tokens=12, until=until)
+        assert [token for piece in generation for token in piece] == plain[:end]
+        assert heard == plain[:end]
+        stopped = Generation(scheduler, [3, 1, 4, 1, 5], max_tokens=12, stop_ids=frozenset([plain[end]]))
+        assert [token for piece in stopped for token in piece] == plain[: plain.index(plain[end]) + 1]
+
+
+def test_who_cannot_be_walked_with_unseen() -> None:
+    backend, few = target(), frozenset[int]()
+    assert backend.verifies_unseen(None, few)
+    assert not backend.verifies_unseen(None, frozenset(range(17)))
+    assert not backend.verifies_unseen(Sampling(temperature=0.7), few)  # a sum over the vocabulary, heated
+    assert not backend.verifies_unseen(Sampling(temperature=0.7, top_k=5, presence_penalty=1.0), few)
+    assert not backend.verifies_unseen(Sampling(temperature=0.7, top_k=300), few)
+    assert output_from_logits(np.zeros((1, 3), np.float32), Want("none")).argmax is None
+    assert not isinstance(draft().propose, GrowingTree)
