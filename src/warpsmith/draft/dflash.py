@@ -19,7 +19,7 @@ from warpsmith.backend.base import Backend, BlockMemory, GrowingTree, State, Wan
 from warpsmith.backend.reference.dflash import NumpyDraft
 from warpsmith.backend.rows import Rows
 from warpsmith.backend.tree import MAX_NODES
-from warpsmith.checkpoint.dflash import DraftFile
+from warpsmith.checkpoint.dflash import DFlashConfig, DraftFile
 from warpsmith.draft.base import Context, Draft, ScoredTree
 from warpsmith.draft.ddtree import best_tree, marginals
 from warpsmith.model.dflash import check_fits
@@ -28,6 +28,11 @@ CONTEXT_ROWS = 4096  # tokens that layers without a window look back on: drafts 
 WIDTH = 16  # tokens considered at each depth
 WAITING_BYTES = 64 << 20  # of features kept before they are projected
 PIECE = 256  # rows projected at a time
+
+
+def capacity_of(config: DFlashConfig, context_rows: int = CONTEXT_ROWS) -> list[int]:
+    """Of how many tokens each layer keeps keys and values."""
+    return [context_rows if window is None else min(window, context_rows) for window in config.windows]
 
 
 @dataclass
@@ -51,7 +56,7 @@ class DFlash(Draft[DFlashMemory]):
         check_fits(file.config, backend.config)
         self.config, self.backend, self.nodes = file.config, backend, nodes
         self.wants = Want(tokens="none", features=file.config.target_layers)
-        capacity = [context_rows if w is None else min(w, context_rows) for w in file.config.windows]
+        capacity = capacity_of(file.config, context_rows)
         self._longest = max(capacity)
         self._tree_seconds = 0.0
         self.network = backend.block_draft(file.config, file.tensors, capacity) or NumpyDraft(file, backend, capacity)

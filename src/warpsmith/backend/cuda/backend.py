@@ -38,10 +38,12 @@ from warpsmith.backend.cuda.build.profiles import Profile
 from warpsmith.backend.cuda.build.profiles import choose as choose_profile
 from warpsmith.backend.cuda.debug.trace import read_stage, stage_number
 from warpsmith.backend.cuda.decoding import BURST, Decoder
+from warpsmith.backend.cuda.draft.layout import DraftLayout
 from warpsmith.backend.cuda.draft.layout import takes as draft_fits
 from warpsmith.backend.cuda.draft.lent import HeadProgram, Lent, lend_copies, lendable
 from warpsmith.backend.cuda.draft.mtp import MtpProgram, block_config
 from warpsmith.backend.cuda.draft.network import CudaDraft
+from warpsmith.backend.cuda.draft.plan import draft_parts
 from warpsmith.backend.cuda.memory.driver import Buffer, Chip, Device, Event, Kernel, Pinned
 from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.cuda.memory.layout import Layout
@@ -55,6 +57,7 @@ from warpsmith.backend.cuda.shape import (
     COLUMNS,
     HEAD_DIM,
     LARGEST_HIDDEN,
+    LOGIT_ROWS,
     MAX_FEATURES,
     MAX_STOPS,
     READ_AHEAD,
@@ -109,6 +112,7 @@ class CudaBackend(Backend):
     cache_types: tuple[str, str] = ("f16", "f16")  # of keys and of values
     _prompts: Prefill | None = None  # where the model and the chip suit its kernels
     _lent: Lent | None = None  # these once a draft has asked
+    _draft: DraftLayout | None = None
     _head: HeadProgram | None = None
     _mtp: MtpProgram | None = None
     _rows_of_table: np.ndarray | None = None  # the embedding's, in the file
@@ -156,7 +160,7 @@ class CudaBackend(Backend):
         self.parts = self.device.allocate(layout.parts_bytes)
         self._reset_parts()
         self.branch_state = self.device.allocate(layout.pending_bytes()["branch_state"])
-        self.logits = self.device.allocate(MAX_NODES * config.vocab * 4)
+        self.logits = self.device.allocate(LOGIT_ROWS * config.vocab * 4)
         self.features = self.device.allocate(MAX_FEATURES * MAX_NODES * config.hidden * 4)
         self.hidden = self.device.allocate(MAX_NODES * config.hidden * 4)
         self.ring = Pinned(self.device, np.int32, 1 + max(BURST, MAX_NODES))
@@ -202,7 +206,14 @@ class CudaBackend(Backend):
         }
 
     def memory(self, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
-        return memory_parts(self.layout, context, sequences, snapshots, self.architecture)
+        parts = memory_parts(self.layout, context, sequences, snapshots, self.architecture)
+        return parts + self._drafts_memory(context, sequences)
+
+    def _drafts_memory(self, context: int, sequences: int) -> list[MemoryPart]:
+        """Of the draft that was last made."""
+        if self._draft is None or self._lent is None:
+            return []
+        return draft_parts(self._draft, context, sequences, self._lent.copied_bytes)
 
     def free_memory(self) -> int:
         return self.device.free_memory()
@@ -291,6 +302,11 @@ class CudaBackend(Backend):
             return self.top.of(rows, count, offset)
         return output_from_logits(self.logits.read(np.float32, (rows, self.config.vocab), 4 * offset), want)
 
+    @property
+    def launches(self) -> int:
+        """How often outputs were overwritten."""
+        return self._launches
+
     def overwrite_outputs(self) -> Callable[[], bool]:
         """Before a launch that writes logits and the like. Tells later whether they are still those of this launch."""
         self._decoder.let_go_of_ring()
@@ -359,7 +375,9 @@ class CudaBackend(Backend):
     ) -> BlockDraft | None:
         if self.architecture != "sm_90a" or not draft_fits(config, self.config.vocab):
             return None
-        return CudaDraft(self, config, tensors, capacity, self.lend)
+        made = CudaDraft(self, config, tensors, capacity, self.lend)
+        self._draft = made.layout
+        return made
 
     def embed(self, tokens: Sequence[int]) -> np.ndarray:
         if self.architecture != "sm_90a":

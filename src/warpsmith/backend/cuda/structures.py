@@ -90,7 +90,7 @@ class MadeTree(ctypes.Structure):
 class Path(ctypes.Structure):
     """`Path` of common/commit.cuh."""
 
-    _fields_ = [("count", ctypes.c_int), ("node", ctypes.c_int * MAX_NODES)]
+    _fields_ = [("count", ctypes.c_int), ("node", ctypes.c_int * MAX_NODES), ("last", ctypes.c_int)]
 
 
 class Commit(ctypes.Structure):

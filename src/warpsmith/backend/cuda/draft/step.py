@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,7 @@ from warpsmith.backend.cuda.build.compiler import build
 from warpsmith.backend.cuda.decoding import NOT_READY
 from warpsmith.backend.cuda.draft.structures import Grow, Report, Walk
 from warpsmith.backend.cuda.memory.driver import Pinned
+from warpsmith.backend.cuda.rows import CudaRows
 from warpsmith.backend.cuda.sampler import UNDECIDED, draw_of
 from warpsmith.backend.cuda.structures import Commit, Draw, MadeTree, Path
 from warpsmith.backend.cuda.tree import TreeOnDevice, WalkedOnDevice
@@ -26,8 +28,22 @@ from warpsmith.backend.tree import MAX_NODES, Tree
 
 if TYPE_CHECKING:
     from warpsmith.backend.cuda.backend import CudaBackend, CudaState
+    from warpsmith.backend.cuda.draft.network import CudaDraft, CudaMemory
 
 DEEPEST, WIDEST = 15, 16  # of tree.cu
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A launch that was queued behind a walk, before anybody knew where that would end: it projects the path's rows,
+    and fills the next block."""
+
+    rows: CudaRows  # of the path
+    launches: int  # so many were made when it was queued
+    root: int
+    position: int
+    width: int  # of what top.cu was asked for
+    appended: bool = False  # its rows are known to be committed
 
 
 class StepProgram:
@@ -51,10 +67,11 @@ class StepProgram:
 class CudaGrowingTree(GrowingTree):
     """The step under way; another one ends it."""
 
-    def __init__(self, backend: CudaBackend, program: StepProgram, grow: Grow) -> None:
-        self.backend, self.program, self.nodes = backend, program, grow.verified
+    def __init__(self, network: CudaDraft, memory: CudaMemory, program: StepProgram, grow: Grow) -> None:
+        backend = network.backend
+        self.network, self.memory, self.backend, self.program = network, memory, backend, program
+        self.nodes, self._height, self._width = grow.verified, grow.depth + 1, grow.width
         self._given: Tree | None = None
-        self._height = grow.depth + 1
         grow.tops, grow.tree, grow.report = backend.top.rows, program.tree.pointer, program.memory.pointer
         program.serial += 1
         self._serial = program.serial
@@ -89,9 +106,13 @@ class CudaGrowingTree(GrowingTree):
             backend.top.queue(self.nodes, walk.count)
         program.walk.launch(1, 32, walk, draw_of(sampling) if sampled and sampling is not None else Draw())
         backend.queue_commit(state, Commit(made=program.path.pointer))
+        ahead = self.network.queue_ahead(self.memory, state.length, want, program, self._width)
         self._wait()
-        self.verified = self._outcome(state, want, sampling, history)
-        return self.verified
+        self.verified = seen = self._outcome(state, want, sampling, history)
+        if ahead and isinstance(state.drafted, WalkedOnDevice) and isinstance(seen.output.features, CudaRows):
+            rows, end = seen.output.features[seen.path], state.length + len(seen.path)
+            self.memory.ahead = Ahead(rows, backend.launches, seen.decided[-1], end, self._width)
+        return seen
 
     def _wait(self) -> None:
         """Until the report is there, or the device has nothing more to do."""

@@ -32,6 +32,7 @@ class DraftRequest(ctypes.Structure):
         ("tokens", ctypes.c_int * COLUMNS),
         ("window", ctypes.c_int * MAX_LAYERS),
         ("causal", ctypes.c_int * MAX_LAYERS),
+        ("path", ctypes.c_void_p),
     ]  # fmt: skip
 
 
@@ -49,6 +50,8 @@ class Gather(ctypes.Structure):
         ("source", ctypes.c_void_p),
         ("first", ctypes.c_int),
         ("pad", ctypes.c_int),
+        ("path", ctypes.c_void_p),
+        ("tree", ctypes.c_void_p),
         ("offsets", ctypes.c_longlong * (COLUMNS * MAX_FEATURES)),
     ]
 

@@ -1,9 +1,10 @@
-// What a commit is asked for. The host builds the same structs field by field (see structures.py).
+// A path to commit, and what a commit is asked for. The host builds the same structs field by field (see structures.py).
 #pragma once
 
 struct Path {
     int count;
     int node[64];
+    int last;  // the token that was decided at its end
 };
 
 // The state before is left as it is: until the host takes the new one, nothing has happened.

@@ -17,51 +17,76 @@ struct Grow {
     double least[MOST_NODES];  // by the nodes before it: the log-probability that a path must have
 };
 
-struct Candidate {
+// A node of the tree, in the registers of its lane, and its likeliest child that is not in it.
+struct Node {
     double score;
     u64 ranks;
-    int parent;
-
-    __device__ bool better(const Candidate& o) const { return score > o.score || (score == o.score && ranks < o.ranks); }
+    int level, next;  // how deep it is, and its child's rank
+    u64 key;          // the child's score, in an order of whole numbers; 0: there is no child
 };
 
+// Larger for larger numbers, never 0.
+__device__ __forceinline__ u64 ordered(double score) {
+    const u64 bits = (u64)__double_as_longlong(score);
+    return bits >> 63 ? ~bits : bits | 1ull << 63;
+}
+
+// Whether this lane has the largest of those that are still in.
+__device__ __forceinline__ bool has_largest(bool in, u32 value) {
+    return in && value == __reduce_max_sync(~0u, in ? value : 0u);
+}
+__device__ __forceinline__ bool largest(bool in, u64 value) {
+    in = has_largest(in, (u32)(value >> 32));
+    return has_largest(in, (u32)value);
+}
+
 extern "C" __global__ void __launch_bounds__(32) tree(const __grid_constant__ Grow g) {
-    __shared__ double belief[DEEPEST][WIDEST], score[MOST_NODES];
-    __shared__ u64 ranks[MOST_NODES];
-    __shared__ int id[DEEPEST][WIDEST], token[MOST_NODES], parent[MOST_NODES], level[MOST_NODES], next[MOST_NODES];
+    __shared__ double belief[DEEPEST][WIDEST];
+    __shared__ int id[DEEPEST][WIDEST];
     const int lane = threadIdx.x;
     const u64 began = nanoseconds();
+    const double never = (double)MINUS_INFINITY;
     for (int i = lane; i < g.depth * g.width; i += 32) {
         const int d = i / g.width, r = i % g.width;
         const u32* row = g.tops + d * (2 * g.width + 1);
         id[d][r] = (int)row[r];
         belief[d][r] = (double)__uint_as_float(row[g.width + r]) - (double)__uint_as_float(row[2 * g.width]);
     }
-    if (lane == 0) token[0] = g.root, parent[0] = -1, score[0] = 0, ranks[0] = 0, level[0] = 0, next[0] = 0;
     __syncwarp();
 
-    const double never = (double)MINUS_INFINITY;
+    Node own[2] = {};  // nodes `lane` and `lane` + 32
+    int token[2] = {g.root, 0}, parent[2] = {-1, 0};
+    const auto look = [&](Node& n) {
+        const bool there = n.level < g.depth && n.next < g.width && belief[n.level][n.next] > never;
+        n.key = there ? ordered(n.score + belief[n.level][n.next]) : 0;
+    };
+    const auto ranks_of = [&](const Node& n) {
+        return n.ranks | (u64)n.next << RANK_BITS * (DEEPEST - 1 - n.level);
+    };
+    if (lane == 0) look(own[0]);
     int count = 1;
     while (count < g.nodes) {
-        Candidate best = {never, ~0ull, -1};
-        for (int node = lane; node < count; node += 32) {
-            const int d = level[node], r = next[node];
-            if (d >= g.depth || r >= g.width || !(belief[d][r] > never)) continue;
-            const Candidate c = {score[node] + belief[d][r],
-                                 ranks[node] | (u64)r << RANK_BITS * (DEEPEST - 1 - d), node};
-            if (c.better(best)) best = c;
-        }
+        const bool second = own[1].key > own[0].key ||
+                            (own[1].key == own[0].key && own[1].key && ranks_of(own[1]) < ranks_of(own[0]));
+        const Node best = second ? own[1] : own[0];
+        const bool in = largest(best.key > 0, best.key);
+        u32 who = __ballot_sync(~0u, in);
+        if (who & (who - 1)) who = __ballot_sync(~0u, largest(in, ~ranks_of(best)));
+        if (!who) break;
+        const int winner = __ffs(who) - 1, d = __shfl_sync(~0u, best.level, winner);
+        const int r = __shfl_sync(~0u, best.next, winner);
+        const double score = __shfl_sync(~0u, best.score, winner) + belief[d][r];
+        if (score < g.least[count - 1]) break;
+        const u64 ranks = __shfl_sync(~0u, ranks_of(best), winner);
+        const int above = __shfl_sync(~0u, second ? lane + 32 : lane, winner);
 #pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const Candidate other = {__shfl_xor_sync(~0u, best.score, step), __shfl_xor_sync(~0u, best.ranks, step),
-                                     __shfl_xor_sync(~0u, best.parent, step)};
-            if (other.better(best)) best = other;
-        }
-        if (best.parent < 0 || best.score < g.least[count - 1]) break;
-        if (lane == 0) {
-            const int above = best.parent, d = level[above], r = next[above]++;
-            token[count] = id[d][r], parent[count] = above, score[count] = best.score, ranks[count] = best.ranks;
-            level[count] = d + 1, next[count] = 0;
+        for (int i = 0; i < 2; i++) {
+            const int node = lane + 32 * i;
+            if (node == above) own[i].next++, look(own[i]);
+            if (node == count) {
+                own[i] = {score, ranks, d + 1, 0, 0}, token[i] = id[d][r], parent[i] = above;
+                look(own[i]);
+            }
         }
         count++;
         __syncwarp();
@@ -73,10 +98,13 @@ extern "C" __global__ void __launch_bounds__(32) tree(const __grid_constant__ Gr
         g.report->grown = count;
         g.report->began = began;
     }
-    for (int node = lane; node < count; node += 32) {
-        g.tree->tokens[node] = g.report->tree_tokens[node] = token[node];
-        g.tree->parents[node] = g.report->tree_parents[node] = parent[node];
-        g.report->scores[node] = score[node];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int node = lane + 32 * i;
+        if (node >= count) break;
+        g.tree->tokens[node] = g.report->tree_tokens[node] = token[i];
+        g.tree->parents[node] = g.report->tree_parents[node] = parent[i];
+        g.report->scores[node] = own[i].score;
     }
     __syncwarp();
     if (lane == 0) g.report->grew = nanoseconds();

@@ -70,10 +70,10 @@ extern "C" __global__ void __launch_bounds__(32)
         mine[i] = there ? w.tree->tokens[node] : -1, above[i] = there ? w.tree->parents[node] : -2;
         chosen[i] = there && !d.sampled ? w.chosen[node] : UNDECIDED;
     }
-    int at = 0, count = 0;
+    int at = 0, count = 0, token;
     while (at >= 0) {
-        const int token = d.sampled ? drawn(w, d, w.tops + (size_t)at * (2 * w.count + 1), w.length + count + 1)
-                                    : __shfl_sync(~0u, at < 32 ? chosen[0] : chosen[1], at % 32);
+        token = d.sampled ? drawn(w, d, w.tops + (size_t)at * (2 * w.count + 1), w.length + count + 1)
+                          : __shfl_sync(~0u, at < 32 ? chosen[0] : chosen[1], at % 32);
         if (lane == 0) {
             w.path->node[count] = w.report->path[count] = at;
             w.report->token[count] = token;
@@ -91,6 +91,7 @@ extern "C" __global__ void __launch_bounds__(32)
     }
     if (lane == 0) {
         w.path->count = w.report->decided = count;
+        w.path->last = token;
         w.report->ran = ran, w.report->walked = nanoseconds();
         __threadfence_system();
         *(volatile u32*)&w.report->serial = w.serial;
