@@ -17,7 +17,7 @@ from emulator.gpu import emulated_gpu
 from large_cases import MIXED, SHAPE, tensors_of
 from random_models import random_tree
 from test_ddtree import random_marginals
-from warpsmith.backend.base import Output, Want
+from warpsmith.backend.base import Listener, Output, Want
 from warpsmith.backend.cuda.draft.network import CudaDraft
 from warpsmith.backend.cuda.draft.step import CudaGrowingTree, StepProgram, growth
 from warpsmith.backend.cuda.draft.structures import Grow
@@ -298,6 +298,55 @@ def test_two_sequences_draft_side_by_side() -> None:
     while any(generation.finish_reason is None for generation in both):
         scheduler.step()
     assert [[token for piece in generation.runs for token in piece] for generation in both] == plain
+
+
+@pytest.mark.parametrize("taken", [3, 5])
+def test_rows_of_decoded_tokens_are_those_of_a_chain(taken: int) -> None:
+    """Of all, and of those that somebody took who left before the end."""
+    backend = target()
+    ours, theirs = backend.new_state(CONTEXT), backend.new_state(CONTEXT)
+    for state in (ours, theirs):
+        backend.prefill(state, [3, 1, 4, 1, 5], Want("none"))
+    heard: list[tuple[int, np.ndarray]] = []
+
+    def hear(position: int, output: Output) -> None:
+        assert output.features is not None
+        heard.append((position, output.features.numpy()))
+
+    decoding = backend.decode(ours, 9, 5, listener=Listener((0, 2), hear))
+    tokens = [next(decoding) for _ in range(taken)]
+    decoding.close()
+    assert ours.length == 5 + taken
+    rows = backend.forward([(theirs, Tree.chain([9, *tokens[:-1]]))], Want("argmax", features=(0, 2))).features
+    assert rows is not None
+    ((position, got),) = heard
+    assert position == 5
+    assert np.array_equal(got, rows.numpy())
+
+
+class Dozing(Assumed):
+    """Rests for two tokens after every step, and listens."""
+
+    dozes = False
+
+    def rest(self, memory: object) -> int:
+        self.dozes = not self.dozes
+        return 2 if self.dozes else 0
+
+    def listens(self, memory: object) -> bool:
+        return True
+
+
+def test_a_draft_that_rested_has_no_gap() -> None:
+    plain = run(Scheduler(target(), CONTEXT), [3, 1, 4, 1, 5], Sampling(), max_tokens=9)
+    dozing = Dozing(draft(), 2.0, SHAPE.vocab)
+    dozing.expect(5, plain)
+    generation = Generation(Scheduler(target(), CONTEXT, dozing), [3, 1, 4, 1, 5], max_tokens=9)
+    assert [token for piece in generation for token in piece] == plain
+    memory, length = generation.sequence.draft.network, generation.sequence.state.length
+    assert memory.appended + memory.waiting == length
+    draft().network.project(memory)  # type: ignore[attr-defined]
+    assert memory.buffers["positions"].read(np.int32, (length,)).tolist() == list(range(length))
 
 
 def test_who_cannot_be_walked_with_unseen() -> None:

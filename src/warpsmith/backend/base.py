@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -137,6 +137,15 @@ class GrowingTree(ABC):
     @abstractmethod
     def instead(self, tree: Tree) -> None:
         """Run this tree in its place, of `nodes` at most: the draft's own has cost what it costs."""
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who wants rows of tokens that are decoded plainly: of which layers, and who is told the position of the first and
+    the output. The rows can be read until the call returns."""
+
+    features: tuple[int, ...]
+    heard: Callable[[int, Output], object]
 
 
 class BlockMemory(ABC):  # noqa: B024  every backend keeps its own
@@ -278,18 +287,24 @@ class Backend(ABC):
         stop: frozenset[int] = frozenset(),
         sampling: Sampling | None = None,
         history: Sequence[int] = (),
+        listener: Listener | None = None,
     ) -> Generator[int]:
         """Plain decoding: commit `token`, yield the next, and so on, up to `count` tokens or one in `stop`.
 
         Each token is the sampler's choice (`choose`) from the logits at its place; without `sampling` that is the
         argmax. `history` is the text up to and with `token`, for the penalties: all of it, or as much as they look
-        back on. The last token yielded is not committed. Backends override this to stay on the device between tokens;
-        closing the generator brings one that ran ahead back to the last token it yielded.
+        back on. The last token yielded is not committed. A `listener` hears of the rows of committed tokens, some at a
+        time, and of the last ones when the generator ends or is closed. Backends override this to stay on the device
+        between tokens; closing the generator brings one that ran ahead back to the last token it yielded.
         """
         want, text = wanted_for(sampling), list(history)
+        if listener is not None:
+            want = replace(want, features=listener.features)
         for _ in range(count):
             output = self.forward([(state, Tree.chain([token]))], want)
             self.commit(state, [0])
+            if listener is not None:
+                listener.heard(state.length - 1, output)
             token = next_token(output, 0, sampling, text, state.length)
             text.append(token)
             yield token

@@ -115,6 +115,10 @@ class Proposer(ABC, Generic[Memory]):
     def propose(self, memory: Memory, context: Context) -> Tree | GrowingTree | None:
         """A tree whose node 0 is the root, or None to guess nothing this time."""
 
+    def listens(self, memory: Memory) -> bool:
+        """Whether it wants the rows of tokens that are decoded while it rests."""
+        return False
+
     def spent(
         self, memory: Memory, tokens: int, seconds: float, forward_seconds: float | None, others: Others = ALONE
     ) -> None:
@@ -155,6 +159,7 @@ class Draft(Proposer[Memory]):
     """A proposer that knows how likely its guesses are, so that a budget can tell how many of them pay."""
 
     nodes: int = MAX_NODES - 1  # besides the root, at most
+    keeps_up: bool = False  # rows of tokens that are decoded plainly cost it next to nothing
 
     @abstractmethod
     def propose(self, memory: Memory, context: Context) -> ScoredTree | GrowingTree | None: ...

@@ -26,6 +26,7 @@ from warpsmith.draft.economy import Account, Calibration, Pace, best_size, least
 
 STAKE = 2.0  # tokens that a forward may lose however little the account holds; beyond that it may lose what is there
 LISTENS = 12  # tokens before another try of which a draft that needs their rows is told
+LISTENS_WHILE_DECODING = 64  # likewise, where it can be told without being asked
 CHECK = 8  # tokens decoded plainly now and then, to see how fast that is at present
 CHECK_FIRST, CHECK_LAST = 32, 512  # drafted tokens after which that is done: soon at first, then more and more rarely
 FURTHER, BEYOND = 2, 2  # how deep it is asked: so many times as deep as it was right lately, and so many levels more
@@ -68,7 +69,8 @@ class Budgeted(Proposer[BudgetMemory]):
         self.name, self.wants = draft.name, draft.wants
         self.calibration, self.account = Calibration(), Account()
         self._least = least_probabilities(costs)
-        self._listens = LISTENS if draft.wants.features or draft.wants.hidden else 0
+        needed = draft.wants.features or draft.wants.hidden
+        self._listens = 0 if not needed else LISTENS_WHILE_DECODING if draft.keeps_up else LISTENS
         self._pace = Pace(costs)
         self._unchecked = self._check_after = CHECK_FIRST  # tokens since plain decoding was last seen
         self.rate = 0.0  # tokens a second that its guesses have brought lately
@@ -82,7 +84,12 @@ class Budgeted(Proposer[BudgetMemory]):
     def rest(self, memory: BudgetMemory) -> int:
         if self.account.open:
             return CHECK if self.doubts else memory.pause
-        return max(0, self.account.waits - self._listens)
+        left = max(0, self.account.waits - self._listens)
+        return self.account.waits if self.draft.keeps_up and not left else left
+
+    def listens(self, memory: BudgetMemory) -> bool:
+        """While it checks how fast plain decoding is, and before another try: not as long as that is far away."""
+        return self.draft.keeps_up and (self.account.open or self.account.waits <= self._listens)
 
     @property
     def doubts(self) -> bool:
@@ -136,7 +143,7 @@ class Budgeted(Proposer[BudgetMemory]):
         features: Rows | None,
         hidden: Rows | None,
     ) -> None:
-        if not self.account.open and self.rest(memory):
+        if not self.account.open and self.rest(memory) and not self.listens(memory):
             features = hidden = None  # it would have to work through them when it is tried again
         self.draft.observe(memory.draft, tokens, position, features, hidden)
         guess = memory.guess

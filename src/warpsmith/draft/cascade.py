@@ -43,6 +43,9 @@ class Cascade(Proposer[CascadeMemory]):
             return CHECK
         return min(draft.rest(each) for draft, each in self._pairs(memory))
 
+    def listens(self, memory: CascadeMemory) -> bool:
+        return any(draft.listens(each) for draft, each in self._pairs(memory))
+
     def tree_seconds(self) -> float:
         return sum(draft.tree_seconds() for draft in self.drafts)
 

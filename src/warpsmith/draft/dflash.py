@@ -60,6 +60,7 @@ class DFlash(Draft[DFlashMemory]):
         self._longest = max(capacity)
         self._tree_seconds = 0.0
         self.network = backend.block_draft(file.config, file.tensors, capacity) or NumpyDraft(file, backend, capacity)
+        self.keeps_up = self.network.at_once
 
     # -- what was committed -------------------------------------------------------------------------------------------
 

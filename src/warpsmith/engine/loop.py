@@ -17,6 +17,7 @@ import numpy as np
 from warpsmith.backend.base import (
     LOGITS,
     GrowingTree,
+    Listener,
     Output,
     State,
     Want,
@@ -67,7 +68,6 @@ class _Burst:
 
     tokens: Generator[int]
     left: int
-    start: int  # the state's length
     taken: int = 0
     seconds: float = 0.0
 
@@ -120,6 +120,7 @@ class Generation:
         self._sequence: Text | None = None  # from the first piece of its prompt on
         self._save_at: list[int] = []
         self._burst: _Burst | None = None
+        self._observed = 0  # tokens that the proposer has heard of, those of the burst included
         self._resting = 0  # tokens until the proposer is asked again
         # of the step under way
         self.tree: Tree | GrowingTree
@@ -331,8 +332,8 @@ class Generation:
         if burst is None:
             return
         burst.tokens.close()
-        if self.sequence.state.length > burst.start:
-            self._observe(burst.start, Output(), slice(None))
+        if self.sequence.state.length > self._observed:
+            self._observe(self._observed, Output(), slice(None))
         if self.proposer is not None and burst.taken:
             self.proposer.spent(self.sequence.draft, burst.taken, burst.seconds, None)
 
@@ -344,8 +345,16 @@ class Generation:
 
     def _decoding(self, count: int, stop_ids: frozenset[int]) -> _Burst:
         state, root = self.sequence.state, self.sequence.ids[-1]
-        tokens = self.backend.decode(state, root, count, stop_ids, self.sampling, self._recent())
-        return _Burst(tokens, count, state.length)
+        listener, self._observed = None, state.length
+        if self.proposer is not None and self.proposer.wants.features and self.proposer.listens(self.sequence.draft):
+            listener = Listener(self.proposer.wants.features, self._heard)
+        tokens = self.backend.decode(state, root, count, stop_ids, self.sampling, self._recent(), listener)
+        return _Burst(tokens, count)
+
+    def _heard(self, start: int, output: Output) -> None:
+        """Rows of tokens that the backend decoded by itself."""
+        self._observe(start, output, slice(None))
+        self._observed = self.sequence.state.length
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 

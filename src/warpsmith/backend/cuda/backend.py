@@ -16,6 +16,7 @@ from warpsmith.backend.base import (
     Backend,
     Batch,
     BlockDraft,
+    Listener,
     MemoryPart,
     Output,
     Snapshot,
@@ -59,6 +60,7 @@ from warpsmith.backend.cuda.shape import (
     LARGEST_HIDDEN,
     LOGIT_ROWS,
     MAX_FEATURES,
+    MAX_STEPS,
     MAX_STOPS,
     READ_AHEAD,
     STATE_DIM,
@@ -294,6 +296,12 @@ class CudaBackend(Backend):
             output.hidden = rows(self.hidden, np.arange(nodes)[:, None] * hidden, hidden)
         return output
 
+    def decoded_rows(self, count: int, features: tuple[int, ...]) -> Output:
+        """Features of the first tokens of a launch that decoded: [layers][MAX_STEPS][hidden]."""
+        launches, hidden = self._launches, self.config.hidden
+        places = np.arange(len(features)) * MAX_STEPS + np.arange(count)[:, None]
+        return Output(features=CudaRows(self.features, places * hidden, hidden, lambda: self._launches == launches))
+
     def tokens_of(self, rows: int, want: Want, offset: int = 0) -> Output:
         """What is wanted of some rows of logits on the device, `offset` floats from their beginning on."""
         if want.tokens == "argmax":
@@ -432,13 +440,14 @@ class CudaBackend(Backend):
         stop: frozenset[int] = frozenset(),
         sampling: Sampling | None = None,
         history: Sequence[int] = (),
+        listener: Listener | None = None,
     ) -> Generator[int]:
         assert isinstance(state, CudaState)
         check_tokens(self.config, np.array([token]))
         if self._decoder.takes(stop, sampling, history):
-            yield from self._decoder.run(self, state, token, count, stop, sampling, history)
+            yield from self._decoder.run(self, state, token, count, stop, sampling, history, listener)
         else:
-            yield from super().decode(state, token, count, stop, sampling, history)
+            yield from super().decode(state, token, count, stop, sampling, history, listener)
 
     def snapshot(self, state: State) -> Snapshot:
         assert isinstance(state, CudaState)

@@ -33,7 +33,8 @@ __device__ __forceinline__ u64 ordered(double score) {
 
 // Whether this lane has the largest of those that are still in.
 __device__ __forceinline__ bool has_largest(bool in, u32 value) {
-    return in && value == __reduce_max_sync(~0u, in ? value : 0u);
+    const u32 most = __reduce_max_sync(~0u, in ? value : 0u);  // by all lanes
+    return in && value == most;
 }
 __device__ __forceinline__ bool largest(bool in, u64 value) {
     in = has_largest(in, (u32)(value >> 32));

@@ -55,6 +55,12 @@ struct Block {
     }
     __device__ int other(Phase phase) const { return phases & phase ? -COPY_WORDS : COPY_WORDS; }
 
+    // Which row of features the first node has of the i-th layer: of a tree [layers][nodes], of tokens that are decoded
+    // [layers][MAX_STEPS].
+    __device__ size_t feature_at(int i) const {
+        return decoding() ? (size_t)i * MAX_STEPS + (length - r.length) : (size_t)i * nodes;
+    }
+
     // Every stage starts with this. Without it the compiler computes addresses of all stages before the layer loop and
     // keeps them in local memory, which the small L1 beside a full ring cannot hold: each reload would go to L2.
     __device__ void begin_stage() {

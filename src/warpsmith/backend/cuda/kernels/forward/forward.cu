@@ -47,7 +47,7 @@ __device__ __forceinline__ void mlp_out(Block& b) {
     float* feature = nullptr;
 #pragma unroll 1
     for (int i = 0; i < b.r.features; i++)
-        if (b.r.feature_layers[i] == b.layer()) feature = b.p.out_features + (size_t)i * b.nodes * HIDDEN;
+        if (b.r.feature_layers[i] == b.layer()) feature = b.p.out_features + b.feature_at(i) * HIDDEN;
     b.phases ^= X_PHASE;
     const float* next_norm = b.p.vectors + vectors_at(b.layer() + 1) + MIX_NORM;
     const StageParts parts = parts_of<StageOf<MLP_OUT>>(b.layer());

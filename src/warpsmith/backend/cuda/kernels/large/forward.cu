@@ -91,7 +91,7 @@ __device__ __forceinline__ void forward_pass(Block& b, int token) {
             float* feature = nullptr;
 #pragma unroll 1
             for (int f = 0; f < b.r.features; f++)
-                if (b.r.feature_layers[f] == layer) feature = b.p.out_features + (size_t)f * b.nodes * HIDDEN;
+                if (b.r.feature_layers[f] == layer) feature = b.p.out_features + b.feature_at(f) * HIDDEN;
             add_to_residual<INNER_GROUPS>(b, b.vectors + MIX_NORM, feature);
         }
         b.mark();
