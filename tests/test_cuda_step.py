@@ -107,9 +107,7 @@ def test_what_the_kernel_cannot_grow_is_left_to_the_host() -> None:
 SAMPLINGS = [
     None,
     Sampling(temperature=0.8, seed=5, top_k=20, top_p=0.95),
-    Sampling(temperature=1.0, seed=6),
-    Sampling(temperature=0.7, seed=7, min_p=0.1),
-    Sampling(temperature=1.3, seed=8, top_p=0.9),
+    Sampling(temperature=1.3, seed=8, top_p=0.9, min_p=0.02),
 ]
 
 
@@ -122,7 +120,7 @@ def test_the_walk_and_the_commit_are_the_host_s(sampling: Sampling | None) -> No
         backend.prefill(state, [3, 1, 4, 1, 5], Want("none"))
     want = Want("argmax" if sampling is None else "logits", features=(0, 2))
     root = 9
-    for step in (1, 3):
+    for step in (3, 1):
         plain = list(backend.decode(theirs, root, step, sampling=sampling, history=[root]))
         backend.restore(theirs, backend.snapshot(ours))
         tree = random_tree(rng, 8, SHAPE.vocab)
