@@ -1,4 +1,4 @@
-// A path to commit, and what a commit is asked for. The host builds the same structs field by field (see structures.py).
+// A path, and what a commit is asked for. The host builds the same structs field by field (see structures.py).
 #pragma once
 
 struct Path {
