@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -11,10 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuda_draft_cases import file_of, shaped
+from cuda_draft_cases import file_of
 from draft_cases import run
 from emulator.gpu import emulated_gpu
-from large_cases import MIXED, SHAPE, tensors_of
+from large_cases import MIXED, tensors_of
+from large_cases import SHAPE as LARGER
+from random_drafts import draft_config
 from random_models import random_tree
 from test_ddtree import random_marginals
 from warpsmith.backend.base import Listener, Output, Want
@@ -32,6 +35,8 @@ from warpsmith.engine.scheduler import Scheduler
 from warpsmith.measure.assumed import Assumed
 
 SMS, CONTEXT = 3, 64
+SHAPE = replace(LARGER, layers=2, recurrent=(True, False), ffn=512)
+DRAFT = draft_config(SHAPE, layers=1, ffn=256, heads=2, kv_heads=1, head_dim=128, target_layers=(0, 1), block=7)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,7 +59,7 @@ def program() -> StepProgram:
 
 @cache
 def draft() -> DFlash:
-    made = DFlash(file_of(shaped(layers=1)), target(), nodes=7)
+    made = DFlash(file_of(DRAFT), target(), nodes=7)
     assert isinstance(made.network, CudaDraft)
     return made
 
@@ -118,7 +123,7 @@ def test_the_walk_and_the_commit_are_the_host_s(sampling: Sampling | None) -> No
     ours, theirs = backend.new_state(CONTEXT), backend.new_state(CONTEXT)
     for state in (ours, theirs):
         backend.prefill(state, [3, 1, 4, 1, 5], Want("none"))
-    want = Want("argmax" if sampling is None else "logits", features=(0, 2))
+    want = Want("argmax" if sampling is None else "logits", features=(0, 1))
     root = 9
     for step in (3, 1):
         plain = list(backend.decode(theirs, root, step, sampling=sampling, history=[root]))
@@ -311,11 +316,11 @@ def test_rows_of_decoded_tokens_are_those_of_a_chain(taken: int) -> None:
         assert output.features is not None
         heard.append((position, output.features.numpy()))
 
-    decoding = backend.decode(ours, 9, 5, listener=Listener((0, 2), hear))
+    decoding = backend.decode(ours, 9, 5, listener=Listener((0, 1), hear))
     tokens = [next(decoding) for _ in range(taken)]
     decoding.close()
     assert ours.length == 5 + taken
-    rows = backend.forward([(theirs, Tree.chain([9, *tokens[:-1]]))], Want("argmax", features=(0, 2))).features
+    rows = backend.forward([(theirs, Tree.chain([9, *tokens[:-1]]))], Want("argmax", features=(0, 1))).features
     assert rows is not None
     ((position, got),) = heard
     assert position == 5
