@@ -18,6 +18,7 @@ from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.checkpoint.dflash import DFlashConfig, DraftFile
 from warpsmith.checkpoint.quantize import quantize
+from warpsmith.model.config import SIZES
 
 TOP = Want(tokens="top", top=5, hidden=True)
 CLOSE = 0.02  # activations are in bf16, and keys and values in fp16
@@ -89,3 +90,10 @@ def check_rings(native: OneBlock, numpy: OneBlock, pieces: list[tuple[int, int]]
             draft.append(HostRows(features), position)
         position += count
         check_same(native, numpy, position % 90, position, config.block - 1 if count > 1 else 2)
+
+
+def draft_of_the_27b() -> DFlashConfig:
+    c = SIZES["27B"]
+    return DFlashConfig(
+        "random", 5, c.hidden, 17408, 32, 8, 128, 1e7, 16, 248_070, (1, 16, 31, 46, 61), (None,) * 5, (False,) * 5
+    )

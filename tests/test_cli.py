@@ -23,6 +23,7 @@ from warpsmith.cli import main
 from warpsmith.cli.prompt import history_path
 from warpsmith.draft.costs import cache_directory
 from warpsmith.model.tokenizer import byte_tokenizer
+from warpsmith.wisp import WISP_DRAFT
 
 ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "warpsmith.cli"]
@@ -384,6 +385,16 @@ def test_show_plans_for_a_gpu_that_is_not_here(gguf: Path) -> None:
     assert "fits in 22.35 GiB" in succeeds("show", gguf, "--chip", "rtx-3090")
     assert "rtx-4090" in fails(2, "show", gguf, "--chip", "rtx-1")
     assert "Use f16" in fails(2, "show", gguf, "--chip", "h200", "-ctk", "f32")
+
+
+def test_show_plans_for_a_draft_beside_the_model(gguf: Path) -> None:
+    alone = json.loads(succeeds("show", "--chip", "h200", "--json"))["memory"]
+    plan = json.loads(succeeds("show", "--chip", "h200", "--draft", WISP_DRAFT, "--json"))["memory"]
+    added = {part: nbytes for part, nbytes in plan["parts"].items() if part not in alone["parts"]}
+    assert set(added) == {"draft", "draft's memory"}
+    assert plan["total"] == alone["total"] + sum(added.values())
+    assert "--device cuda" in fails(2, "show", "--draft", WISP_DRAFT)
+    assert "hidden size" in fails(2, "show", gguf, "--chip", "h200", "--draft", WISP_DRAFT)
 
 
 def test_a_memory_limit_is_a_number_of_bytes_for_a_gpu(gguf: Path) -> None:

@@ -18,6 +18,8 @@ from warpsmith.backend.cuda import shape, structures, top
 from warpsmith.backend.cuda.backend import VARIANTS, build_constants, build_options
 from warpsmith.backend.cuda.build.compiler import DIGEST_BYTES, build, cache_directory, compile_source, sources, target
 from warpsmith.backend.cuda.build.profiles import Profile, load_profiles
+from warpsmith.backend.cuda.draft import step
+from warpsmith.backend.cuda.draft import structures as of_drafts
 from warpsmith.backend.cuda.memory.driver import Chip
 from warpsmith.backend.cuda.memory.layout import Layout
 from warpsmith.backend.cuda.schedule import busy_sms
@@ -136,7 +138,7 @@ def test_a_small_model_builds_for_the_largest_tree() -> None:
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_the_small_kernels_build_for_every_chip(name: str) -> None:
-    for source in ("forward/commit.cu", "weights/pack.cu", "sample/top.cu"):
+    for source in ("forward/commit.cu", "weights/pack.cu", "sample/top.cu", "sample/walk.cu", "draft/tree.cu"):
         used = compiled(source, load_profiles()[name], 1)
         assert used.registers * 512 <= REGISTERS
         assert used.spill_stores == 0
@@ -198,7 +200,9 @@ def test_a_chip_newer_than_the_compiler_gets_ptx() -> None:
 
 STRUCTURES = {
     "forward/params.cuh": {"Request": structures.Request, "Params": structures.Params, "Draw": structures.Draw},
-    "forward/commit.cu": {"Path": structures.Path},
+    "forward/commit.cu": {"Path": structures.Path, "Commit": structures.Commit},
+    "draft/tree.cu": {"Grow": of_drafts.Grow, "Report": of_drafts.Report, "MadeTree": structures.MadeTree},
+    "sample/walk.cu": {"Walk": of_drafts.Walk},
     "sample/top.cu": {"Top": structures.TopRequest},
     "weights/stream.cu": {"Stream": structures.Stream},
     "weights/pack.cu": {"Pack": structures.Pack},
@@ -214,6 +218,8 @@ NUMBERS = {
         **{name: getattr(shape, name) for name in ("MAX_STEPS", "CANDIDATES", "ROUNDS", "MAX_OWN_LOGITS")},
     },
     "sample/top.cu": {name: getattr(top, name) for name in ("MAX_TOP", "SLICES", "SLICE_THREADS")},
+    "sample/walk.cu": {"MAX_TOP": top.MAX_TOP, "MAX_STOPS": shape.MAX_STOPS, "MOST_NODES": MAX_NODES},
+    "draft/tree.cu": {"DEEPEST": step.DEEPEST, "WIDEST": step.WIDEST, "MOST_NODES": MAX_NODES},
     "weights/stream.cu": {"PIECES * PIECE_BYTES": shape.READ_AHEAD},
 }
 

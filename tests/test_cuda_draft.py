@@ -10,7 +10,19 @@ from functools import cache
 import numpy as np
 import pytest
 
-from cuda_draft_cases import CLOSE, SHAPES, TOP, both, check_rings, check_same, distance, features_of, file_of, shaped
+from cuda_draft_cases import (
+    CLOSE,
+    SHAPES,
+    TOP,
+    both,
+    check_rings,
+    check_same,
+    distance,
+    draft_of_the_27b,
+    features_of,
+    file_of,
+    shaped,
+)
 from draft_cases import OneBlock, run
 from emulator.gpu import emulated_gpu
 from large_cases import MIXED, SHAPE, tensors_of
@@ -19,14 +31,14 @@ from warpsmith.backend.base import Want
 from warpsmith.backend.cuda import CudaBackend
 from warpsmith.backend.cuda.draft.layout import DraftStream, takes
 from warpsmith.backend.cuda.draft.network import CudaDraft
+from warpsmith.backend.cuda.draft.plan import planned_draft
 from warpsmith.backend.cuda.large.backend import LargeBackend
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.rows import HostRows
 from warpsmith.backend.sampling import Sampling
 from warpsmith.checkpoint.dflash import DFlashConfig, expected_shapes
-from warpsmith.draft.dflash import DFlash
+from warpsmith.draft.dflash import DFlash, capacity_of
 from warpsmith.engine.scheduler import Scheduler
-from warpsmith.model.config import SIZES
 
 SMS = 3
 
@@ -120,6 +132,26 @@ def test_beside_a_model_of_the_other_pass() -> None:
     check_same(native, numpy, 5, 9, config.block - 1)
 
 
+@pytest.mark.parametrize("large", [True, False])
+def test_a_draft_takes_what_was_planned(large: bool) -> None:
+    """Weights, copies that the target lends, what a launch writes, and the memories of two sequences."""
+    config, context = shaped(layers=2, windows=(7, None), causal=(True, False)), 256
+    tensors = tensors_of(SHAPE, MIXED) if large else random_tensors(SHAPE, 1)
+    cuda = (LargeBackend if large else CudaBackend)(SHAPE, tensors, context=context)
+    file, capacity = file_of(config), capacity_of(config, 100)
+    assert not any("draft" in part.what for part in cuda.memory(context))
+    before = cuda.device.held
+    network = cuda.block_draft(file.config, file.tensors, capacity)
+    assert network is not None
+    memories = [network.new_memory() for _ in range(2)]
+    parts = [part for part in cuda.memory(context, len(memories)) if "draft" in part.what]
+    assert sum(part.nbytes for part in parts) == cuda.device.held - before
+    stored = {name: tensor.type.name for name, tensor in tensors.items()}
+    types = {name: tensor.type.name for name, tensor in file.tensors.items()}
+    target = cuda.large if isinstance(cuda, LargeBackend) else None
+    assert planned_draft(target, SHAPE, stored, SMS, config, types, capacity, context)[0] == parts[0]
+
+
 def test_the_head_is_lent() -> None:
     """Of rows that are normed already, more than a launch takes."""
     cuda, reference = targets()
@@ -171,10 +203,3 @@ def test_shapes_that_are_taken() -> None:
     assert not takes(shaped(head_dim=64), 480)
     assert not takes(shaped(ffn=320), 480)
     assert not takes(shaped(block=17), 480)
-
-
-def draft_of_the_27b() -> DFlashConfig:
-    c = SIZES["27B"]
-    return DFlashConfig(
-        "random", 5, c.hidden, 17408, 32, 8, 128, 1e7, 16, 248_070, (1, 16, 31, 46, 61), (None,) * 5, (False,) * 5
-    )

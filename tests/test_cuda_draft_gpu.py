@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from cuda_draft_cases import SHAPES, both, check_rings, check_same, features_of, file_of, shaped
+from cuda_draft_cases import (
+    SHAPES,
+    both,
+    check_rings,
+    check_same,
+    draft_of_the_27b,
+    features_of,
+    file_of,
+    shaped,
+)
 from large_cases import MIXED, SHAPE, tensors_of
+from random_drafts import FORMATS, fill_holes, write_holes
+from warpsmith.backend.base import Want
 from warpsmith.backend.cuda import CudaBackend, LargeBackend
+from warpsmith.backend.cuda.draft.network import CudaDraft
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.rows import HostRows
-from warpsmith.checkpoint.canonical import Checkpoint, open_checkpoint
+from warpsmith.backend.sampling import Sampling
+from warpsmith.checkpoint.canonical import Checkpoint, Tensor, open_checkpoint
+from warpsmith.checkpoint.convert import tensor_type
 from warpsmith.checkpoint.dflash import DFlashConfig, open_draft
 from warpsmith.draft.base import Draft
 from warpsmith.draft.dflash import DFlash
 from warpsmith.draft.mtp import MTP
-from warpsmith.errors import NoDevice
+from warpsmith.engine.loop import Generation
+from warpsmith.engine.scheduler import Scheduler
+from warpsmith.errors import NoDevice, WarpsmithError
 from warpsmith.llm import LLM
-from warpsmith.model.weights import read_config
+from warpsmith.model.config import SIZES, Config
+from warpsmith.model.synthetic import weight_bytes
+from warpsmith.model.weights import expected_shapes, read_config
 from warpsmith.wisp import WISP, WISP_DRAFT
 
 pytestmark = pytest.mark.gpu
@@ -85,3 +105,87 @@ def test_texts_with_drafts_are_plain_texts(
         steps, tokens = steps + drafted.stats.steps, tokens + drafted.stats.generated_tokens - 1
     print(f"{name}, {nodes} nodes, temperature {temperature}: {tokens / steps:.2f} tokens a step")
     assert tokens > 1.5 * steps
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_k=20, seed=3)])
+def test_a_request_may_be_interrupted_at_any_step(wisp: tuple[CudaBackend, Checkpoint], sampling: Sampling) -> None:
+    """When the tokens of a step are decided and not yet committed; the next one on the same state is right."""
+    cuda, _ = wisp
+    prompt = list(range(40, 90))
+    plain = texts_of(Scheduler(cuda, 512), [prompt], sampling)[0]
+    scheduler = Scheduler(cuda, 512, DFlash(open_draft(WISP_DRAFT), cuda, 22))
+    for heard in range(1, 40, 3):
+        left = iter(range(heard))
+
+        def until(token: int, left: Iterator[int] = left) -> bool:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return False
+
+        with pytest.raises(KeyboardInterrupt):
+            list(Generation(scheduler, prompt, sampling, max_tokens=64, until=until))
+        assert texts_of(scheduler, [prompt], sampling)[0] == plain
+
+
+def test_sequences_draft_side_by_side(wisp: tuple[CudaBackend, Checkpoint]) -> None:
+    cuda, _ = wisp
+    prompts = [list(range(40 + 7 * i, 90 + 5 * i)) for i in range(3)]
+    plain = [texts_of(Scheduler(cuda, 512), [prompt], Sampling())[0] for prompt in prompts]
+    scheduler = Scheduler(cuda, 512, DFlash(open_draft(WISP_DRAFT), cuda, 15), parallel=3)
+    assert texts_of(scheduler, prompts, Sampling()) == plain
+
+
+def texts_of(scheduler: Scheduler, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
+    """Of requests that run at the same time, the later ones longer."""
+    requests = [Generation(scheduler, each, sampling, max_tokens=64 + 16 * i) for i, each in enumerate(prompts)]
+    for each in requests:
+        scheduler.add(each)
+    while any(each.finish_reason is None for each in requests):
+        scheduler.step()
+    texts = [[token for piece in each.runs for token in piece] for each in requests]
+    return [text[:64] for text in texts]
+
+
+def test_drafts_of_the_27b_s_shape_in_every_format(tmp_path: Path) -> None:
+    """The same numbers, read from each kind of file, guess the same and change no text."""
+    config, draft = SIZES["27B"], draft_of_the_27b()
+    try:
+        target = LargeBackend(config, shared_tensors(config), context=512, options=OPTIONS)
+    except NoDevice as error:
+        pytest.skip(str(error))
+    prompt = np.random.default_rng(0).integers(0, 50_000, 40).tolist()
+    plain, guesses = texts_of(Scheduler(target, 512), [prompt], Sampling())[0], []
+    features = features_of(40, draft)
+    for name in FORMATS:
+        path = write_holes(tmp_path / name.replace(".", "-"), name, draft)
+        fill_holes(path, 512)
+        proposer = DFlash(open_draft(path), target, 22)
+        assert isinstance(proposer.network, CudaDraft)
+        memory = proposer.network.new_memory()
+        proposer.network.append(memory, HostRows(features), 0)
+        guess = proposer.network.fill(memory, 7, 40, 15, Want("top", top=16))
+        guesses.append((guess.top_ids, guess.top_logits, guess.logsumexp))
+        assert texts_of(Scheduler(target, 512, proposer), [prompt], Sampling())[0] == plain
+        del proposer, memory
+    for other in guesses[1:]:
+        for ours, theirs in zip(guesses[0], other, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    assert np.isfinite(guesses[0][1]).all()
+
+
+def test_a_draft_that_does_not_fit_is_refused(wisp: tuple[CudaBackend, Checkpoint]) -> None:
+    cuda, _ = wisp
+    with pytest.raises(WarpsmithError, match="hidden"):
+        DFlash(file_of(shaped()), cuda)
+
+
+def shared_tensors(config: Config) -> dict[str, Tensor]:
+    """Random ones of Q4_K_M; tensors of one shape and type share their bytes."""
+    tensors, kept = {}, {}
+    for name, shape in expected_shapes(config).items():
+        kind = tensor_type("q4_k_m", name, shape, config.layers, config.tied)
+        key = (kind.name, shape) if len(shape) == 2 and "conv1d" not in name else name
+        if key not in kept:
+            kept[key] = np.concatenate(list(weight_bytes(0, name, kind, shape))).reshape(-1, kind.row_bytes(shape[-1]))
+        tensors[name] = Tensor(name, kind, shape, lambda raw=kept[key]: raw)
+    return tensors

@@ -16,11 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cuda_draft_cases import draft_of_the_27b
 from emulator.gpu import emulated_gpu
 from warpsmith.backend.cuda.backend import build_constants, check_shape
 from warpsmith.backend.cuda.build import profiles
 from warpsmith.backend.cuda.build.profiles import choose, load_profiles, parse
-from warpsmith.backend.cuda.choice import planned
+from warpsmith.backend.cuda.choice import PlannedDraft, planned
 from warpsmith.backend.cuda.memory import driver
 from warpsmith.backend.cuda.memory.layout import Layout
 from warpsmith.backend.cuda.memory.plan import check_fit, memory_parts
@@ -32,8 +33,10 @@ from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.checkpoint.blocks import LAYOUTS, TYPES, dequantize
 from warpsmith.checkpoint.canonical import open_checkpoint
 from warpsmith.checkpoint.convert import tensor_type
+from warpsmith.checkpoint.dflash import expected_shapes as draft_shapes
 from warpsmith.cli import doctor
 from warpsmith.draft.budget import Budgeted
+from warpsmith.draft.dflash import capacity_of
 from warpsmith.draft.select import make_proposer
 from warpsmith.errors import BadFile, BadRequest, DoesNotFit, NoDevice
 from warpsmith.model.config import SIZES
@@ -309,6 +312,17 @@ def test_the_27b_with_a_long_context_fits_a_24_gb_card_by_plan() -> None:
     rows = 16 * 4 * 131_072  # layers, heads, tokens
     assert [each["keys and values"] for each in (small, mixed, large)] == [rows * 288, rows * 416, rows * 1024]
     assert mixed["weights"] == large["weights"]
+
+
+def test_the_27b_with_its_draft_and_a_long_context_fits_a_24_gb_card_by_plan() -> None:
+    config, chip, draft = SIZES["27B"], load_profiles()["rtx-3090"], draft_of_the_27b()
+    shapes = expected_shapes(config)
+    stored = {n: tensor_type("q4_k_m", n, shape, config.layers, config.tied).name for n, shape in shapes.items()}
+    of_the_draft = PlannedDraft(draft, dict.fromkeys(draft_shapes(draft), "BF16"), capacity_of(draft))
+    parts = {p.what: p.nbytes for p in planned(config, stored, chip, 131_072, ("q4_0", "q4_0"), of_the_draft)}
+    assert 1.9e9 < parts["draft"] < 2.1e9  # rounded to 8 bits; its LM head is the target's
+    assert 83e6 < parts["draft's memory"] < 90e6  # 4096 rows of 20 KiB
+    assert sum(parts.values()) < min(24e9, chip.memory)
 
 
 def test_buffers_are_held_to_a_limit() -> None:

@@ -195,7 +195,7 @@ def test_the_best_of_rows_that_are_hard(random_model: CudaBackend) -> None:
     logits = np.array(rows, dtype=np.float32)
     random_model.logits.write(logits)
     for top in (1, 22, MAX_TOP):
-        expected, got = output_from_logits(logits, Want("top", top)), random_model._top.of(len(rows), top)
+        expected, got = output_from_logits(logits, Want("top", top)), random_model.top.of(len(rows), top)
         np.testing.assert_array_equal(got.top_ids, expected.top_ids)
         np.testing.assert_array_equal(got.top_logits, expected.top_logits)
         np.testing.assert_allclose(got.logsumexp, expected.logsumexp, atol=LSE_BOUND, rtol=0)

@@ -27,9 +27,9 @@ import numpy as np
 from warpsmith.backend.cuda.build.compiler import sources
 
 HERE = Path(__file__).parent
-ARGUMENTS = {"forward": ["Params", "Request"], "commit": ["Params", "Path"], "pack": ["Pack"], "top": ["Top"],
+ARGUMENTS = {"forward": ["Params", "Request"], "commit": ["Params", "Commit"], "pack": ["Pack"], "top": ["Top"],
              "draft": ["Params", "Request"], "gather": ["Gather"], "head": ["Params", "Request"],
-             "enter": ["Enter"]}  # fmt: skip
+             "enter": ["Enter"], "tree": ["Grow"], "walk": ["Walk", "Draw"]}  # fmt: skip
 TOGETHER = ("forward", "draft", "head")  # their blocks wait for each other
 MUCH_RUN = ("pack",)  # the others are compiled longer than they are run
 FLAGS = ["-std=c++17", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-ffp-contract=off"]
@@ -216,6 +216,7 @@ def emulated_gpu(sms: int, variants: tuple[int, ...]) -> Iterator[Driver]:
         mock.patch("warpsmith.backend.cuda.draft.network.build", build),
         mock.patch("warpsmith.backend.cuda.draft.lent.build", build),
         mock.patch("warpsmith.backend.cuda.draft.mtp.build", build),
+        mock.patch("warpsmith.backend.cuda.draft.step.build", build),
         mock.patch("warpsmith.backend.cuda.large.backend.target", return_value="sm_90a"),
         mock.patch("warpsmith.backend.cuda.large.backend.VARIANTS", variants),
         mock.patch("warpsmith.backend.cuda.backend.VARIANTS", variants),

@@ -346,6 +346,18 @@ inline bool __all_sync(unsigned, bool here) {
     for (int lane = 0; lane < 32; lane++) all &= machine::given<int>(generation, lane) != 0;
     return all;
 }
+inline unsigned __ballot_sync(unsigned, bool here) {
+    const unsigned long generation = machine::current->warp->generation;
+    machine::collect((int)here);
+    unsigned all = 0;
+    for (int lane = 0; lane < 32; lane++) all |= (machine::given<int>(generation, lane) != 0 ? 1u : 0u) << lane;
+    return all;
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned v) {
+    for (int step = 1; step < 32; step *= 2) v = std::max(v, __shfl_xor_sync(~0u, v, step));
+    return v;
+}
+inline int __ffs(unsigned v) { return __builtin_ffs((int)v); }
 inline void __syncwarp() { machine::collect(0); }
 inline void __syncthreads() { machine::barrier(0, machine::block_size.x); }
 inline void __threadfence_system() {}

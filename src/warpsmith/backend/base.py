@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -105,6 +105,49 @@ class MemoryPart:
     nbytes: int
 
 
+@dataclass(frozen=True)
+class Verified:
+    """What became of a tree that nobody had seen before: the tree, the sampler's way through it, and its times."""
+
+    tokens: np.ndarray  # int32: of all nodes that grew, best first, as `parents`
+    parents: np.ndarray
+    scores: np.ndarray  # float64: the log of the probability of the path to each node; 0 for the root
+    tree: Tree  # the first of them, which were run
+    output: Output  # features and hidden of the tree's nodes
+    path: list[int]  # as `Backend.verify` returns them
+    decided: list[int]
+    tree_seconds: float
+    forward_seconds: float
+
+
+class GrowingTree(ABC):
+    """A tree that a draft grows on the device and nobody looks at before it is verified: from the draft's beliefs to
+    the tokens that are decided the host does not wait once."""
+
+    nodes: int  # that are run at most, the root among them
+    verified: Verified | None = None  # once it is
+
+    @abstractmethod
+    def verify(
+        self, state: State, want: Want, sampling: Sampling | None, history: Sequence[int], stop: frozenset[int]
+    ) -> Verified:
+        """Run the tree on the state, follow the sampler through it up to a token in `stop`, and get the path ready for
+        `commit`, which may take a shorter one. `want` and `history` are those of `forward` and `verify`."""
+
+    @abstractmethod
+    def instead(self, tree: Tree) -> None:
+        """Run this tree in its place, of `nodes` at most: the draft's own has cost what it costs."""
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who wants rows of tokens that are decoded plainly: of which layers, and who is told the position of the first and
+    the output. The rows can be read until the call returns."""
+
+    features: tuple[int, ...]
+    heard: Callable[[int, Output], object]
+
+
 class BlockMemory(ABC):  # noqa: B024  every backend keeps its own
     """What a `BlockDraft` has seen of one sequence."""
 
@@ -126,6 +169,15 @@ class BlockDraft(ABC):
     def fill(self, memory: BlockMemory, root: int, position: int, rows: int, want: Want) -> Output:
         """What may stand at the next `rows` positions after `root`, which stands at `position`: a row of tokens for
         each, and rows of `hidden` for the root and each. The whole block is computed and nothing of it is kept."""
+
+    def grow(
+        self, memory: BlockMemory, root: int, position: int, rows: int, width: int, nodes: int, verified: int,
+        least: Sequence[float],
+    ) -> GrowingTree | None:  # fmt: skip
+        """What `fill` with the best `width` tokens of each row would give, made into DDTree's tree on the device: up to
+        `nodes` below the root, each of a path at least as likely as `least` says by the nodes before it, and of them
+        the first `verified` to be run. None where the host has to make it."""
+        return None
 
     @abstractmethod
     def forget(self, memory: BlockMemory) -> None:
@@ -202,6 +254,10 @@ class Backend(ABC):
             self.commit(state, [0])
         return output
 
+    def verifies_unseen(self, sampling: Sampling | None, stop: frozenset[int]) -> bool:
+        """Whether this sampler can go through a `GrowingTree` of a draft on this device, and end at these tokens."""
+        return False
+
     @abstractmethod
     def commit(self, state: State, path: Sequence[int]) -> None:
         """Make `path` (node indices of the state's last tree, root first) part of the committed past."""
@@ -240,18 +296,24 @@ class Backend(ABC):
         stop: frozenset[int] = frozenset(),
         sampling: Sampling | None = None,
         history: Sequence[int] = (),
+        listener: Listener | None = None,
     ) -> Generator[int]:
         """Plain decoding: commit `token`, yield the next, and so on, up to `count` tokens or one in `stop`.
 
         Each token is the sampler's choice (`choose`) from the logits at its place; without `sampling` that is the
         argmax. `history` is the text up to and with `token`, for the penalties: all of it, or as much as they look
-        back on. The last token yielded is not committed. Backends override this to stay on the device between tokens;
-        closing the generator brings one that ran ahead back to the last token it yielded.
+        back on. The last token yielded is not committed. A `listener` hears of the rows of committed tokens, some at a
+        time, and of the last ones when the generator ends or is closed. Backends override this to stay on the device
+        between tokens; closing the generator brings one that ran ahead back to the last token it yielded.
         """
         want, text = wanted_for(sampling), list(history)
+        if listener is not None:
+            want = replace(want, features=listener.features)
         for _ in range(count):
             output = self.forward([(state, Tree.chain([token]))], want)
             self.commit(state, [0])
+            if listener is not None:
+                listener.heard(state.length - 1, output)
             token = next_token(output, 0, sampling, text, state.length)
             text.append(token)
             yield token

@@ -82,6 +82,15 @@ class Tree:
             path.append(parent)
         return path[::-1]
 
+    def trimmed(self, depth: int, nodes: int) -> Tree:
+        """Its first nodes, without those below `depth`."""
+        keep = np.flatnonzero(self._depths <= depth)[:nodes]
+        if len(keep) == len(self):
+            return self
+        new_index = np.full(len(self) + 1, -1)  # one more for the root's parent, -1
+        new_index[keep] = np.arange(len(keep))
+        return Tree(self.tokens[keep], new_index[self.parents[keep]])
+
     @cached_property
     def child(self) -> dict[tuple[int, int], int]:
         """(parent, token) -> node. Of siblings with the same token the first counts."""

@@ -14,6 +14,7 @@ from warpsmith.measure.units import count, size
 
 if TYPE_CHECKING:
     from warpsmith.backend.cuda.build.profiles import Profile
+    from warpsmith.backend.cuda.choice import PlannedDraft
     from warpsmith.checkpoint.canonical import Checkpoint
     from warpsmith.model.config import Config
 
@@ -28,6 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "-c", "--ctx-size", type=natural, metavar="N", help="context to plan memory for (default: as `run`)"
     )
     parser.add_argument("--device", choices=("cuda",), help="plan for this device: everything it will hold")
+    parser.add_argument("--draft", metavar="NAME", help="plan for a DFlash draft beside the model, on a GPU")
     parser.add_argument("--chip", metavar="NAME", help="plan for a GPU that is not here, such as rtx-3090")
     cache_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -45,7 +47,10 @@ def main(args: argparse.Namespace) -> int:
     facts = describe(checkpoint, config, context)
     if args.device or args.chip:
         caches = (args.cache_type_k or "f16", args.cache_type_v or "f16")
-        facts["memory"] = device_plan(checkpoint, config, _chip(args.chip), context, caches)
+        drafts = None if args.draft is None else _beside(args.draft, config, args.offline)
+        facts["memory"] = device_plan(checkpoint, config, _chip(args.chip), context, caches, drafts)
+    elif args.draft is not None:
+        raise BadRequest("--draft plans a draft on a GPU.", "Add --device cuda, or --chip with a GPU's name.")
     print(json.dumps(facts, indent=2) if args.json else _page(facts))
     return 0
 
@@ -58,6 +63,23 @@ def _open(name: str | None, offline: bool) -> tuple[Checkpoint, Config]:
 
     checkpoint = open_checkpoint(WISP if name is None else resolve(name, offline))
     return checkpoint, read_config(checkpoint)
+
+
+def _beside(name: str, config: Config, offline: bool) -> PlannedDraft:
+    """A draft that fits the model, for the plan."""
+    from warpsmith.backend.cuda.choice import PlannedDraft
+    from warpsmith.backend.cuda.draft.layout import takes
+    from warpsmith.checkpoint.dflash import open_draft
+    from warpsmith.checkpoint.hub import resolve
+    from warpsmith.draft.dflash import capacity_of
+    from warpsmith.model.dflash import check_fits
+
+    file = open_draft(resolve(name, offline))
+    check_fits(file.config, config)
+    if not takes(file.config, config.vocab):
+        raise BadRequest(f"The cuda device leaves the draft {name} to the host.", "Leave --draft out of the plan.")
+    stored = {each: tensor.type.name for each, tensor in file.tensors.items()}
+    return PlannedDraft(file.config, stored, capacity_of(file.config))
 
 
 def _draft(name: str | None, offline: bool) -> dict[str, Any] | None:
@@ -153,7 +175,12 @@ def _chip(name: str | None) -> Profile:
 
 
 def device_plan(
-    checkpoint: Checkpoint, config: Config, chip: Profile, context: int, caches: tuple[str, str]
+    checkpoint: Checkpoint,
+    config: Config,
+    chip: Profile,
+    context: int,
+    caches: tuple[str, str],
+    draft: PlannedDraft | None = None,
 ) -> dict[str, Any]:
     """What the cuda device will hold on a chip, part by part."""
     from warpsmith.backend.cuda.choice import LARGE_CAPABILITY, activations_first, planned
@@ -164,7 +191,7 @@ def device_plan(
     for kind in caches:
         if kind not in (CACHE_ROWS if large else ("f16",)):
             raise BadRequest(f"The cuda device does not keep keys and values of this model as {kind}.", "Use f16.")
-    parts = planned(config, stored, chip, context, caches)
+    parts = planned(config, stored, chip, context, caches, draft)
     total = sum(part.nbytes for part in parts)
     plan: dict[str, Any] = {"context": context, "chip": chip.name, "type_k": caches[0], "type_v": caches[1]}
     plan["parts"] = {part.what: part.nbytes for part in parts if part.nbytes}

@@ -5,15 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import inf, log
 from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
-from warpsmith.backend.base import State, Want
+from warpsmith.backend.base import GrowingTree, State, Want
 from warpsmith.backend.rows import Rows
 from warpsmith.backend.tree import MAX_NODES, Tree
 
 Memory = TypeVar("Memory")
+
+MODESTY = 0.5  # a draft may be right twice as often as it thinks
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,11 @@ class Prices:
     token: float  # seconds of a token without a draft: what a right guess saves
     nodes: Sequence[float]  # by the nodes before it in the tree: how likely a node must be to be worth verifying
 
+    @cached_property
+    def least(self) -> list[float]:
+        """The same as logarithms, for drafts that may be too modest."""
+        return [log(MODESTY) + log(price) if price > 0 else -inf for price in self.nodes]
+
 
 @dataclass(frozen=True)
 class Others:
@@ -63,6 +72,7 @@ class Context:
     prices: Prices | None = None  # what guesses must pay for; None: all there is room for are wanted
     nodes: int = MAX_NODES  # a tree may have, the root among them; more are cut off
     others: Others = ALONE
+    unseen: bool = False  # whether a tree may stay on the device until it is verified
 
     @property
     def root(self) -> int:
@@ -102,8 +112,12 @@ class Proposer(ABC, Generic[Memory]):
         return 0
 
     @abstractmethod
-    def propose(self, memory: Memory, context: Context) -> Tree | None:
+    def propose(self, memory: Memory, context: Context) -> Tree | GrowingTree | None:
         """A tree whose node 0 is the root, or None to guess nothing this time."""
+
+    def listens(self, memory: Memory) -> bool:
+        """Whether it wants the rows of tokens that are decoded while it rests."""
+        return False
 
     def spent(
         self, memory: Memory, tokens: int, seconds: float, forward_seconds: float | None, others: Others = ALONE
@@ -145,6 +159,7 @@ class Draft(Proposer[Memory]):
     """A proposer that knows how likely its guesses are, so that a budget can tell how many of them pay."""
 
     nodes: int = MAX_NODES - 1  # besides the root, at most
+    keeps_up: bool = False  # rows of tokens that are decoded plainly cost it next to nothing
 
     @abstractmethod
-    def propose(self, memory: Memory, context: Context) -> ScoredTree | None: ...
+    def propose(self, memory: Memory, context: Context) -> ScoredTree | GrowingTree | None: ...

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 
-from warpsmith.backend.base import State
+from warpsmith.backend.base import GrowingTree, State
 from warpsmith.backend.rows import Rows
 from warpsmith.draft.base import ALONE, Context, Draft, Memory, Others, Prices, Proposer, ScoredTree
 from warpsmith.draft.costs import Costs
@@ -26,6 +26,7 @@ from warpsmith.draft.economy import Account, Calibration, Pace, best_size, least
 
 STAKE = 2.0  # tokens that a forward may lose however little the account holds; beyond that it may lose what is there
 LISTENS = 12  # tokens before another try of which a draft that needs their rows is told
+LISTENS_WHILE_DECODING = 64  # likewise, where it can be told without being asked
 CHECK = 8  # tokens decoded plainly now and then, to see how fast that is at present
 CHECK_FIRST, CHECK_LAST = 32, 512  # drafted tokens after which that is done: soon at first, then more and more rarely
 FURTHER, BEYOND = 2, 2  # how deep it is asked: so many times as deep as it was right lately, and so many levels more
@@ -35,7 +36,15 @@ SILENCE = 15  # tokens, at most, for which a draft is not asked that had nothing
 @dataclass
 class _Guess:
     position: int
-    tree: ScoredTree | None  # what was left of the draft's
+    made: ScoredTree | GrowingTree | None  # what was left of the draft's
+
+    @property
+    def tree(self) -> ScoredTree | None:
+        """Of one that grew unseen, once it is known."""
+        if not isinstance(self.made, GrowingTree):
+            return self.made
+        seen = self.made.verified
+        return None if seen is None else ScoredTree(seen.tree.tokens, seen.tree.parents, seen.scores[: len(seen.tree)])
 
 
 @dataclass
@@ -48,6 +57,7 @@ class BudgetMemory(Generic[Memory]):
     silent: int = 0  # times in a row that it had nothing to say
     pause: int = 0  # tokens until it is asked again
     promise: float = 0.0  # tokens a second expected of the last guess
+    chances: list[float] = field(default_factory=list)  # of the nodes of the last tree, before it was cut
 
 
 class Budgeted(Proposer[BudgetMemory]):
@@ -59,7 +69,8 @@ class Budgeted(Proposer[BudgetMemory]):
         self.name, self.wants = draft.name, draft.wants
         self.calibration, self.account = Calibration(), Account()
         self._least = least_probabilities(costs)
-        self._listens = LISTENS if draft.wants.features or draft.wants.hidden else 0
+        needed = draft.wants.features or draft.wants.hidden
+        self._listens = 0 if not needed else LISTENS_WHILE_DECODING if draft.keeps_up else LISTENS
         self._pace = Pace(costs)
         self._unchecked = self._check_after = CHECK_FIRST  # tokens since plain decoding was last seen
         self.rate = 0.0  # tokens a second that its guesses have brought lately
@@ -73,7 +84,12 @@ class Budgeted(Proposer[BudgetMemory]):
     def rest(self, memory: BudgetMemory) -> int:
         if self.account.open:
             return CHECK if self.doubts else memory.pause
-        return max(0, self.account.waits - self._listens)
+        left = max(0, self.account.waits - self._listens)
+        return self.account.waits if self.draft.keeps_up and not left else left
+
+    def listens(self, memory: BudgetMemory) -> bool:
+        """While it checks how fast plain decoding is, and before another try: not as long as that is far away."""
+        return self.draft.keeps_up and (self.account.open or self.account.waits <= self._listens)
 
     @property
     def doubts(self) -> bool:
@@ -83,19 +99,19 @@ class Budgeted(Proposer[BudgetMemory]):
     def tree_seconds(self) -> float:
         return self.draft.tree_seconds()
 
-    def propose(self, memory: BudgetMemory, context: Context) -> ScoredTree | None:
+    def propose(self, memory: BudgetMemory, context: Context) -> ScoredTree | GrowingTree | None:
         memory.guess = None
         if not self.account.open:
             return None  # it only listens
         depth = FURTHER * max(memory.right, default=0) + BEYOND
         prices = Prices(self._pace.plain(), self._least)
-        cheap = replace(context, depth=min(depth, context.depth), prices=prices)
+        cheap = replace(context, depth=min(depth, context.depth), prices=prices, unseen=False)
+        if context.unseen and (size := self._size(memory, context)):  # as of the last tree: this one is not seen
+            cheap = replace(cheap, unseen=True, nodes=size + 1)
         tree = self.draft.propose(memory.draft, cheap)
-        if tree is not None:
-            most = min(self._most_nodes(context.others), context.nodes)
-            chances = path_probabilities(tree, self.calibration)[1:most]
-            seconds = self._pace.seconds()[context.others.nodes :]
-            size, memory.promise = best_size(chances, seconds, self._pace.other(), 1 + context.others.sequences)
+        if isinstance(tree, ScoredTree):
+            memory.chances = path_probabilities(tree, self.calibration)[1:]
+            size = self._size(memory, context)
             tree = tree.first(size) if size else None
         if tree is not None:
             memory.silent = 0
@@ -104,6 +120,13 @@ class Budgeted(Proposer[BudgetMemory]):
             memory.pause = min(2**memory.silent - 1, SILENCE)
         memory.guess = _Guess(len(context.ids) - 1, tree)
         return tree
+
+    def _size(self, memory: BudgetMemory, context: Context) -> int:
+        """How many nodes pay, and with that what is to be expected of them."""
+        most = min(self._most_nodes(context.others), context.nodes)
+        seconds, certain = self._pace.seconds()[context.others.nodes :], 1 + context.others.sequences
+        size, memory.promise = best_size(memory.chances[: most - 1], seconds, self._pace.other(), certain)
+        return size
 
     def _most_nodes(self, others: Others) -> int:
         """Of a tree that could be all wrong without losing more than there is to lose."""
@@ -120,12 +143,15 @@ class Budgeted(Proposer[BudgetMemory]):
         features: Rows | None,
         hidden: Rows | None,
     ) -> None:
-        if not self.account.open and self.rest(memory):
+        if not self.account.open and self.rest(memory) and not self.listens(memory):
             features = hidden = None  # it would have to work through them when it is tried again
         self.draft.observe(memory.draft, tokens, position, features, hidden)
         guess = memory.guess
-        if guess is not None and guess.position == position and guess.tree is not None:
-            memory.right.append(self._learn(guess.tree, tokens))
+        if guess is not None and guess.position == position and (tree := guess.tree) is not None:
+            memory.right.append(self._learn(tree, tokens))
+            if isinstance(guess.made, GrowingTree) and (seen := guess.made.verified) is not None:
+                whole = ScoredTree(seen.tokens, seen.parents, seen.scores)
+                memory.chances = path_probabilities(whole, self.calibration)[1:]
 
     def _learn(self, tree: ScoredTree, tokens: Sequence[int]) -> int:
         """Judge the guesses whose parents were right; returns how many levels were."""
@@ -152,7 +178,8 @@ class Budgeted(Proposer[BudgetMemory]):
         if not account.open:
             account.plain(tokens)
         elif forward_seconds is not None:
-            nodes = 1 if guess is None or guess.tree is None else len(guess.tree)
+            tree = None if guess is None else guess.tree
+            nodes = 1 if tree is None else len(tree)
             if others.sequences:
                 worth = pace.stepped_beside(others, nodes, seconds, forward_seconds)
             else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from warpsmith.backend.base import State, Want
+from warpsmith.backend.base import GrowingTree, State, Want
 from warpsmith.backend.rows import Rows
 from warpsmith.backend.tree import Tree
 from warpsmith.draft.base import ALONE, Context, Others, Proposer
@@ -43,10 +43,13 @@ class Cascade(Proposer[CascadeMemory]):
             return CHECK
         return min(draft.rest(each) for draft, each in self._pairs(memory))
 
+    def listens(self, memory: CascadeMemory) -> bool:
+        return any(draft.listens(each) for draft, each in self._pairs(memory))
+
     def tree_seconds(self) -> float:
         return sum(draft.tree_seconds() for draft in self.drafts)
 
-    def propose(self, memory: CascadeMemory, context: Context) -> Tree | None:
+    def propose(self, memory: CascadeMemory, context: Context) -> Tree | GrowingTree | None:
         memory.asked, memory.heard, best = {}, None, None
         pairs = self._pairs(memory)
         ready = [i for i, (draft, each) in enumerate(pairs) if draft.account.open and not draft.rest(each)]

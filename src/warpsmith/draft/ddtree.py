@@ -9,14 +9,12 @@ beginning, they form a tree by themselves. A heap finds them best first (DDTree,
 from __future__ import annotations
 
 import heapq
-from math import exp, inf
+from math import inf
 
 import numpy as np
 
 from warpsmith.backend.base import Output
 from warpsmith.draft.base import Prices, ScoredTree
-
-MODESTY = 0.5  # a draft may be right twice as often as it thinks
 
 
 def marginals(output: Output) -> tuple[np.ndarray, np.ndarray]:
@@ -29,7 +27,7 @@ def marginals(output: Output) -> tuple[np.ndarray, np.ndarray]:
 
 def worth_verifying(prices: Prices | None, nodes: int, score: float) -> bool:
     """Whether a path of this log-probability could pay as one more node beside `nodes`, if drafts are too modest."""
-    return prices is None or exp(score) >= MODESTY * prices.nodes[nodes - 1]
+    return prices is None or score >= prices.least[nodes - 1]
 
 
 def best_tree(

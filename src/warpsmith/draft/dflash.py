@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from warpsmith.backend.base import Backend, BlockMemory, State, Want
+from warpsmith.backend.base import Backend, BlockMemory, GrowingTree, State, Want
 from warpsmith.backend.reference.dflash import NumpyDraft
 from warpsmith.backend.rows import Rows
 from warpsmith.backend.tree import MAX_NODES
-from warpsmith.checkpoint.dflash import DraftFile
+from warpsmith.checkpoint.dflash import DFlashConfig, DraftFile
 from warpsmith.draft.base import Context, Draft, ScoredTree
 from warpsmith.draft.ddtree import best_tree, marginals
 from warpsmith.model.dflash import check_fits
@@ -30,6 +30,11 @@ WAITING_BYTES = 64 << 20  # of features kept before they are projected
 PIECE = 256  # rows projected at a time
 
 
+def capacity_of(config: DFlashConfig, context_rows: int = CONTEXT_ROWS) -> list[int]:
+    """Of how many tokens each layer keeps keys and values."""
+    return [context_rows if window is None else min(window, context_rows) for window in config.windows]
+
+
 @dataclass
 class DFlashMemory:
     """What the network has seen of a sequence, and the rows it has yet to see."""
@@ -37,6 +42,7 @@ class DFlashMemory:
     network: BlockMemory
     waiting: list[tuple[int, Rows]] = field(default_factory=list)  # (position, features) yet to be projected
     position: int = 0  # of the next token
+    growing: GrowingTree | None = None  # the last, until it is known what became of it
 
 
 class DFlash(Draft[DFlashMemory]):
@@ -50,10 +56,11 @@ class DFlash(Draft[DFlashMemory]):
         check_fits(file.config, backend.config)
         self.config, self.backend, self.nodes = file.config, backend, nodes
         self.wants = Want(tokens="none", features=file.config.target_layers)
-        capacity = [context_rows if w is None else min(w, context_rows) for w in file.config.windows]
+        capacity = capacity_of(file.config, context_rows)
         self._longest = max(capacity)
         self._tree_seconds = 0.0
         self.network = backend.block_draft(file.config, file.tensors, capacity) or NumpyDraft(file, backend, capacity)
+        self.keeps_up = self.network.at_once
 
     # -- what was committed -------------------------------------------------------------------------------------------
 
@@ -80,6 +87,9 @@ class DFlash(Draft[DFlashMemory]):
             self.network.forget(memory.network)
             memory.waiting = []
         memory.position = position + len(tokens)
+        if memory.growing is not None and memory.growing.verified is not None:
+            self._tree_seconds += memory.growing.verified.tree_seconds
+        memory.growing = None
         if features is None:
             return  # a gap: the rows before it still stand where they stood
         seen = features[-self._longest :]  # what no layer could see any more is not worth projecting
@@ -103,11 +113,18 @@ class DFlash(Draft[DFlashMemory]):
 
     # -- what comes next ----------------------------------------------------------------------------------------------
 
-    def propose(self, memory: DFlashMemory, context: Context) -> ScoredTree | None:
+    def propose(self, memory: DFlashMemory, context: Context) -> ScoredTree | GrowingTree | None:
         self._project_waiting(memory)
-        rows = min(self.config.block - 1, context.depth)
-        want = Want(tokens="top", top=min(WIDTH, self.nodes, self.backend.config.vocab))
-        output = self.network.fill(memory.network, context.root, len(context.ids) - 1, rows, want)
+        rows, position = min(self.config.block - 1, context.depth), len(context.ids) - 1
+        width = min(WIDTH, self.nodes, self.backend.config.vocab)
+        if context.unseen:
+            least = [] if context.prices is None else context.prices.least
+            run = min(self.nodes, context.nodes - 1)
+            growing = self.network.grow(memory.network, context.root, position, rows, width, self.nodes, run, least)
+            if growing is not None:
+                memory.growing = growing
+                return growing
+        output = self.network.fill(memory.network, context.root, position, rows, Want(tokens="top", top=width))
         before = perf_counter()
         tree = best_tree(context.root, *marginals(output), self.nodes, prices=context.prices)
         self._tree_seconds += perf_counter() - before

@@ -14,7 +14,19 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
-from warpsmith.backend.base import LOGITS, Output, State, Want, check_tokens, drafted, next_token, walk, wanted_for
+from warpsmith.backend.base import (
+    LOGITS,
+    GrowingTree,
+    Listener,
+    Output,
+    State,
+    Want,
+    check_tokens,
+    drafted,
+    next_token,
+    walk,
+    wanted_for,
+)
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import Tree
 from warpsmith.draft.base import Context, Others
@@ -56,7 +68,6 @@ class _Burst:
 
     tokens: Generator[int]
     left: int
-    start: int  # the state's length
     taken: int = 0
     seconds: float = 0.0
 
@@ -109,18 +120,21 @@ class Generation:
         self._sequence: Text | None = None  # from the first piece of its prompt on
         self._save_at: list[int] = []
         self._burst: _Burst | None = None
+        self._observed = 0  # tokens that the proposer has heard of, those of the burst included
         self._resting = 0  # tokens until the proposer is asked again
         # of the step under way
-        self.tree: Tree
+        self.tree: Tree | GrowingTree
         self.asks = False  # whether the proposer was asked
         self._step: Step
         self._draft_seconds = self._verify_seconds = self._commit_seconds = 0.0
+        self.unseen_seconds = 0.0  # of the forward pass, where the host did not start it
         host = constraint is not None or on_logits is not None  # somebody here looks at every row
         self.tokens = LOGITS.tokens if host else wanted_for(self.sampling).tokens
         wants = Want() if self.proposer is None else self.proposer.wants
         # nobody wants more of a forward than the next token: the backend may decode in its own fastest way
         self.bare = not host and not wants.features and not wants.hidden
         self.rests = not host  # while nothing is to be guessed the backend may decode in its own fastest way
+        self.unseen = not host and self.backend.verifies_unseen(self.sampling, stop_ids)
         self.stats = Stats(
             device=self.backend.name,
             mode=self.proposer.name if self.proposer else PLAIN,
@@ -195,20 +209,24 @@ class Generation:
         """These tokens, and what the proposer observes."""
         return replace(Want() if self.proposer is None else self.proposer.wants, tokens=tokens)
 
-    def propose(self, nodes: int, others: Others) -> Tree:
-        """The root and what may follow it, of so many nodes at most."""
+    def propose(self, nodes: int, others: Others) -> int:
+        """The root and what may follow it, of so many nodes at most; returns how many there may be."""
         began, proposer, sequence = perf_counter(), self.proposer, self.sequence
         depth, tree = self.limit - self.stats.generated_tokens - 1, None
+        unseen = self.unseen and not others.sequences
         self.asks = proposer is not None and not (others.sequences and self._rest())
         if proposer is not None and self.asks and depth > 0:
             tree = proposer.propose(
-                sequence.draft, Context(sequence.ids, sequence.state, depth, nodes=nodes, others=others)
+                sequence.draft, Context(sequence.ids, sequence.state, depth, None, nodes, others, unseen)
             )
-            if tree is not None and tree.tokens[0] != sequence.ids[-1]:
+            if isinstance(tree, Tree) and tree.tokens[0] != sequence.ids[-1]:
                 raise ValueError(f"{proposer} proposed a tree that does not start at the root")
-        self.tree = Tree.root(sequence.ids[-1]) if tree is None else _trim(tree, depth, nodes)
         self._draft_seconds = perf_counter() - began
-        return self.tree
+        if isinstance(tree, GrowingTree):
+            self.tree = tree
+            return tree.nodes
+        self.tree = Tree.root(sequence.ids[-1]) if tree is None else tree.trimmed(depth, nodes)
+        return len(self.tree)
 
     def _rest(self) -> bool:
         """Whether the proposer rests in a pass with others; what it asks for is counted down token by token."""
@@ -223,11 +241,19 @@ class Generation:
     def accept(self) -> None:
         """Follow the sampler through the tree, and commit the nodes it went along: all tokens decided but the last."""
         began, tree, state, past = perf_counter(), self.tree, self.sequence.state, self._recent()
-        start, output = state.length, drafted(state, tree).output
-        if self.constraint is None:
-            path, run = self.backend.verify(state, tree, self.sampling, past)
+        start = state.length
+        if isinstance(tree, GrowingTree):
+            seen = tree.verify(state, self.want(self.tokens), self.sampling, past, self.stop_ids)
+            tree, output, path, run = seen.tree, seen.output, seen.path, seen.decided
+            self.tree, self.unseen_seconds = tree, seen.forward_seconds
+            waited, began = perf_counter() - began, perf_counter()
+            self._draft_seconds += waited - seen.forward_seconds  # the device was at it when the host began to wait
         else:
-            path, run = walk(tree, self._constrained(output), past, state.length)
+            output = drafted(state, tree).output
+            if self.constraint is None:
+                path, run = self.backend.verify(state, tree, self.sampling, past)
+            else:
+                path, run = walk(tree, self._constrained(output), past, state.length)
         run = self._cut(run)  # before the state advances: what comes after the end never happened
         path = path[: len(run)]
         self._show(output, path, run)
@@ -246,8 +272,14 @@ class Generation:
         self._decide(run)
         rows = output[row : row + 1] if self.asks else Output()
         self._observe(self.sequence.state.length - 1, rows, slice(None))
-        self._step = Step(self.tree, [0], run)
+        self._step = Step(self.seen, [0], run)
         self._verify_seconds, self._commit_seconds = perf_counter() - began, 0.0
+
+    @property
+    def seen(self) -> Tree:
+        """The tree of the step under way."""
+        assert isinstance(self.tree, Tree)
+        return self.tree
 
     @property
     def own_seconds(self) -> float:
@@ -302,7 +334,7 @@ class Generation:
         run = self._cut([next(self._burst.tokens)])
         self._decide(run)
         self.settle()
-        self._step = Step(self.tree, [0], run)
+        self._step = Step(self.seen, [0], run)
         self._verify_seconds = self._commit_seconds = 0.0
 
     def settle(self) -> None:
@@ -311,8 +343,8 @@ class Generation:
         if burst is None:
             return
         burst.tokens.close()
-        if self.sequence.state.length > burst.start:
-            self._observe(burst.start, Output(), slice(None))
+        if self.sequence.state.length > self._observed:
+            self._observe(self._observed, Output(), slice(None))
         if self.proposer is not None and burst.taken:
             self.proposer.spent(self.sequence.draft, burst.taken, burst.seconds, None)
 
@@ -324,8 +356,16 @@ class Generation:
 
     def _decoding(self, count: int, stop_ids: frozenset[int]) -> _Burst:
         state, root = self.sequence.state, self.sequence.ids[-1]
-        tokens = self.backend.decode(state, root, count, stop_ids, self.sampling, self._recent())
-        return _Burst(tokens, count, state.length)
+        listener, self._observed = None, state.length
+        if self.proposer is not None and self.proposer.wants.features and self.proposer.listens(self.sequence.draft):
+            listener = Listener(self.proposer.wants.features, self._heard)
+        tokens = self.backend.decode(state, root, count, stop_ids, self.sampling, self._recent(), listener)
+        return _Burst(tokens, count)
+
+    def _heard(self, start: int, output: Output) -> None:
+        """Rows of tokens that the backend decoded by itself."""
+        self._observe(start, output, slice(None))
+        self._observed = self.sequence.state.length
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
@@ -386,13 +426,3 @@ class Generation:
                     self.stats.speculation_off = self.proposer.off
                 return run[:count]
         return run
-
-
-def _trim(tree: Tree, depth: int, nodes: int) -> Tree:
-    """The tree's first nodes, without those below `depth`."""
-    keep = np.flatnonzero(tree.depths() <= depth)[:nodes]
-    if len(keep) == len(tree):
-        return tree
-    new_index = np.full(len(tree) + 1, -1)  # one more for the root's parent, -1
-    new_index[keep] = np.arange(len(keep))
-    return Tree(tree.tokens[keep], new_index[tree.parents[keep]])

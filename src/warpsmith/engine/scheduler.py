@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from time import perf_counter
 
-from warpsmith.backend.base import ARGMAX, LOGITS, Backend, Want
+from warpsmith.backend.base import ARGMAX, LOGITS, Backend, GrowingTree, Want
 from warpsmith.draft.base import Others, Proposer
 from warpsmith.engine.capacity import plan
 from warpsmith.engine.loop import Generation
@@ -117,11 +117,14 @@ class Scheduler:
 
         def propose(generation: Generation) -> None:
             nonlocal nodes  # of all trees, those to come with one each
-            nodes += len(generation.propose(share, Others(len(running) - 1, nodes - 1))) - 1
+            nodes += generation.propose(share, Others(len(running) - 1, nodes - 1)) - 1
 
         turns = self._each(running, propose)
         drafted = perf_counter()
-        if len(running) == 1 and turns and turns[0].bare and len(turns[0].tree) == 1:
+        if turns and isinstance(turns[0].tree, GrowingTree):  # which is alone
+            turns = self._each(turns, Generation.accept)
+            forward = turns[0].unseen_seconds if turns else 0.0
+        elif len(running) == 1 and turns and turns[0].bare and len(turns[0].seen) == 1:
             turns = self._each(turns, Generation.decode_one)
             forward = perf_counter() - drafted
         elif turns:
@@ -129,9 +132,9 @@ class Scheduler:
             forward = perf_counter() - drafted
             turns = self._each(turns, accept)
         seconds, own = perf_counter() - began, sum(generation.own_seconds for generation in turns)
-        nodes = sum(len(each.tree) for each in turns)
+        nodes = sum(len(each.seen) for each in turns)
         for each in turns:
-            others = Others(len(turns) - 1, nodes - len(each.tree))
+            others = Others(len(turns) - 1, nodes - len(each.seen))
             each.stepped(seconds, forward, own - each.own_seconds, others)
         self._leave_if_done(turns)
 
@@ -139,11 +142,11 @@ class Scheduler:
         """The pass for all of them; returns what each has to do next."""
         want = self._want(turns)
         try:
-            if self.backend.advances and all(len(each.tree) == 1 for each in turns):
+            if self.backend.advances and all(len(each.seen) == 1 for each in turns):
                 output = self.backend.advance([(each.sequence.state, each.sequence.ids[-1]) for each in turns], want)
                 rows = {each: row for row, each in enumerate(turns)}
                 return lambda each: each.accept_root(output, rows[each])
-            self.backend.forward([(each.sequence.state, each.tree) for each in turns], want)
+            self.backend.forward([(each.sequence.state, each.seen) for each in turns], want)
         except BaseException as error:
             self._fail(turns, error)
         return Generation.accept

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from warpsmith.backend.base import State
+from warpsmith.backend.base import GrowingTree, State
 from warpsmith.backend.rows import Rows
 from warpsmith.draft.base import Context, Draft, ScoredTree
 from warpsmith.errors import BadRequest
@@ -37,8 +37,8 @@ class Assumed(Draft[Any]):
         """What plain decoding wrote after so many tokens."""
         self._prompt, self._answer = prompt, list(answer)
 
-    def propose(self, memory: Any, context: Context) -> ScoredTree:
-        self.draft.propose(memory, context)
+    def propose(self, memory: Any, context: Context) -> ScoredTree | GrowingTree:
+        growing = self.draft.propose(memory, context)
         ahead = self._answer[len(context.ids) - self._prompt :][: self._depth]
         self._random = (self._random + GOLDEN) % 1.0
         right = 0
@@ -49,9 +49,13 @@ class Assumed(Draft[Any]):
         others = 1 + np.arange(self.nodes) // self._depth  # as many tokens further than the right one
         others[:right] = 0
         tokens = (np.array(ahead)[levels] + others) % self.vocab
-        return ScoredTree(
+        tree = ScoredTree(
             np.array([context.root, *tokens.tolist()]), np.array([-1, *levels.tolist()]), np.zeros(1 + self.nodes)
         )
+        if not isinstance(growing, GrowingTree):
+            return tree
+        growing.instead(tree.trimmed(context.depth, growing.nodes))
+        return growing
 
     def tree_seconds(self) -> float:
         return self.draft.tree_seconds()

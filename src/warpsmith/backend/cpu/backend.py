@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from statistics import median
 from time import perf_counter
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from warpsmith.backend.base import (
     Backend,
     Batch,
     BlockDraft,
+    Listener,
     MemoryPart,
     Output,
     Snapshot,
@@ -210,13 +212,18 @@ class CpuBackend(Backend):
         stop: frozenset[int] = frozenset(),
         sampling: Sampling | None = None,
         history: Sequence[int] = (),
+        listener: Listener | None = None,
     ) -> Generator[int]:
         # A call a token: a caller may walk away after any of them, and then nothing more may have been committed.
         # It costs some twenty microseconds of a token's milliseconds.
         assert isinstance(state, CpuState)
         want, text = wanted_for(sampling), list(history)
+        if listener is not None:
+            want = replace(want, features=listener.features)
         for _ in range(count):
             output = self.prefill(state, [token], want)
+            if listener is not None:
+                listener.heard(state.length - 1, output)
             token = next_token(output, 0, sampling, text, state.length)
             text.append(token)
             yield token

@@ -16,6 +16,7 @@ from warpsmith.backend.base import (
     Backend,
     Batch,
     BlockDraft,
+    Listener,
     MemoryPart,
     Output,
     Snapshot,
@@ -38,10 +39,12 @@ from warpsmith.backend.cuda.build.profiles import Profile
 from warpsmith.backend.cuda.build.profiles import choose as choose_profile
 from warpsmith.backend.cuda.debug.trace import read_stage, stage_number
 from warpsmith.backend.cuda.decoding import BURST, Decoder
+from warpsmith.backend.cuda.draft.layout import DraftLayout
 from warpsmith.backend.cuda.draft.layout import takes as draft_fits
 from warpsmith.backend.cuda.draft.lent import HeadProgram, Lent, lend_copies, lendable
 from warpsmith.backend.cuda.draft.mtp import MtpProgram, block_config
 from warpsmith.backend.cuda.draft.network import CudaDraft
+from warpsmith.backend.cuda.draft.plan import draft_parts
 from warpsmith.backend.cuda.memory.driver import Buffer, Chip, Device, Event, Kernel, Pinned
 from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.cuda.memory.layout import Layout
@@ -55,13 +58,17 @@ from warpsmith.backend.cuda.shape import (
     COLUMNS,
     HEAD_DIM,
     LARGEST_HIDDEN,
+    LOGIT_ROWS,
     MAX_FEATURES,
+    MAX_STEPS,
+    MAX_STOPS,
     READ_AHEAD,
     STATE_DIM,
     threads_of,
 )
-from warpsmith.backend.cuda.structures import Draw, Params, Path, Request, Stream
+from warpsmith.backend.cuda.structures import Commit, Draw, Params, Path, Request, Stream
 from warpsmith.backend.cuda.top import MAX_TOP, Top
+from warpsmith.backend.cuda.tree import TreeOnDevice, WalkedOnDevice
 from warpsmith.backend.cuda.weights.loading import Progress, load_weights
 from warpsmith.backend.cuda.weights.stream import EMBEDDING
 from warpsmith.backend.rows import HostRows
@@ -93,6 +100,12 @@ class CudaState(State):
         self.params = backend.params_for(self)  # the same for every launch
         self.mtp: CudaState | None = None  # of the MTP block, once it has run
 
+    def take_new(self) -> None:
+        """Go on from what a commit has written beside the state before it, which may be needed no more."""
+        self.delta, self.kept_delta = self.kept_delta, self.delta
+        self.history, self.kept_history = self.kept_history, self.history
+        self.params.delta, self.params.history = self.delta.pointer, self.history.pointer
+
 
 class CudaBackend(Backend):
     """Weights packed on one GPU, and the kernels built for it."""
@@ -101,6 +114,7 @@ class CudaBackend(Backend):
     cache_types: tuple[str, str] = ("f16", "f16")  # of keys and of values
     _prompts: Prefill | None = None  # where the model and the chip suit its kernels
     _lent: Lent | None = None  # these once a draft has asked
+    _draft: DraftLayout | None = None
     _head: HeadProgram | None = None
     _mtp: MtpProgram | None = None
     _rows_of_table: np.ndarray | None = None  # the embedding's, in the file
@@ -148,13 +162,13 @@ class CudaBackend(Backend):
         self.parts = self.device.allocate(layout.parts_bytes)
         self._reset_parts()
         self.branch_state = self.device.allocate(layout.pending_bytes()["branch_state"])
-        self.logits = self.device.allocate(MAX_NODES * config.vocab * 4)
+        self.logits = self.device.allocate(LOGIT_ROWS * config.vocab * 4)
         self.features = self.device.allocate(MAX_FEATURES * MAX_NODES * config.hidden * 4)
         self.hidden = self.device.allocate(MAX_NODES * config.hidden * 4)
         self.ring = Pinned(self.device, np.int32, 1 + max(BURST, MAX_NODES))
         marks = int(str(self.options.get("PROFILE", 0)))  # a profiling build keeps that many clocks an SM
         self.profile = self.device.zeros(layout.sms * marks * 8)
-        self._top = Top(self.device, top_image.result(), self.logits)
+        self.top = Top(self.device, top_image.result(), self.logits)
         sampler = DeviceSampler(self.device, layout.sms, self.context, layout.samples)
         self._decoder = Decoder(self.device, sampler, self.ring, self.logits, config.vocab)
         self._prepare_prompts(RowTiles(layout))
@@ -194,7 +208,14 @@ class CudaBackend(Backend):
         }
 
     def memory(self, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
-        return memory_parts(self.layout, context, sequences, snapshots, self.architecture)
+        parts = memory_parts(self.layout, context, sequences, snapshots, self.architecture)
+        return parts + self._drafts_memory(context, sequences)
+
+    def _drafts_memory(self, context: int, sequences: int) -> list[MemoryPart]:
+        """Of the draft that was last made."""
+        if self._draft is None or self._lent is None:
+            return []
+        return draft_parts(self._draft, context, sequences, self._lent.copied_bytes)
 
     def free_memory(self) -> int:
         return self.device.free_memory()
@@ -244,6 +265,20 @@ class CudaBackend(Backend):
 
     def _output(self, sizes: list[int], want: Want) -> Output:
         """Of trees of these sizes that were launched just now, one after another."""
+        nodes, vocab, output = sum(sizes), self.config.vocab, self.rows_of(sizes, want)
+        if want.tokens == "top" and 1 <= (count := min(want.top, vocab)) <= MAX_TOP:
+            best = self.top.of(nodes, count)
+            return replace(best, features=output.features, hidden=output.hidden)
+        if want.tokens == "top":
+            best = output_from_logits(self.logits.read(np.float32, (nodes, vocab)), want)
+            return replace(best, features=output.features, hidden=output.hidden)
+        if want.tokens != "none":
+            self.device.synchronize()
+            output.argmax = self.ring.array[1 : 1 + nodes].copy()
+        return output
+
+    def rows_of(self, sizes: list[int], want: Want) -> Output:
+        """What stays on the device of trees of these sizes that were launched just now, one after another."""
         nodes, vocab, hidden, layers = sum(sizes), self.config.vocab, self.config.hidden, len(want.features)
         launches = self._launches
 
@@ -251,13 +286,6 @@ class CudaBackend(Backend):
             return CudaRows(buffer, offsets, width, lambda: self._launches == launches)
 
         output = Output()
-        if want.tokens == "top" and 1 <= (count := min(want.top, vocab)) <= MAX_TOP:
-            output = self._top.of(nodes, count)
-        elif want.tokens == "top":
-            output = output_from_logits(self.logits.read(np.float32, (nodes, vocab)), want)
-        elif want.tokens != "none":
-            self.device.synchronize()
-            output.argmax = self.ring.array[1 : 1 + nodes].copy()
         if want.tokens == "logits":
             output.logits = rows(self.logits, np.arange(nodes)[:, None] * vocab, vocab)
         if want.features:  # of each tree [layers][nodes][hidden]
@@ -268,13 +296,24 @@ class CudaBackend(Backend):
             output.hidden = rows(self.hidden, np.arange(nodes)[:, None] * hidden, hidden)
         return output
 
+    def decoded_rows(self, count: int, features: tuple[int, ...]) -> Output:
+        """Features of the first tokens of a launch that decoded: [layers][MAX_STEPS][hidden]."""
+        launches, hidden = self._launches, self.config.hidden
+        places = np.arange(len(features)) * MAX_STEPS + np.arange(count)[:, None]
+        return Output(features=CudaRows(self.features, places * hidden, hidden, lambda: self._launches == launches))
+
     def tokens_of(self, rows: int, want: Want, offset: int = 0) -> Output:
         """What is wanted of some rows of logits on the device, `offset` floats from their beginning on."""
         if want.tokens == "argmax":
-            return Output(argmax=self._top.of(rows, 1, offset).argmax)
+            return Output(argmax=self.top.of(rows, 1, offset).argmax)
         if want.tokens == "top" and 1 <= (count := min(want.top, self.config.vocab)) <= MAX_TOP:
-            return self._top.of(rows, count, offset)
+            return self.top.of(rows, count, offset)
         return output_from_logits(self.logits.read(np.float32, (rows, self.config.vocab), 4 * offset), want)
+
+    @property
+    def launches(self) -> int:
+        """How often outputs were overwritten."""
+        return self._launches
 
     def overwrite_outputs(self) -> Callable[[], bool]:
         """Before a launch that writes logits and the like. Tells later whether they are still those of this launch."""
@@ -292,7 +331,7 @@ class CudaBackend(Backend):
         logits = drafted(state, tree).output.logits
         assert isinstance(logits, CudaRows)
         assert logits.buffer is self.logits
-        best = self._top.of(len(tree), count, int(logits.offsets[0, 0]))
+        best = self.top.of(len(tree), count, int(logits.offsets[0, 0]))
         assert best.top_ids is not None
         assert best.top_logits is not None
         assert best.logsumexp is not None
@@ -307,21 +346,46 @@ class CudaBackend(Backend):
 
         return walk(tree, choose_at, history, state.length)
 
+    def verifies_unseen(self, sampling: Sampling | None, stop: frozenset[int]) -> bool:
+        if len(stop) > MAX_STOPS:
+            return False
+        return sampling is None or sampling.greedy or self.best_needed(sampling) is not None
+
+    def best_needed(self, sampling: Sampling) -> int | None:
+        """How many of a node's best logits the device draws from; None where the host has to."""
+        if sampling.penalised or sampling.logit_bias:
+            return None
+        count = candidates_needed(sampling, (), 0)
+        return None if count is None or count > min(MAX_TOP, self.config.vocab) else count
+
     def commit(self, state: State, path: Sequence[int]) -> None:
         assert isinstance(state, CudaState)
+        run = state.drafted
         nodes = take_drafted(state, path)
-        argument = Path(len(nodes), state.length, (ctypes.c_int * MAX_NODES)(*nodes))
+        if not (isinstance(run, WalkedOnDevice) and run.path == nodes):  # else it was queued with the walk
+            self.queue_commit(state, Commit(path=Path(len(nodes), (ctypes.c_int * MAX_NODES)(*nodes))))
+        state.take_new()
+        state.length += len(nodes)
+
+    def queue_commit(self, state: CudaState, commit: Commit) -> None:
+        """Queue writing what a path makes of the state; it is the state's once that takes it."""
+        commit.delta, commit.history = state.kept_delta.pointer, state.kept_history.pointer
+        commit.length = state.length
+        self._launch_commit(state, commit)
+
+    def _launch_commit(self, state: CudaState, commit: Commit) -> None:
         blocks = self.layout.delta_layers * self.layout.blocks
         blocks += self.layout.attention_layers * self.config.kv_heads
-        self._commit.launch(blocks, COLUMNS * 32, state.params, argument)
-        state.length += len(nodes)
+        self._commit.launch(blocks, COLUMNS * 32, state.params, commit)
 
     def block_draft(
         self, config: DFlashConfig, tensors: Mapping[str, Tensor], capacity: Sequence[int]
     ) -> BlockDraft | None:
         if self.architecture != "sm_90a" or not draft_fits(config, self.config.vocab):
             return None
-        return CudaDraft(self, config, tensors, capacity, self.lend)
+        made = CudaDraft(self, config, tensors, capacity, self.lend)
+        self._draft = made.layout
+        return made
 
     def embed(self, tokens: Sequence[int]) -> np.ndarray:
         if self.architecture != "sm_90a":
@@ -376,13 +440,14 @@ class CudaBackend(Backend):
         stop: frozenset[int] = frozenset(),
         sampling: Sampling | None = None,
         history: Sequence[int] = (),
+        listener: Listener | None = None,
     ) -> Generator[int]:
         assert isinstance(state, CudaState)
         check_tokens(self.config, np.array([token]))
         if self._decoder.takes(stop, sampling, history):
-            yield from self._decoder.run(self, state, token, count, stop, sampling, history)
+            yield from self._decoder.run(self, state, token, count, stop, sampling, history, listener)
         else:
-            yield from super().decode(state, token, count, stop, sampling, history)
+            yield from super().decode(state, token, count, stop, sampling, history, listener)
 
     def snapshot(self, state: State) -> Snapshot:
         assert isinstance(state, CudaState)
@@ -481,7 +546,7 @@ class CudaBackend(Backend):
     def launch(
         self,
         state: CudaState,
-        tree: Tree,
+        tree: Tree | TreeOnDevice,
         want: Want,
         steps: int = 0,
         stop: Sequence[int] = (),
@@ -525,10 +590,13 @@ def at_row(params: ParamsOf, row: int, config: Config, want: Want) -> ParamsOf:
     return moved
 
 
-def fill_request(request: Any, tree: Tree, stop: Sequence[int], want: Want) -> None:
+def fill_request(request: Any, tree: Tree | TreeOnDevice, stop: Sequence[int], want: Want) -> None:
     """The arrays of a request of either forward pass."""
-    request.tokens[: len(tree)] = tree.tokens.tolist()
-    request.parents[: len(tree)] = tree.parents.tolist()
+    if isinstance(tree, TreeOnDevice):
+        request.made = tree.pointer
+    else:
+        request.tokens[: len(tree)] = tree.tokens.tolist()
+        request.parents[: len(tree)] = tree.parents.tolist()
     request.stop_ids[: len(stop)] = list(stop)
     request.feature_layers[: len(want.features)] = list(want.features)
 

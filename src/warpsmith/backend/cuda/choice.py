@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from warpsmith.backend.base import MemoryPart
 from warpsmith.backend.cuda.build.profiles import Profile
+from warpsmith.backend.cuda.draft.plan import planned_draft
 from warpsmith.backend.cuda.large.layout import LargeLayout, takes
 from warpsmith.backend.cuda.large.plan import large_parts
 from warpsmith.backend.cuda.memory.layout import Layout
 from warpsmith.backend.cuda.memory.plan import memory_parts
 from warpsmith.backend.cuda.schedule import busy_sms
 from warpsmith.backend.cuda.shape import LARGEST_HIDDEN
+from warpsmith.checkpoint.dflash import DFlashConfig
 from warpsmith.model.config import Config
 
 K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
@@ -26,13 +29,31 @@ def activations_first(config: Config, stored: Mapping[str, str]) -> bool:
     return (wide or quantised) and takes(config)
 
 
+@dataclass(frozen=True)
+class PlannedDraft:
+    """A draft beside the model: its shape, the types of its tensors, and of how many tokens each layer keeps rows."""
+
+    config: DFlashConfig
+    stored: Mapping[str, str]
+    capacity: Sequence[int]
+
+
 def planned(
-    config: Config, stored: Mapping[str, str], chip: Profile, context: int, cache_types: tuple[str, str]
+    config: Config,
+    stored: Mapping[str, str],
+    chip: Profile,
+    context: int,
+    cache_types: tuple[str, str],
+    draft: PlannedDraft | None = None,
 ) -> list[MemoryPart]:
-    """What a model with tensors of these types takes on a chip."""
+    """What a model with tensors of these types takes on a chip, and its draft with it."""
     architecture = "sm_90a" if chip.capability == (9, 0) else ""
-    if activations_first(config, stored):
-        layout_large = LargeLayout(config, chip.sms, stored, cache_types)
-        return large_parts(layout_large, context, architecture=architecture)
-    layout = Layout(config, min(chip.sms, busy_sms(config)), stored)
-    return memory_parts(layout, context, architecture=architecture)
+    large = LargeLayout(config, chip.sms, stored, cache_types) if activations_first(config, stored) else None
+    if large is not None:
+        parts = large_parts(large, context, architecture=architecture)
+    else:
+        layout = Layout(config, min(chip.sms, busy_sms(config)), stored)
+        parts = memory_parts(layout, context, architecture=architecture)
+    if draft is not None:
+        parts += planned_draft(large, config, stored, chip.sms, draft.config, draft.stored, draft.capacity, context)
+    return parts

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from warpsmith.backend.base import ARGMAX, LOGITS, check_room
+from warpsmith.backend.base import ARGMAX, LOGITS, Listener, check_room
 from warpsmith.backend.cuda.memory.driver import Buffer, Device, Pinned
 from warpsmith.backend.cuda.sampler import UNDECIDED, DeviceSampler
 from warpsmith.backend.cuda.shape import MAX_STEPS, MAX_STOPS
@@ -58,8 +59,10 @@ class Decoder:
         stop: frozenset[int],
         sampling: Sampling | None,
         history: Sequence[int],
+        listener: Listener | None = None,
     ) -> Generator[int]:
         """`Backend.decode`."""
+        features = () if listener is None else listener.features
         sampling, text = None if sampling is None or sampling.greedy else sampling, list(history)
         state.drafted = None
         while count > 0:
@@ -68,7 +71,7 @@ class Decoder:
             for running, kept in _recurrent(state):
                 kept.copy_from(running)
             tokens: list[int] = []
-            burst = self._start(backend, state, token, steps, stop, sampling, text)
+            burst = self._start(backend, state, token, steps, stop, sampling, text, features)
             try:
                 for following in self._follow(backend, burst, state, sampling, text):
                     tokens.append(following)
@@ -79,9 +82,12 @@ class Decoder:
                     for running, kept in _recurrent(state):
                         running.copy_from(kept)
                     if tokens:
-                        self._start(backend, state, token, len(tokens), frozenset(), sampling, text)
+                        burst = self._start(backend, state, token, len(tokens), frozenset(), sampling, text, features)
                         self._device.synchronize()
                 state.length += len(tokens)
+                if listener is not None and tokens and self._burst is burst:  # else another launch took their place
+                    rows = backend.decoded_rows(len(tokens), features)
+                    listener.heard(state.length - len(tokens), rows)
             if tokens[-1] in stop:
                 return
             token = tokens[-1]
@@ -106,6 +112,7 @@ class Decoder:
         stop: frozenset[int],
         sampling: Sampling | None,
         text: list[int],
+        features: tuple[int, ...],
     ) -> _Burst:
         """Queue a launch."""
         draw, want = None, ARGMAX
@@ -114,6 +121,7 @@ class Decoder:
             draw = self._sampler.request(sampling, text, steps)
             want = LOGITS if sampling.temperature > 0 else ARGMAX  # kept for tokens that it leaves to us
         self._ring.array[0] = 0
+        want = replace(want, features=features)
         backend.launch(state, Tree.chain([token]), want, steps=steps, stop=sorted(stop), draw=draw)
         self._burst = _Burst(self._ring.array)
         return self._burst

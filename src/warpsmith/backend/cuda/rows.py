@@ -32,6 +32,11 @@ class CudaRows(Rows):
             raise BadRequest("These rows are gone: the device has computed others since.", "Take keep() in time.")
         return self._buffer
 
+    def begins(self, others: CudaRows) -> bool:
+        """Whether they are the first of some others."""
+        same = self._buffer is others._buffer and len(self) <= len(others)
+        return same and np.array_equal(self.offsets, others.offsets[: len(self)])
+
     def numpy(self) -> np.ndarray:
         """One copy, of everything between the first piece and the last."""
         if not len(self):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from warpsmith.backend.tree import MAX_NODES
+
 # of shape.cuh and shared.cuh
 WARPS, CHUNK_K = 8, 256
 WIDE, NARROW = 16, 8  # rows of a row tile
@@ -9,6 +11,8 @@ LARGEST_HIDDEN = 16 * CHUNK_K  # MAX_CHUNKS: a row tile must fit in the register
 COLUMNS, HISTORY, STATE_DIM, HEAD_DIM = 16, 4, 128, 256
 # of params.cuh
 MAX_STOPS, MAX_FEATURES = 16, 8
+# rows of logits: of a tree, then of a draft's block
+LOGIT_ROWS = MAX_NODES + 16
 # of candidates.cuh and sample.cuh
 MAX_STEPS, CANDIDATES, ROUNDS, MAX_OWN_LOGITS = 64, 768, 8, 4096
 # of stream.cu

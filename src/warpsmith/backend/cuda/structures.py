@@ -25,6 +25,7 @@ class Request(ctypes.Structure):
         ("parents", ctypes.c_int * MAX_NODES),
         ("stop_ids", ctypes.c_int * MAX_STOPS),
         ("feature_layers", ctypes.c_int * MAX_FEATURES),
+        ("made", ctypes.c_void_p),
     ]
 
 
@@ -80,10 +81,26 @@ class Params(ctypes.Structure):
     ]
 
 
-class Path(ctypes.Structure):
-    """`Path` of commit.cu."""
+class MadeTree(ctypes.Structure):
+    """`MadeTree` of made_tree.cuh."""
 
-    _fields_ = [("count", ctypes.c_int), ("length", ctypes.c_int), ("node", ctypes.c_int * MAX_NODES)]
+    _fields_ = [("nodes", ctypes.c_int), ("tokens", ctypes.c_int * MAX_NODES), ("parents", ctypes.c_int * MAX_NODES)]
+
+
+class Path(ctypes.Structure):
+    """`Path` of common/commit.cuh."""
+
+    _fields_ = [("count", ctypes.c_int), ("node", ctypes.c_int * MAX_NODES), ("last", ctypes.c_int)]
+
+
+class Commit(ctypes.Structure):
+    """`Commit` of common/commit.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("delta", "history", "made")),
+        ("length", ctypes.c_int),
+        ("path", Path),
+    ]
 
 
 class TopRequest(ctypes.Structure):

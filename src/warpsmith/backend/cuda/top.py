@@ -33,8 +33,20 @@ class Top:
         self._keys, self._sums, self._out = (device.allocate(sizes[name]) for name in ("keys", "sums", "out"))
         self._arrived = device.zeros(sizes["arrived"])
 
+    @property
+    def rows(self) -> int:
+        """Where it leaves what it finds: of each node [2 * count + 1] ids, logits, log-sum-exp."""
+        return self._out.pointer
+
     def of(self, nodes: int, count: int, offset: int = 0) -> Output:
         """From the logits of the forward pass that was queued before, `offset` floats from their beginning on."""
+        self.queue(nodes, count, offset)
+        rows = self._out.read(np.int32, (nodes, 2 * count + 1))
+        ids = np.ascontiguousarray(rows[:, :count])
+        values = np.ascontiguousarray(rows[:, count:]).view(np.float32)
+        return Output(argmax=ids[:, 0].copy(), top_ids=ids, top_logits=values[:, :count], logsumexp=values[:, count])
+
+    def queue(self, nodes: int, count: int, offset: int = 0) -> None:
         assert 1 <= nodes <= MAX_NODES
         assert 1 <= count <= MAX_TOP
         request = TopRequest(
@@ -46,7 +58,3 @@ class Top:
             count=count,
         )
         self.kernel.launch(nodes * SLICES, SLICE_THREADS, request)
-        rows = self._out.read(np.int32, (nodes, 2 * count + 1))
-        ids = np.ascontiguousarray(rows[:, :count])
-        values = np.ascontiguousarray(rows[:, count:]).view(np.float32)
-        return Output(argmax=ids[:, 0].copy(), top_ids=ids, top_logits=values[:, :count], logsumexp=values[:, count])

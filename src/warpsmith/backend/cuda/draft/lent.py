@@ -10,10 +10,10 @@ import numpy as np
 
 from warpsmith.backend.base import Output, Want, join_outputs
 from warpsmith.backend.cuda.build.compiler import build
-from warpsmith.backend.cuda.draft.formats import handed_over
-from warpsmith.backend.cuda.draft.layout import COLUMNS, HeadStream
+from warpsmith.backend.cuda.draft.layout import COLUMNS
+from warpsmith.backend.cuda.draft.plan import embedding_type, head_stream
 from warpsmith.backend.cuda.draft.structures import DraftParams, DraftRequest, Gather
-from warpsmith.backend.cuda.large.formats import EMBEDDINGS, ROUNDED, SLABS
+from warpsmith.backend.cuda.large.formats import EMBEDDINGS, SLABS
 from warpsmith.backend.cuda.large.layout import GROUP_BLOCKS, ROWS, Deal, kernel_tables
 from warpsmith.backend.cuda.large.loading import held_as, load_slabs, load_table
 from warpsmith.backend.cuda.memory.driver import Buffer
@@ -39,6 +39,11 @@ class Lent:
     start: np.ndarray  # [sms] where each SM's share of the head begins
     embedding: Buffer
     embedding_type: str
+    copied: bool = False  # for drafts alone
+
+    @property
+    def copied_bytes(self) -> int:
+        return self.stream.nbytes + self.embedding.nbytes if self.copied else 0
 
 
 def lendable(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -49,18 +54,13 @@ def lendable(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 def lend_copies(backend: CudaBackend, tensors: Mapping[str, Tensor]) -> Lent:
     """Of a target whose own pass has them in other layouts: copies of its LM head, in 8 bits, and of its embeddings."""
-    c, device = backend.config, backend.device
-    name = EMBEDDING if c.tied else "output.weight"
-    stored = {name: handed_over(tensors[name].type.name)}
-    head = HeadStream(name.removesuffix(".weight"), c.vocab, c.hidden, backend.chip.sms, stored)
-    kind = tensors[EMBEDDING].type.name
-    kind = kind if kind in EMBEDDINGS else ROUNDED
+    device, stored = backend.device, {name: tensor.type.name for name, tensor in tensors.items()}
+    head, kind = head_stream(backend.config, stored, backend.chip.sms), embedding_type(stored)
     pack = device.load(build("large/pack.cu", backend.architecture, {})).kernel("pack")
     rows = StagedRows(device, 0, None)
     stream = load_slabs(device, pack, head, tensors, rows)
-    return Lent(
-        stream, head.deals[0], head.stream_start, load_table(device, tensors[EMBEDDING], held_as(kind), rows), kind
-    )
+    table = load_table(device, tensors[EMBEDDING], held_as(kind), rows)
+    return Lent(stream, head.deals[0], head.stream_start, table, kind, copied=True)
 
 
 class HeadProgram:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from warpsmith.backend.base import BlockDraft, BlockMemory, Output, Want
+from warpsmith.backend.base import BlockDraft, BlockMemory, GrowingTree, Output, Want
 from warpsmith.backend.cuda.build.compiler import build
 from warpsmith.backend.cuda.draft.formats import HELD, handed_over
 from warpsmith.backend.cuda.draft.layout import COLUMNS, DIM, DraftLayout, DraftStream
 from warpsmith.backend.cuda.draft.lent import THREADS, Lent
+from warpsmith.backend.cuda.draft.step import Ahead, CudaGrowingTree, StepProgram, growth
 from warpsmith.backend.cuda.draft.structures import DraftParams, DraftRequest, Gather
 from warpsmith.backend.cuda.large.formats import EMBEDDINGS
 from warpsmith.backend.cuda.large.loading import copies_of, load_slabs
@@ -22,6 +23,7 @@ from warpsmith.backend.cuda.memory.layout import turns
 from warpsmith.backend.cuda.rows import CudaRows
 from warpsmith.backend.cuda.weights.loading import STAGING_BYTES, StagedRows, held_bytes
 from warpsmith.backend.rows import Rows
+from warpsmith.backend.tree import MAX_NODES
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.checkpoint.dflash import DFlashConfig
 from warpsmith.errors import DoesNotFit
@@ -42,6 +44,7 @@ class CudaMemory(BlockMemory):
         self.appended = 0  # rows that went into the rings so far
         self.waiting = 0
         self.position = 0  # of the first that waits
+        self.ahead: Ahead | None = None
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,14 @@ class CudaDraft(BlockDraft):
         self._tables = [device.upload(table) for table in layout.tables]
         self._scratch = {name: device.zeros(size) for name, size in layout.scratch_bytes().items()}
         self._from_host: Buffer | None = None
+        self._step: StepProgram | None = None  # once trees grow on the device
         windows = [window or 0 for window in config.windows]
         self._request = DraftRequest(window=tuple(windows), causal=tuple(map(int, config.causal)))
+
+    @property
+    def _logits_at(self) -> int:
+        """Where its logits begin among the backend's, behind a tree's; nobody asks about the root."""
+        return (MAX_NODES + 1) * self.layout.vocab
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -112,13 +121,14 @@ class CudaDraft(BlockDraft):
             runs=runs + 2 * self.layout.sms * 48, tiles=tiles, embedding=self._lent.embedding.pointer,
             vectors=self._vectors.pointer, rope=self._rope.pointer, capacity=self.layout.capacity,
             head_stream=self._lent.stream.pointer, head_start=self._head_start.pointer,
-            out_logits=self.backend.logits.pointer, out_hidden=self.backend.hidden.pointer,
-            profile=self.backend.profile.pointer, **pointers,
+            out_logits=self.backend.logits.pointer + 4 * MAX_NODES * self.layout.vocab,
+            out_hidden=self.backend.hidden.pointer, profile=self.backend.profile.pointer, **pointers,
         )  # fmt: skip
 
     def forget(self, memory: BlockMemory) -> None:
         assert isinstance(memory, CudaMemory)
         memory.appended = memory.waiting = 0
+        memory.ahead = None
 
     def snapshot(self, memory: BlockMemory) -> Saved:
         assert isinstance(memory, CudaMemory)
@@ -142,11 +152,18 @@ class CudaDraft(BlockDraft):
             elif used:
                 memory.buffers[name].copy_starts(source, pieces, used * DIM * 2)
         memory.appended, memory.waiting, memory.position = saved.appended, saved.waiting, saved.position
+        memory.ahead = None
 
     # -- the contract ---------------------------------------------------------------------------------------------
 
     def append(self, memory: BlockMemory, features: Rows, position: int) -> None:
         assert isinstance(memory, CudaMemory)
+        ahead, memory.ahead = memory.ahead, None
+        if ahead is not None and isinstance(features, CudaRows) and features.begins(ahead.rows):
+            memory.appended += len(features)  # the others are written over
+            if len(features) == len(ahead.rows):
+                memory.ahead = replace(ahead, appended=True)
+            return
         if not isinstance(features, CudaRows):
             for first in range(0, len(features), ABREAST):
                 self._append(memory, self._brought(features[first : first + ABREAST]), position + first)
@@ -160,11 +177,48 @@ class CudaDraft(BlockDraft):
         self.launch(memory, self.request(root, position, want))
         output = Output()
         if want.tokens != "none":
-            output = backend.tokens_of(rows, want, offset=self.layout.vocab)  # nobody asks about the root
+            output = backend.tokens_of(rows, want, offset=self._logits_at)
         if want.hidden:
             width = self.config.hidden
             output.hidden = CudaRows(backend.hidden, np.arange(rows + 1)[:, None] * width, width, valid)
         return output
+
+    def grow(
+        self, memory: BlockMemory, root: int, position: int, rows: int, width: int, nodes: int, verified: int,
+        least: Sequence[float],
+    ) -> GrowingTree | None:  # fmt: skip
+        assert isinstance(memory, CudaMemory)
+        grow = growth(root, rows, width, nodes, verified, least)
+        if grow is None:
+            return None
+        if self._step is None:
+            self._step = StepProgram(self.backend)
+        ahead, memory.ahead = memory.ahead, None
+        if ahead is None or not self._holds(ahead, root, position, width):
+            self.backend.overwrite_outputs()
+            self.launch(memory, self.request(root, position, Want(tokens="top")))
+            self.backend.top.queue(rows, width, offset=self._logits_at)
+        return CudaGrowingTree(self, memory, self._step, grow)
+
+    def _holds(self, ahead: Ahead, root: int, position: int, width: int) -> bool:
+        """Whether what was queued ahead is what is asked for, and still there."""
+        same = (ahead.root, ahead.position, ahead.width) == (root, position, width)
+        return same and ahead.appended and ahead.launches == self.backend.launches
+
+    def queue_ahead(self, memory: CudaMemory, length: int, want: Want, program: StepProgram, width: int) -> bool:
+        """Behind a walk whose path begins at `length`, queue projecting its rows and the next block. False where the
+        host has to do that when it knows the path."""
+        if want.features != self.config.target_layers or memory.waiting or self.layout.capacity < COLUMNS:
+            return False
+        path, tree, features = program.path.pointer, program.tree.pointer, self.backend.features.pointer
+        gather = Gather(waiting=memory.buffers["waiting"].pointer, source=features, path=path, tree=tree)
+        self._gather.launch(COLUMNS * len(want.features), 128, gather)
+        request = self.request(0, 0, Want(tokens="top"))
+        request.path, request.first_position, request.appended = path, length, memory.appended
+        self._launch(memory, request)
+        request.path = None
+        self.backend.top.queue(self.config.block - 1, width, offset=self._logits_at)
+        return True
 
     # -- launching ------------------------------------------------------------------------------------------------
 
@@ -210,11 +264,14 @@ class CudaDraft(BlockDraft):
     def launch(self, memory: CudaMemory, request: DraftRequest) -> None:
         """Queue what waits, and what is requested."""
         request.rows, request.first_position, request.appended = memory.waiting, memory.position, memory.appended
+        self._launch(memory, request)
+        memory.appended += memory.waiting
+        memory.waiting = 0
+
+    def _launch(self, memory: CudaMemory, request: DraftRequest) -> None:
         counter = self._scratch["counter"]
         counter.fill_starts(0, 1, counter.nbytes // 4)
         self._kernel.launch(self.layout.sms, THREADS, memory.params, request, cooperative=True)
-        memory.appended += memory.waiting
-        memory.waiting = 0
 
 
 def check_room(device: Device, needed: int, config: DFlashConfig) -> None:

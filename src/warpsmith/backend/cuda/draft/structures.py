@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 
 from warpsmith.backend.cuda.draft.layout import COLUMNS, MAX_LAYERS
-from warpsmith.backend.cuda.shape import MAX_FEATURES
+from warpsmith.backend.cuda.shape import MAX_FEATURES, MAX_STOPS
+from warpsmith.backend.tree import MAX_NODES
 
 
 class DraftParams(ctypes.Structure):
@@ -31,6 +32,7 @@ class DraftRequest(ctypes.Structure):
         ("tokens", ctypes.c_int * COLUMNS),
         ("window", ctypes.c_int * MAX_LAYERS),
         ("causal", ctypes.c_int * MAX_LAYERS),
+        ("path", ctypes.c_void_p),
     ]  # fmt: skip
 
 
@@ -48,5 +50,39 @@ class Gather(ctypes.Structure):
         ("source", ctypes.c_void_p),
         ("first", ctypes.c_int),
         ("pad", ctypes.c_int),
+        ("path", ctypes.c_void_p),
+        ("tree", ctypes.c_void_p),
         ("offsets", ctypes.c_longlong * (COLUMNS * MAX_FEATURES)),
+    ]
+
+
+class Report(ctypes.Structure):
+    """`Report` of kernels/draft/report.cuh."""
+
+    _fields_ = [
+        ("serial", ctypes.c_uint32),
+        *((name, ctypes.c_int) for name in ("grown", "verified", "decided")),
+        *((name, ctypes.c_int * MAX_NODES) for name in ("token", "path", "tree_tokens", "tree_parents")),
+        ("scores", ctypes.c_double * MAX_NODES),
+        *((name, ctypes.c_uint64) for name in ("began", "grew", "ran", "walked")),
+    ]
+
+
+class Grow(ctypes.Structure):
+    """`Grow` of kernels/draft/tree.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("tops", "tree", "report")),
+        *((name, ctypes.c_int) for name in ("root", "depth", "width", "nodes", "verified")),
+        ("least", ctypes.c_double * MAX_NODES),
+    ]
+
+
+class Walk(ctypes.Structure):
+    """`Walk` of kernels/sample/walk.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("tree", "chosen", "tops", "path", "report")),
+        *((name, ctypes.c_int) for name in ("count", "length", "serial", "stops")),
+        ("stop_ids", ctypes.c_int * MAX_STOPS),
     ]

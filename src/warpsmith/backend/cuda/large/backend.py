@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 import numpy as np
 
-from warpsmith.backend.base import MemoryPart, State, Want, take_drafted
+from warpsmith.backend.base import MemoryPart, State, Want
 from warpsmith.backend.cuda.backend import CudaBackend, CudaState, at_row, fill_request
 from warpsmith.backend.cuda.build.compiler import build, target
 from warpsmith.backend.cuda.build.profiles import Profile
@@ -25,9 +24,10 @@ from warpsmith.backend.cuda.memory.layout import rope_table
 from warpsmith.backend.cuda.memory.plan import refuse_what_does_not_fit
 from warpsmith.backend.cuda.prefill import SlabStream
 from warpsmith.backend.cuda.sampler import DeviceSampler
-from warpsmith.backend.cuda.shape import MAX_FEATURES
-from warpsmith.backend.cuda.structures import Draw, Path
+from warpsmith.backend.cuda.shape import LOGIT_ROWS, MAX_FEATURES
+from warpsmith.backend.cuda.structures import Commit, Draw
 from warpsmith.backend.cuda.top import Top
+from warpsmith.backend.cuda.tree import TreeOnDevice
 from warpsmith.backend.cuda.weights.loading import Progress
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.checkpoint.canonical import Tensor
@@ -84,13 +84,13 @@ class LargeBackend(CudaBackend):
         self.tables = [device.upload(table) for table in layout.tables]
         self.recurrent = device.upload(np.array(config.recurrent, np.uint8))
         self.scratch = {name: device.zeros(size) for name, size in layout.scratch_bytes(self.largest_tree).items()}
-        self.logits = device.allocate(MAX_NODES * config.vocab * 4)
+        self.logits = device.allocate(LOGIT_ROWS * config.vocab * 4)
         self.features = device.allocate(MAX_FEATURES * MAX_NODES * config.hidden * 4)
         self.hidden = device.allocate(MAX_NODES * config.hidden * 4)
         self.ring = Pinned(device, np.int32, 1 + max(BURST, MAX_NODES))
         marks = int(str(self.options.get("PROFILE", 0)))  # a profiling build keeps that many clocks an SM
         self.profile = device.zeros(layout.sms * marks * 8)
-        self._top = Top(device, top_image.result(), self.logits)
+        self.top = Top(device, top_image.result(), self.logits)
         sampler = DeviceSampler(device, layout.sms, self.context, layout.samples)
         self._decoder = Decoder(device, sampler, self.ring, self.logits, config.vocab)
         if prompts:
@@ -101,20 +101,19 @@ class LargeBackend(CudaBackend):
         self._lendable = lendable(config, tensors)
 
     def memory(self, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
-        return large_parts(self.large, context, sequences, snapshots, self.architecture)
+        parts = large_parts(self.large, context, sequences, snapshots, self.architecture)
+        return parts + self._drafts_memory(context, sequences)
 
-    def commit(self, state: State, path: Sequence[int]) -> None:
-        assert isinstance(state, CudaState)
-        nodes = take_drafted(state, path)
-        argument = Path(len(nodes), state.length, (ctypes.c_int * MAX_NODES)(*nodes))
+    def _launch_commit(self, state: CudaState, commit: Commit) -> None:
         blocks = self.large.delta_layers * (self.config.value_dim // 8) + self.large.caches
-        self._commit.launch(blocks, 256, state.params, argument)
-        state.length += len(nodes)
+        self._commit.launch(blocks, 256, state.params, commit)
 
     def lend(self) -> Lent:
-        layout = self.large
-        start = layout.stage_start[-1]
-        return Lent(self.stream, layout.deals[-1], start, self.embedding, layout.embedding_type)
+        if self._lent is None:
+            layout = self.large
+            start = layout.stage_start[-1]
+            self._lent = Lent(self.stream, layout.deals[-1], start, self.embedding, layout.embedding_type)
+        return self._lent
 
     def trace(self, state: State, tree: Tree, stop_after: str) -> dict[str, np.ndarray]:
         raise BadRequest(
@@ -161,7 +160,7 @@ class LargeBackend(CudaBackend):
     def launch(
         self,
         state: CudaState,
-        tree: Tree,
+        tree: Tree | TreeOnDevice,
         want: Want,
         steps: int = 0,
         stop: Sequence[int] = (),

@@ -8,7 +8,7 @@ from warpsmith.backend.cuda.memory.layout import rope_bytes
 from warpsmith.backend.cuda.memory.plan import DRIVER_BYTES, pending_bytes
 from warpsmith.backend.cuda.prefill import SlabStream, buffer_bytes
 from warpsmith.backend.cuda.sampler import sampler_bytes
-from warpsmith.backend.cuda.shape import MAX_FEATURES
+from warpsmith.backend.cuda.shape import LOGIT_ROWS, MAX_FEATURES
 from warpsmith.backend.cuda.top import top_bytes
 from warpsmith.backend.cuda.weights.loading import STAGING_BYTES
 from warpsmith.backend.tree import MAX_NODES
@@ -29,7 +29,7 @@ def large_parts(
     """The weights, as many sequences of `context` tokens, bytes of snapshots, and everything a forward pass writes."""
     c = layout.config
     states = 2 * (layout.delta_bytes + layout.history_bytes)  # and the copy that decoding can go back to
-    outputs = MAX_NODES * 4 * (c.vocab + c.hidden * (1 + MAX_FEATURES)) + sum(top_bytes().values())
+    outputs = 4 * (LOGIT_ROWS * c.vocab + MAX_NODES * c.hidden * (1 + MAX_FEATURES)) + sum(top_bytes().values())
     outputs += sum(sampler_bytes(layout.sms, context).values())
     scratch = sum(layout.scratch_bytes(LARGEST_TREE).values())
     tables = rope_bytes(c, context) + layout.table_bytes + STAGING_BYTES

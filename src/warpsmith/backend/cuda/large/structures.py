@@ -18,6 +18,7 @@ class LargeRequest(ctypes.Structure):
         ("parents", ctypes.c_int * MAX_NODES),
         ("stop_ids", ctypes.c_int * MAX_STOPS),
         ("feature_layers", ctypes.c_int * MAX_FEATURES),
+        ("made", ctypes.c_void_p),
     ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from warpsmith.backend.cuda.memory.layout import Layout, rope_bytes
 from warpsmith.backend.cuda.prefill.plan import buffer_bytes
 from warpsmith.backend.cuda.prefill.streams import RowTiles
 from warpsmith.backend.cuda.sampler import sampler_bytes
-from warpsmith.backend.cuda.shape import MAX_FEATURES
+from warpsmith.backend.cuda.shape import LOGIT_ROWS, MAX_FEATURES
 from warpsmith.backend.cuda.top import top_bytes
 from warpsmith.backend.cuda.weights.loading import STAGING_BYTES
 from warpsmith.backend.tree import MAX_NODES
@@ -37,7 +37,7 @@ def memory_parts(
     c = layout.config
     states = 2 * (layout.delta_bytes + layout.history_bytes)  # and the copy that decoding can go back to
     exchanges = layout.exchange.bytes + layout.parts_bytes + layout.pending_bytes()["branch_state"]
-    outputs = MAX_NODES * 4 * (c.vocab + c.hidden * (1 + MAX_FEATURES))
+    outputs = 4 * (LOGIT_ROWS * c.vocab + MAX_NODES * c.hidden * (1 + MAX_FEATURES))
     outputs += sum(sampler_bytes(layout.sms, context).values()) + sum(top_bytes().values())
     tables = rope_bytes(c, context) + STAGING_BYTES
     return [

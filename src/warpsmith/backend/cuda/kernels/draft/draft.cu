@@ -106,14 +106,21 @@ __device__ __forceinline__ void draft_pass(Block& b, const Params& p, const Requ
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    draft(const __grid_constant__ Params params, const __grid_constant__ Request request) {
+    draft(const __grid_constant__ Params params, const __grid_constant__ Request asked) {
     extern __shared__ __align__(128) u8 memory[];
-    Block block(params, request, memory);
+    Request& request = ((Shared*)(memory + SHARED_AT))->request;
     if (threadIdx.x == 0) {
-        Barriers(block.base).init();
+        Barriers(shared_address(memory)).init();
         show_barriers();
+        request = asked;
+        if (asked.path) {
+            request.rows = asked.path->count;
+            request.position = asked.first_position + request.rows;
+            request.tokens[0] = max(asked.path->last, 0);  // where none was decided this block is of no use
+        }
     }
     __syncthreads();
+    Block block(params, request, memory);
     const int first = request.rows ? FC : 0, end = request.nodes ? HEAD : CONTEXT;
     constexpr int OTHERS_REGISTERS = 80, CONSUMER_REGISTERS = 208;
     if (block.warp < WARPS) {

@@ -6,6 +6,7 @@
 // (the chip). Heads have 128 dimensions. Stages count from the block's first: -2 is fc, -1 keys and values of the
 // context for all layers, then four a layer, then the target's head.
 #pragma once
+#include "common/commit.cuh"
 #include "large/slab.cuh"
 
 constexpr int NODES = 16, OCTETS = NODES / 8;  // rows of a launch
@@ -64,6 +65,17 @@ constexpr int STEP_BYTES = NODES * 32, BLOCK_BYTES = 17 * STEP_BYTES, OPERAND_BY
 constexpr int SCRATCH_BYTES = up(larger(OPERAND_BYTES, (int)sizeof(AttentionScratch)), 128);
 constexpr int SUM_BUFFERS = 2, SUM_BYTES = 2 * 4 * OCTETS * 512;  // of a tile of results: both groups of warps
 
+// What is asked of one launch.
+struct Request {
+    int nodes, position;       // of the block, 0 for none; where the root stands
+    int rows, first_position;  // to append, and where the first of them stands
+    int appended;              // before, since the beginning
+    int want_logits, want_hidden;
+    int tokens[NODES];
+    int window[MAX_LAYERS];  // how far a layer sees, 0: all the way
+    int causal[MAX_LAYERS];
+    const Path* path;  // whose nodes are the rows to append, and whose last token is the root; or null
+};
 struct Shared {
     alignas(16) float residual[NODES][OWN_PIECES * 8];
     float scale[NODES];    // of a row's sums
@@ -71,6 +83,7 @@ struct Shared {
     u32 exponent[WARPS][NODES];
     float squares[OWN_PIECES][NODES];
     int token[NODES];
+    Request request;
     u16 tiles[TABLE_ENTRIES];  // of the stage whose sums are at work
 };
 constexpr int RING_AT = SCRATCH_BYTES, SUMS_AFTER = SUM_BUFFERS * SUM_BYTES,
@@ -94,15 +107,6 @@ struct Run {
     int second, third;        // tiles of rows where the stage's second and third part begin
     u32 types;                // of the parts, a byte each
     int pad[3];
-};
-struct Request {
-    int nodes, position;       // of the block, 0 for none; where the root stands
-    int rows, first_position;  // to append, and where the first of them stands
-    int appended;              // before, since the beginning
-    int want_logits, want_hidden;
-    int tokens[NODES];
-    int window[MAX_LAYERS];  // how far a layer sees, 0: all the way
-    int causal[MAX_LAYERS];
 };
 struct Params {
     const u8* stream;

@@ -35,7 +35,7 @@ struct Block {
     __device__ Block(const Params& params, const Request& request, const Draw* how, Shared& shared, float* scratch_area,
                      const Ring& r0, const Barriers& barriers0)
         : p(params), r(request), draw(how), s(shared), scratch(scratch_area), ring(r0), barriers(barriers0),
-          length(request.length), nodes(NODES == 1 ? 1 : request.nodes) {}
+          length(request.length), nodes(NODES == 1 ? 1 : request.tree_nodes()) {}
 
     // Where things are in the copy of this use: what a node tile exchanges, from `at` on; a node's row; four of its
     // values, from k on; one of its sums of squares. And how far the other copy is.
@@ -54,6 +54,12 @@ struct Block {
         return node_tile(phase, node, at) + Activation::square(node, i);
     }
     __device__ int other(Phase phase) const { return phases & phase ? -COPY_WORDS : COPY_WORDS; }
+
+    // Which row of features the first node has of the i-th layer: of a tree [layers][nodes], of tokens that are decoded
+    // [layers][MAX_STEPS].
+    __device__ size_t feature_at(int i) const {
+        return decoding() ? (size_t)i * MAX_STEPS + (length - r.length) : (size_t)i * nodes;
+    }
 
     // Every stage starts with this. Without it the compiler computes addresses of all stages before the layer loop and
     // keeps them in local memory, which the small L1 beside a full ring cannot hold: each reload would go to L2.

@@ -47,7 +47,7 @@ __device__ __forceinline__ void mlp_out(Block& b) {
     float* feature = nullptr;
 #pragma unroll 1
     for (int i = 0; i < b.r.features; i++)
-        if (b.r.feature_layers[i] == b.layer()) feature = b.p.out_features + (size_t)i * b.nodes * HIDDEN;
+        if (b.r.feature_layers[i] == b.layer()) feature = b.p.out_features + b.feature_at(i) * HIDDEN;
     b.phases ^= X_PHASE;
     const float* next_norm = b.p.vectors + vectors_at(b.layer() + 1) + MIX_NORM;
     const StageParts parts = parts_of<StageOf<MLP_OUT>>(b.layer());
@@ -139,7 +139,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         ring.init();
         shared.stopped = 0;
     }
-    barriers.init(request.nodes);
+    const int nodes = NODES == 1 ? 1 : request.tree_nodes();
+    barriers.init(nodes);
     show_barriers();
     __syncthreads();
     constexpr int OTHERS_REGISTERS = HELPED ? 40 : 24;  // of a thread that does not consume
@@ -154,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             producer.drain();
         }
         if constexpr (HELPED) {
-            if (other >= 32 && other < 64) Lookout(params, barriers, &shared.stopped, request.nodes).run();
+            if (other >= 32 && other < 64) Lookout(params, barriers, &shared.stopped, nodes).run();
             if (other >= 64) {
                 Block block(params, request, draw, shared, (float*)(memory + SCRATCH_AT), ring, barriers);
                 block.warp -= WARPS + 2;

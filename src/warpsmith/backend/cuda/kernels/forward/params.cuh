@@ -2,6 +2,7 @@
 #pragma once
 #include "sample/decide.cuh"
 #include "common/exchange.cuh"
+#include "common/made_tree.cuh"
 #include "common/shape.cuh"
 
 constexpr int MAX_STOPS = 16, MAX_FEATURES = 8;
@@ -20,6 +21,11 @@ struct Request {
     int parents[MAX_NODES];
     int stop_ids[MAX_STOPS];
     int feature_layers[MAX_FEATURES];
+    const MadeTree* made;  // instead of these tokens and parents, of `nodes` at most; or null
+
+    __device__ int tree_nodes() const { return made ? made->nodes : nodes; }
+    __device__ int token(int node) const { return made ? made->tokens[node] : tokens[node]; }
+    __device__ int parent(int node) const { return made ? made->parents[node] : parents[node]; }
 };
 
 struct Params {

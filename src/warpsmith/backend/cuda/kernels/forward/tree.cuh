@@ -10,7 +10,7 @@ __device__ __forceinline__ void deal_nodes(Block& b) {
     for (int w = 0; w < WORKERS; w++) last[w] = b.s.first[w] = -1, free[w] = 0;
 #pragma unroll 1
     for (int node = 0; node < b.nodes; node++) {
-        const int parent = b.r.parents[node];
+        const int parent = b.s.path[node][1];
         int worker = -1, start = 0, source = -1;
         if (parent < 0) {
             worker = 0;
@@ -42,18 +42,23 @@ __device__ __forceinline__ void deal_nodes(Block& b) {
 }
 
 __device__ __forceinline__ void prepare_tree(Block& b) {
+    const auto parent_of = [&](int node) { return (int)b.s.path[node][1]; };
+    if (threadIdx.x < b.nodes) {
+        b.s.token[threadIdx.x] = NODES == 1 ? b.r.tokens[0] : b.r.token(threadIdx.x);
+        b.s.path[threadIdx.x][1] = (signed char)(NODES == 1 ? -1 : b.r.parent(threadIdx.x));
+    }
+    b.sync();
     if (threadIdx.x < b.nodes) {
         const int node = threadIdx.x;
-        b.s.token[node] = b.r.tokens[node];
         int depth = 0, at = node;
-        while (b.r.parents[at] >= 0) at = b.r.parents[at], depth++;
+        while (parent_of(at) >= 0) at = parent_of(at), depth++;
         b.s.depth[node] = depth;
         at = node;
-        for (int d = depth; d >= 0; d--, at = b.r.parents[at]) b.s.ancestor[node][d] = (u8)at;
+        for (int d = depth; d >= 0; d--, at = parent_of(at)) b.s.ancestor[node][d] = (u8)at;
         at = node;
         for (int age = 0; age < 4; age++) {
-            b.s.path[node][age] = at;
-            at = at >= 0 ? b.r.parents[at] : at - 1;
+            if (age != 1) b.s.path[node][age] = at;
+            at = at >= 0 ? parent_of(at) : at - 1;
         }
     }
     b.sync();

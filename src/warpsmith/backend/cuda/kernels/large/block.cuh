@@ -26,9 +26,14 @@ struct Block {
 
     __device__ Block(const Params& params, const Request& request, u8* memory)
         : p(params), r(request), s(*(Shared*)(memory + SHARED_AT)), scratch(memory), base(shared_address(memory)),
-          nodes(request.nodes), length(request.length), vectors(params.vectors) {}
+          nodes(request.tree_nodes()), length(request.length), vectors(params.vectors) {}
 
     __device__ bool decoding() const { return r.steps > 0; }
+    // Which row of features the first node has of the i-th layer: of a tree [layers][nodes], of tokens that are decoded
+    // [layers][MAX_STEPS].
+    __device__ size_t feature_at(int i) const {
+        return decoding() ? (size_t)i * MAX_STEPS + (length - r.length) : (size_t)i * nodes;
+    }
     __device__ void sync() const { sync_threads<CONSUMERS>(); }
 
     // All SMs have done what came before.

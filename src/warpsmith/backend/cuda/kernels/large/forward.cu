@@ -11,19 +11,23 @@ __device__ __forceinline__ void prepare_tree(Block& b) {
     if (threadIdx.x < NODES) b.s.keeps[threadIdx.x] = 0;
     b.sync();
     if (threadIdx.x < b.nodes) {
-        const int node = threadIdx.x, parent = b.r.parents[node];
-        b.s.token[node] = b.r.tokens[node];
+        const int node = threadIdx.x, parent = b.r.parent(node);
+        b.s.token[node] = b.r.token(node);
         b.s.parent[node] = (short)parent;
         if (parent >= 0 && parent != node - 1) b.s.keeps[parent] = 1;
+    }
+    b.sync();
+    if (threadIdx.x < b.nodes) {
+        const int node = threadIdx.x;
         int depth = 0, at = node;
-        while (b.r.parents[at] >= 0) at = b.r.parents[at], depth++;
+        while (b.s.parent[at] >= 0) at = b.s.parent[at], depth++;
         b.s.depth[node] = depth;
         at = node;
-        for (int d = depth; d >= 0; d--, at = b.r.parents[at]) b.s.ancestor[node][d] = (signed char)at;
+        for (int d = depth; d >= 0; d--, at = b.s.parent[at]) b.s.ancestor[node][d] = (signed char)at;
         at = node;
         for (int age = 0; age < 4; age++) {
             b.s.path[node][age] = at;
-            at = at >= 0 ? b.r.parents[at] : at - 1;
+            at = at >= 0 ? b.s.parent[at] : at - 1;
         }
     }
     b.sync();
@@ -87,7 +91,7 @@ __device__ __forceinline__ void forward_pass(Block& b, int token) {
             float* feature = nullptr;
 #pragma unroll 1
             for (int f = 0; f < b.r.features; f++)
-                if (b.r.feature_layers[f] == layer) feature = b.p.out_features + (size_t)f * b.nodes * HIDDEN;
+                if (b.r.feature_layers[f] == layer) feature = b.p.out_features + b.feature_at(f) * HIDDEN;
             add_to_residual<INNER_GROUPS>(b, b.vectors + MIX_NORM, feature);
         }
         b.mark();

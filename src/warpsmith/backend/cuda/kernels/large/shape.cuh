@@ -6,6 +6,7 @@
 // SHARED_MEMORY IN_FLIGHT (the chip); NODES (8, 16 or 24: columns of this build); SAMPLES (whether it draws tokens).
 #pragma once
 #include "common/cache.cuh"
+#include "common/made_tree.cuh"
 #include "large/slab.cuh"
 
 constexpr int WARPS = 8, CONSUMERS = 256, REDUCERS = 2, THREADS = 384;
@@ -134,6 +135,11 @@ struct Run {
 struct Request {
     int nodes, length, steps, stops, features, want_logits, want_hidden, pad;
     int tokens[MAX_NODES], parents[MAX_NODES], stop_ids[MAX_STOPS], feature_layers[MAX_FEATURES];
+    const MadeTree* made;  // instead of these tokens and parents, of `nodes` at most; or null
+
+    __device__ int tree_nodes() const { return made ? made->nodes : nodes; }
+    __device__ int token(int node) const { return made ? made->tokens[node] : tokens[node]; }
+    __device__ int parent(int node) const { return made ? made->parents[node] : parents[node]; }
 };
 struct Params {
     const u8* stream;

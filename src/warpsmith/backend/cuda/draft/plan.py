@@ -1,0 +1,64 @@
+"""What a draft takes beside a model on the device: known before either is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from warpsmith.backend.base import MemoryPart
+from warpsmith.backend.cuda.draft.formats import handed_over
+from warpsmith.backend.cuda.draft.layout import COLUMNS, DIM, DraftLayout, DraftStream, HeadStream
+from warpsmith.backend.cuda.large.formats import EMBEDDINGS, ROUNDED
+from warpsmith.backend.cuda.large.layout import LargeLayout
+from warpsmith.backend.cuda.weights.stream import EMBEDDING
+from warpsmith.checkpoint.blocks import TYPES
+from warpsmith.checkpoint.dflash import DFlashConfig
+from warpsmith.model.config import Config
+
+
+def draft_parts(layout: DraftLayout, context: int, sequences: int = 1, lent: int = 0) -> list[MemoryPart]:
+    """The weights, with `lent` bytes of copies of the target's, what a launch writes, and what is remembered of as many
+    sequences."""
+    c = layout.config
+    vectors = 4 * (c.layers * 2 * (c.hidden + c.head_dim) + 2 * c.hidden)
+    turns = (64 + (context + COLUMNS) // 64 + 1) * (DIM // 2) * 8
+    tables = sum(table.nbytes for table in layout.tables) + layout.starts.nbytes
+    own = layout.stream.stream_bytes + vectors + turns + tables + sum(layout.scratch_bytes().values())
+    return [
+        MemoryPart("draft", own + lent),
+        MemoryPart("draft's memory", sequences * sum(layout.memory_bytes().values())),
+    ]
+
+
+def head_stream(config: Config, stored: Mapping[str, str], sms: int) -> HeadStream:
+    """A copy of the LM head that a target of another layout lends."""
+    name = EMBEDDING if config.tied else "output.weight"
+    head = {name: handed_over(stored[name])}
+    return HeadStream(name.removesuffix(".weight"), config.vocab, config.hidden, sms, head)
+
+
+def embedding_type(stored: Mapping[str, str]) -> str:
+    """What a copy of a target's embeddings is held as."""
+    return stored[EMBEDDING] if stored[EMBEDDING] in EMBEDDINGS else ROUNDED
+
+
+def lent_bytes(config: Config, stored: Mapping[str, str], sms: int) -> int:
+    """Of the copies that a target of another layout lends."""
+    table = config.vocab * TYPES[embedding_type(stored)].row_bytes(config.hidden)
+    return head_stream(config, stored, sms).stream_bytes + table
+
+
+def planned_draft(
+    target: LargeLayout | None,
+    config: Config,
+    stored: Mapping[str, str],
+    sms: int,
+    draft: DFlashConfig,
+    draft_types: Mapping[str, str],
+    capacity: Sequence[int],
+    context: int,
+) -> list[MemoryPart]:
+    """Beside a target of this layout of slabs; None: of the other, which lends copies."""
+    stream = DraftStream(draft, sms, {name: handed_over(kind) for name, kind in draft_types.items()})
+    head = head_stream(config, stored, sms).deals[0] if target is None else target.deals[-1]
+    lent = lent_bytes(config, stored, sms) if target is None else 0
+    return draft_parts(DraftLayout(draft, stream, head, max(capacity)), context, lent=lent)

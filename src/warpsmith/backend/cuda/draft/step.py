@@ -1,0 +1,150 @@
+"""A step that the device makes by itself: a tree grown from a draft's beliefs, the pass over it, the walk, the commit.
+
+All of it is queued behind the draft. The host waits once, for a report in its own memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from warpsmith.backend.base import Drafted, GrowingTree, State, Verified, Want, check_room
+from warpsmith.backend.cuda.build.compiler import build
+from warpsmith.backend.cuda.decoding import NOT_READY
+from warpsmith.backend.cuda.draft.structures import Grow, Report, Walk
+from warpsmith.backend.cuda.memory.driver import Pinned
+from warpsmith.backend.cuda.rows import CudaRows
+from warpsmith.backend.cuda.sampler import UNDECIDED, draw_of
+from warpsmith.backend.cuda.structures import Commit, Draw, MadeTree, Path
+from warpsmith.backend.cuda.tree import TreeOnDevice, WalkedOnDevice
+from warpsmith.backend.finite import not_finite
+from warpsmith.backend.sampling import Sampling
+from warpsmith.backend.tree import MAX_NODES, Tree
+
+if TYPE_CHECKING:
+    from warpsmith.backend.cuda.backend import CudaBackend, CudaState
+    from warpsmith.backend.cuda.draft.network import CudaDraft, CudaMemory
+
+DEEPEST, WIDEST = 15, 16  # of tree.cu
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A launch that was queued behind a walk, before anybody knew where that would end: it projects the path's rows,
+    and fills the next block."""
+
+    rows: CudaRows  # of the path
+    launches: int  # so many were made when it was queued
+    root: int
+    position: int
+    width: int  # of what top.cu was asked for
+    appended: bool = False  # its rows are known to be committed
+
+
+class StepProgram:
+    """The kernels, and where trees, paths and reports lie: those of the last step."""
+
+    def __init__(self, backend: CudaBackend) -> None:
+        device = backend.device
+        with ThreadPoolExecutor(2) as compilers:
+            grow = compilers.submit(build, "draft/tree.cu", backend.architecture, {})
+            walk = compilers.submit(build, "sample/walk.cu", backend.architecture, {})
+            self.grow = device.load(grow.result()).kernel("tree")
+            self.walk = device.load(walk.result()).kernel("walk")
+        self.tree = device.zeros(ctypes.sizeof(MadeTree))
+        self.path = device.zeros(ctypes.sizeof(Path))
+        self.memory = Pinned(device, np.uint8, ctypes.sizeof(Report))
+        self.report = Report.from_address(self.memory.address)
+        self.given = Pinned(device, np.uint8, ctypes.sizeof(MadeTree))
+        self.serial = 0
+
+
+class CudaGrowingTree(GrowingTree):
+    """The step under way; another one ends it."""
+
+    def __init__(self, network: CudaDraft, memory: CudaMemory, program: StepProgram, grow: Grow) -> None:
+        backend = network.backend
+        self.network, self.memory, self.backend, self.program = network, memory, backend, program
+        self.nodes, self._height, self._width = grow.verified, grow.depth + 1, grow.width
+        self._given: Tree | None = None
+        grow.tops, grow.tree, grow.report = backend.top.rows, program.tree.pointer, program.memory.pointer
+        program.serial += 1
+        self._serial = program.serial
+        program.grow.launch(1, 32, grow)
+
+    def instead(self, tree: Tree) -> None:
+        assert len(tree) <= self.nodes
+        self._given, made = tree, MadeTree.from_address(self.program.given.address)
+        made.nodes = len(tree)
+        made.tokens[: len(tree)], made.parents[: len(tree)] = tree.tokens.tolist(), tree.parents.tolist()
+        self.program.tree.fill(self.program.given, ctypes.sizeof(MadeTree))
+
+    def verify(
+        self, state: State, want: Want, sampling: Sampling | None, history: Sequence[int], stop: frozenset[int]
+    ) -> Verified:
+        from warpsmith.backend.cuda.backend import CudaState
+
+        assert isinstance(state, CudaState)
+        check_room(state, self._height)
+        backend, program, sampled = self.backend, self.program, sampling is not None and not sampling.greedy
+        walk = Walk(
+            tree=program.tree.pointer, chosen=backend.ring.pointer + 4, tops=backend.top.rows,
+            path=program.path.pointer, report=program.memory.pointer, length=state.length, serial=self._serial,
+            stops=len(stop),
+        )  # fmt: skip
+        walk.stop_ids[: len(stop)] = list(stop)
+        state.drafted = None
+        backend.launch(state, TreeOnDevice(program.tree.pointer, self.nodes), want)
+        if sampled:
+            assert sampling is not None
+            walk.count = backend.best_needed(sampling) or 0
+            backend.top.queue(self.nodes, walk.count)
+        program.walk.launch(1, 32, walk, draw_of(sampling) if sampled and sampling is not None else Draw())
+        backend.queue_commit(state, Commit(made=program.path.pointer))
+        ahead = self.network.queue_ahead(self.memory, state.length, want, program, self._width)
+        self._wait()
+        self.verified = seen = self._outcome(state, want, sampling, history)
+        if ahead and isinstance(state.drafted, WalkedOnDevice) and isinstance(seen.output.features, CudaRows):
+            rows, end = seen.output.features[seen.path], state.length + len(seen.path)
+            self.memory.ahead = Ahead(rows, backend.launches, seen.decided[-1], end, self._width)
+        return seen
+
+    def _wait(self) -> None:
+        """Until the report is there, or the device has nothing more to do."""
+        report, query = self.program.report, self.backend.device.cu.cuStreamQuery
+        while report.serial != self._serial:
+            if int(query(0)[0]) != NOT_READY:
+                self.backend.device.synchronize()
+                return
+
+    def _outcome(self, state: CudaState, want: Want, sampling: Sampling | None, history: Sequence[int]) -> Verified:
+        report, given = self.program.report, self._given
+        grown, run = (report.grown, report.verified) if given is None else (len(given), len(given))
+        tokens = np.array(report.tree_tokens[:grown], np.int32) if given is None else given.tokens
+        parents = np.array(report.tree_parents[:grown], np.int32) if given is None else given.parents
+        scores = np.array(report.scores[:grown]) if given is None else np.zeros(grown)
+        path, decided = report.path[: report.decided], report.token[: report.decided]
+        tree, output = Tree(tokens[:run], parents[:run]), self.backend.rows_of([run], want)
+        if decided[-1] != UNDECIDED:
+            state.drafted = WalkedOnDevice(tree, output, path)
+        elif sampling is None or sampling.greedy:  # the largest logit is always decided on
+            raise not_finite(state.length + len(path))
+        else:  # what the device leaves open is decided here
+            state.drafted = Drafted(tree, output)
+            path, decided = self.backend.verify(state, tree, sampling, history)
+        seconds = (report.grew - report.began) * 1e-9, (report.ran - report.grew) * 1e-9
+        return Verified(tokens, parents, scores, tree, output, path, decided, *seconds)
+
+
+def growth(root: int, depth: int, width: int, nodes: int, verified: int, least: Sequence[float]) -> Grow | None:
+    """What the kernel is asked for, if it can do that."""
+    if not 1 <= depth <= DEEPEST or not 1 <= width <= WIDEST or nodes >= MAX_NODES:
+        return None
+    grow = Grow(root=root, depth=depth, width=width, nodes=nodes + 1, verified=min(verified, nodes) + 1)
+    grow.least[:nodes] = list(least[:nodes]) if least else [-np.inf] * nodes
+    return grow
