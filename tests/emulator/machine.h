@@ -281,6 +281,20 @@ inline bool __all_sync(unsigned, bool here) {
     for (int lane = 0; lane < 32; lane++) all &= machine::given<int>(generation, lane) != 0;
     return all;
 }
+inline unsigned __ballot_sync(unsigned, bool here) {
+    const unsigned long generation = machine::current->warp->generation;
+    machine::collect((int)here);
+    unsigned all = 0;
+    for (int lane = 0; lane < 32; lane++) all |= (unsigned)(machine::given<int>(generation, lane) != 0) << lane;
+    return all;
+}
+inline unsigned __reduce_min_sync(unsigned, unsigned v) {
+    const unsigned long generation = machine::current->warp->generation;
+    machine::collect(v);
+    unsigned least = ~0u;
+    for (int lane = 0; lane < 32; lane++) least = std::min(least, machine::given<unsigned>(generation, lane));
+    return least;
+}
 inline void __syncwarp() { machine::collect(0); }
 inline void __syncthreads() { machine::barrier(0, machine::block_size.x); }
 inline void __threadfence_system() {}
@@ -304,6 +318,7 @@ inline float __int_as_float(int v) { return as_bits<float>(v); }
 inline unsigned __float_as_uint(float v) { return as_bits<unsigned>(v); }
 inline double __longlong_as_double(long long v) { return as_bits<double>(v); }
 inline long long __double_as_longlong(double v) { return as_bits<long long>(v); }
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __popcll(unsigned long long v) { return __builtin_popcountll(v); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
     const unsigned long long bytes = (unsigned long long)b << 32 | a;
