@@ -1,7 +1,7 @@
 """How long the activations-first pass takes on a random model of K-quants: decoding and trees at several depths.
 
 PYTHONPATH=src python bench/lab/large_timing.py 27B [--nodes 1 8 16 22] [--depths 520 32768] [--caches f16 q8_0/q4_0]
-    [--profile 1]
+    [--profile 1] [--set IN_FLIGHT=3]
 
 With --profile N it also prints where the clocks of one pass over N nodes go, step by step, mean and slowest SM.
 """
@@ -84,6 +84,8 @@ def print_profile(backend: LargeBackend, state, nodes: int) -> None:
             for step, name in enumerate(NAMES):
                 at = [(layer * 4 + slot) * 6 + step for layer in layers]
                 cells.append(f"{name} {took[:, at].mean():.0f}/{took[:, at].max(axis=0).mean():.0f}")
+                if name == "products":
+                    cells.append(f"of which for weights {marks[:, [i + 1 for i in at], 1].mean():.0f}")
             print("DeltaNet" if kind else "attention", stage, "  ".join(cells))
 
 
@@ -95,9 +97,10 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs="+", default=[520, 32768])
     parser.add_argument("--profile", type=int)
     parser.add_argument("--caches", nargs="+", default=["f16"], help="types of keys and values, KEYS/VALUES if two")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="constants of the kernels to try")
     given = parser.parse_args()
     config, context = SIZES[given.size], max(given.depths) + 1024
-    options = {"PROFILE": MARKS} if given.profile else {}
+    options = dict(pair.split("=") for pair in given.set) | ({"PROFILE": MARKS} if given.profile else {})
     tensors = random_model(config, given.type)
     free = Device().free_memory()
     backend = LargeBackend(config, tensors, context=context, options=options)

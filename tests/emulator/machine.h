@@ -357,6 +357,10 @@ inline unsigned __reduce_max_sync(unsigned, unsigned v) {
     for (int step = 1; step < 32; step *= 2) v = std::max(v, __shfl_xor_sync(~0u, v, step));
     return v;
 }
+inline unsigned __reduce_min_sync(unsigned, unsigned v) {
+    for (int step = 1; step < 32; step *= 2) v = std::min(v, __shfl_xor_sync(~0u, v, step));
+    return v;
+}
 inline int __ffs(unsigned v) { return __builtin_ffs((int)v); }
 inline void __syncwarp() { machine::collect(0); }
 inline void __syncthreads() { machine::barrier(0, machine::block_size.x); }
@@ -381,6 +385,7 @@ inline float __int_as_float(int v) { return as_bits<float>(v); }
 inline unsigned __float_as_uint(float v) { return as_bits<unsigned>(v); }
 inline double __longlong_as_double(long long v) { return as_bits<double>(v); }
 inline long long __double_as_longlong(double v) { return as_bits<long long>(v); }
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __popcll(unsigned long long v) { return __builtin_popcountll(v); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
     const unsigned long long bytes = (unsigned long long)b << 32 | a;

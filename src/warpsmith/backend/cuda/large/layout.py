@@ -22,6 +22,7 @@ from warpsmith.model.config import Config
 from warpsmith.model.weights import expected_shapes
 
 ROWS, BLOCK_K, GROUP_BLOCKS = 64, 256, 8
+KEPT_STATES = 5  # of a DeltaNet's channels while a tree is walked
 
 
 @dataclass(frozen=True)
@@ -318,7 +319,7 @@ class LargeLayout(SlabStages):
             "parts": parts * HEAD_DIM * 2,
             "part_stats": parts * 8,
             "best": nodes * self.sms * 8,
-            "branch_state": nodes * c.value_dim * STATE_DIM * 4,
+            "branch_state": KEPT_STATES * c.value_dim * STATE_DIM * 4,
         }
 
     @property

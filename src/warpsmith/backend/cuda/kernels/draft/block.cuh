@@ -19,7 +19,7 @@ struct Block {
     u32 steps_done = 0;
     // the consumers' places in the ring and in the buffers of sums
     int slot = 0, buffer = 0;
-    u32 slot_phase = 0, buffer_phase = 0;
+    u32 slot_phase = 0, buffer_phase = 0, ring_end = 0;
     const float* vectors;
 
     __device__ Block(const Params& params, const Request& request, u8* memory)
@@ -41,10 +41,7 @@ struct Block {
     // This SM is done with a step that its consumers do.
     __device__ void step_done() {
         sync();
-        if (threadIdx.x == 0) {
-            fence_gpu();
-            add_release(p.counter, REDUCERS);
-        }
+        if (threadIdx.x == 0) add_release(p.counter, REDUCERS);
     }
     __device__ void mark() {
 #ifdef PROFILE

@@ -22,7 +22,7 @@ __device__ __forceinline__ void give_out(Block& b, int first_node) {
         for (int i = threadIdx.x; i < b.nodes * rows; i += CONSUMERS) {
             const int node = i / rows, row = i % rows;
             b.p.out_hidden[(size_t)node * HIDDEN + own + row] =
-                b.s.residual[node][row] * b.s.inverse[node] * __ldg(b.vectors + own + row);
+                b.s.residual[node][row] * b.s.inverse[0][node] * __ldg(b.vectors + own + row);
         }
     }
 }

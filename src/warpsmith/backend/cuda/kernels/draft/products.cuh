@@ -5,93 +5,12 @@
 // SM's. K is cut into groups of at most GROUP_BLOCKS superblocks. A group's (tile of 64 rows, superblock) pairs, tile
 // by tile, are dealt to SMs by their bytes; where an SM begins or ends inside a tile, its results are parts of that
 // tile. Activations of the group are in shared memory in fp16, times a power of two that is the row's own (of its
-// largest value in the group), and stay there while the weights pass by. Eight warps are two groups of four: a slot of
-// the ring (64 rows x 1 or 2 superblocks) is one group's, in turn; a warp has 16 rows. Sums of a tile stay in
-// registers, then two further warps add both groups' up and write them to memory.
+// largest value in the group), and stay there while the weights pass by. Eight warps are two groups of four: a group
+// has every second superblock of 64 rows, a warp 16 of the rows. Sums of a tile stay in registers, then two further
+// warps add both groups' up and write them to memory.
 #pragma once
 #include "draft/block.cuh"
-
-struct Barriers {
-    u32 full, empty, sums_full, sums_empty, begun;
-    __device__ explicit Barriers(u32 base)
-        : full(base + BARRIERS_AT), empty(full + 8 * SLOTS), sums_full(empty + 8 * SLOTS),
-          sums_empty(sums_full + 8 * SUM_BUFFERS), begun(sums_empty + 8 * SUM_BUFFERS) {}
-    __device__ void init() const {
-        for (int i = 0; i < SLOTS; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 4);
-        for (int i = 0; i < SUM_BUFFERS; i++)
-            barrier_init(sums_full + 8 * i, WARPS), barrier_init(sums_empty + 8 * i, 1);
-        barrier_init(begun, 1);
-    }
-};
-
-// An SM's run of a stage, the same for all its threads.
-__device__ __forceinline__ Run run_of(const Params& p, int stage) {
-    const Run& at = p.runs[stage * SMS + (int)blockIdx.x];
-    return {uniform(at.first_block), uniform(at.blocks), uniform(at.tile),
-            uniform(at.block),       uniform(at.count),  uniform(at.result),
-            uniform(at.second),      uniform(at.third),  (u32)uniform((int)at.types)};
-}
-
-// The pieces of a run: all superblocks of a tile of rows that are this SM's.
-struct Walk {
-    int tile, block, blocks, left;
-    __device__ explicit Walk(const Run& run) : tile(run.tile), block(run.block), blocks(run.blocks), left(run.count) {}
-    __device__ bool more() const { return left > 0; }
-    __device__ int count() const { return min(blocks - block, left); }
-    __device__ void next() { left -= count(), block = 0, tile++; }
-};
-__device__ __forceinline__ int tile_type(const Run& run, int tile) {
-    return run.types >> (tile < run.second ? 0 : tile < run.third ? 8 : 16) & 255;
-}
-__device__ __forceinline__ int slot_blocks_of(int type) { return has_type(SLAB_Q4_K) && type == SLAB_Q4_K ? 2 : 1; }
-__device__ __forceinline__ int slab_bytes_of(int type) {
-    int bytes = 0;
-#pragma unroll
-    for (int t = 0; t < SLAB_TYPES; t++)
-        if (has_type(t) && t == type) bytes = slab_bytes(t);
-    return bytes;
-}
-
-// --- the ring's warp ------------------------------------------------------------------------------------------------
-
-constexpr int MOST_ON_WAY = IN_FLIGHT < SLOTS ? IN_FLIGHT : SLOTS;  // what is waited for must be the ring's last round
-
-struct Producer {
-    Barriers bars;
-    const u8* source;
-    u32 base;
-    int slot = 0, oldest = 0, on_way = 0;
-    u32 phase = 0, oldest_phase = 0;
-    const u64 policy = evict_first();
-
-    __device__ explicit Producer(u32 at) : bars(at), source(nullptr), base(at) {}
-    __device__ void land_one() {
-        barrier_wait(bars.full + 8 * oldest, oldest_phase);
-        if (++oldest == SLOTS) oldest = 0, oldest_phase ^= 1;
-        on_way--;
-    }
-    __device__ void stage(const Run& run) {
-#pragma unroll 1
-        for (Walk walk(run); walk.more(); walk.next()) {
-            const int type = tile_type(run, walk.tile), at_once = slot_blocks_of(type),
-                      block_bytes = 4 * slab_bytes_of(type);
-#pragma unroll 1
-            for (int left = walk.count(); left > 0; left -= at_once) {
-                if (on_way >= MOST_ON_WAY) land_one();
-                barrier_wait(bars.empty + 8 * slot, phase ^ 1);
-                const u32 bytes = min(left, at_once) * block_bytes;
-                copy_slot(base + RING_AT + slot * SLOT_BYTES, source, bytes, bars.full + 8 * slot, policy);
-                source += bytes;
-                on_way++;
-                if (++slot == SLOTS) slot = 0, phase ^= 1;
-            }
-        }
-    }
-    // No copy may be on its way when the block exits.
-    __device__ void drain() {
-        while (on_way > 0) land_one();
-    }
-};
+#include "large/ring.cuh"
 
 // --- activations ----------------------------------------------------------------------------------------------------
 
@@ -100,24 +19,6 @@ struct Source {
     const u16* rows;
     bool normed;  // times 1 / rms of the residual stream
 };
-
-// 1 / rms of every node's residual stream.
-__device__ __forceinline__ void measure_residual(Block& b) {
-#pragma unroll
-    for (int i = 0; i < OCTETS; i++) {
-        const int node = i * WARPS + b.warp;
-        if (node >= b.nodes) break;
-        constexpr int EACH = (SMS + 31) / 32;
-        float got[EACH], square = 0.0f;
-#pragma unroll
-        for (int i = 0; i < EACH; i++)
-            got[i] = i * 32 + b.lane < SMS ? __ldcg(b.p.x_squares + node * SMS + i * 32 + b.lane) : 0.0f;
-#pragma unroll
-        for (int i = 0; i < EACH; i++) square += got[i];
-        const float inverse = inverse_root(warp_sum(square) / HIDDEN + EPS);
-        if (b.lane == 0) b.s.inverse[node] = inverse;
-    }
-}
 
 constexpr bool MINS = has_type(SLAB_Q4_K) || has_type(SLAB_Q5_K);  // sums of activations are wanted
 
@@ -135,7 +36,6 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Sourc
         const bool live = tile < tiles && token < b.nodes;
         raw[i][0] = live ? __ldcg(at) : uint4{}, raw[i][1] = live ? __ldcg(at + 1) : uint4{};
     }
-    if (from.normed) measure_residual(b);
     // the largest value's exponent
 #pragma unroll
     for (int octet = 0; octet < OCTETS; octet++) {
@@ -164,7 +64,7 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Sourc
         for (int w = 0; w < WARPS; w++) exponent = max(exponent, b.s.exponent[w][token]);
         const float to_half = __uint_as_float((263 - exponent) << 23);  // the largest becomes 512 to 1024
         if (b.warp == 0 && q == 0 && token < b.nodes)
-            b.s.scale[token] = __uint_as_float((exponent + 15) << 23) * (from.normed ? b.s.inverse[token] : 1.0f);
+            b.s.scale[token] = __uint_as_float((exponent + 15) << 23);
 #pragma unroll
         for (int i = octet; i < EACH; i += OCTETS) {
             const int tile = i / OCTETS * WARPS + b.warp;
@@ -176,12 +76,13 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Sourc
             for (int j = 0; j < 4; j++) {
                 const uint4 v = raw[i][j / 2];
                 const u32 early = j & 1 ? v.z : v.x, late = j & 1 ? v.w : v.y;
-                const u32 low = pack_half(bf16_low(early) * full, bf16_high(early) * full);
-                const u32 high = pack_half(bf16_low(late) * part, bf16_high(late) * part);
+                // exact but for numbers that become subnormal: their sums may be taken before
+                const float2 a = {bf16_low(early) * full, bf16_high(early) * full},
+                             c = {bf16_low(late) * part, bf16_high(late) * part};
+                const u32 low = pack_half(a.x, a.y), high = pack_half(c.x, c.y);
                 *(u32*)(to + j * STEP_BYTES) = low, *(u32*)(to + j * STEP_BYTES + 128) = high;
                 if (MINS) {
-                    const float2 a = unpack_half(low), c = unpack_half(high);
-                    sum += fmaf(16.0f, c.x + c.y, a.x + a.y);
+                        sum += fmaf(16.0f, c.x + c.y, a.x + a.y);
                 }
             }
             if (!MINS) continue;
@@ -194,6 +95,7 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Sourc
             }
         }
     }
+    if (threadIdx.x == 0) b.s.normed = from.normed;
     show_to_products();
     b.sync();
     if (threadIdx.x == 0) barrier_arrive(Barriers(b.base).begun);

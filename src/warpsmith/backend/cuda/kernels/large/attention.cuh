@@ -64,9 +64,8 @@ __device__ __forceinline__ void attention_merge(Block& b) {
 
 // An attention layer's mixer, apart from the rest: the compiler would give the products worse code beside it. Returns
 // the steps done so far.
-__device__ __noinline__ u32 attention_mix(const Params& p, const Request& r, u8* memory, int layer, int deltas,
-                                          int length, const float* vectors, u32 steps_done) {
-    Block b(p, r, memory);
+__device__ __noinline__ u32 attention_mix(int layer, int deltas, int length, const float* vectors, u32 steps_done) {
+    Block b;
     b.deltas = deltas, b.length = length, b.vectors = vectors, b.steps_done = steps_done;
     const AttentionItems items(b);
     bool rows_done = false;

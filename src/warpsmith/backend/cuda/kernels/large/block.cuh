@@ -8,6 +8,11 @@
 
 constexpr int ARRIVALS = REDUCERS * SMS;  // of a step
 
+__device__ __forceinline__ u8* shared_memory() {
+    extern __shared__ __align__(128) u8 memory[];
+    return memory;
+}
+
 struct Block {
     const Params& p;
     const Request& r;
@@ -19,14 +24,15 @@ struct Block {
     u32 steps_done = 0;
     // the consumers' places in the ring and in the buffers of sums
     int slot = 0, buffer = 0;
-    u32 slot_phase = 0, buffer_phase = 0;
+    u32 slot_phase = 0, buffer_phase = 0, ring_end = 0;
     int deltas = 0;  // DeltaNet layers before this one
     const float* vectors;
     const struct Draw* draw = nullptr;  // of a build that samples
 
-    __device__ Block(const Params& params, const Request& request, u8* memory)
-        : p(params), r(request), s(*(Shared*)(memory + SHARED_AT)), scratch(memory), base(shared_address(memory)),
-          nodes(request.tree_nodes()), length(request.length), vectors(params.vectors) {}
+    __device__ Block()
+        : p(((Shared*)(shared_memory() + SHARED_AT))->params), r(((Shared*)(shared_memory() + SHARED_AT))->request),
+          s(*(Shared*)(shared_memory() + SHARED_AT)), scratch(shared_memory()), base(shared_address(shared_memory())),
+          nodes(r.nodes), length(r.length), vectors(p.vectors) {}
 
     __device__ bool decoding() const { return r.steps > 0; }
     // Which row of features the first node has of the i-th layer: of a tree [layers][nodes], of tokens that are decoded
@@ -49,15 +55,12 @@ struct Block {
     // This SM is done with a step that its consumers do.
     __device__ void step_done() {
         sync();
-        if (threadIdx.x == 0) {
-            fence_gpu();
-            add_release(p.counter, REDUCERS);
-        }
+        if (threadIdx.x == 0) add_release(p.counter, REDUCERS);
     }
     __device__ void mark() {
 #ifdef PROFILE
-        if (threadIdx.x == 0 && marks + 1 < PROFILE)
-            p.profile[sm * PROFILE + marks++] = clock64(), p.profile[sm * PROFILE + marks++] = waited;
+        if (threadIdx.x == 0 && s.marks + 1 < PROFILE)
+            p.profile[sm * PROFILE + s.marks++] = clock64(), p.profile[sm * PROFILE + s.marks++] = waited;
         waited = 0;
 #endif
     }
@@ -73,7 +76,6 @@ struct Block {
 #endif
     }
 #ifdef PROFILE
-    int marks = 0;
     long long waited = 0;
 #endif
 };

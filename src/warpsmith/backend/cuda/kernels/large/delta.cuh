@@ -4,9 +4,9 @@
 // convolution and silu: write = beta (v - f rk k^T S), o = f rq q^T S + rq rk (q^T k) write, S <- f S + k (rk write); y
 // = o weight silu(z), and the sum of squares of o, by which the next projection divides. A unit is 8 columns of S (8 of
 // a head's 128 value channels), a warp's work: a lane has four rows of them in registers. Units are dealt to SMs in
-// order, so an SM has units of few heads; it convolves and norms their q and k itself, for all nodes. Nodes are walked
-// in the tree's order. A node's state follows from its parent's: in registers if that was the last one, else from
-// memory, where a state that is needed again is kept. Bytes: 4 KB of state a unit read, and written when decoding.
+// order, so an SM has units of few heads; it convolves and norms their q and k itself, for all nodes. A node's state
+// follows from its parent's: in registers if that was the last one walked, else from memory, where a state that is
+// needed again is kept (the order: `prepare_walk`). Bytes: 4 KB of state a unit read, and written when decoding.
 #pragma once
 #include "large/steps.cuh"
 
@@ -53,7 +53,7 @@ __device__ __forceinline__ void delta_inputs(Block& b, const DeltaShare& share) 
     const Sums<HIDDEN_GROUPS> sums(b, DELTA_ROWS);
     const int quads = share.channels() / 4, z_quads = share.units * 2;
     const float* history = b.p.history + (size_t)b.deltas * HISTORY * CONV_CHANNELS;
-#pragma unroll 2
+#pragma unroll 4
     for (int i = threadIdx.x; i < (quads + z_quads) * b.nodes; i += CONSUMERS) {
         const int node = i / (quads + z_quads), quad = i - node * (quads + z_quads), channel = quad * 4;
         const bool is_z = quad >= quads;
@@ -152,21 +152,20 @@ __device__ __forceinline__ void delta_unit(Block& b, const DeltaShare& share, in
     const int unit = share.first + mine, head = unit / 16, in_heads = head - share.head,
               column = unit * 8;  // of VALUE_DIM
     float4* state = (float4*)(b.p.delta + ((size_t)b.deltas * VALUE_DIM + column) * STATE_DIM) + b.lane;
-    float4* kept = (float4*)(b.p.branch_state + (size_t)unit * NODES * 8 * STATE_DIM) + b.lane;
+    float4* kept = (float4*)(b.p.branch_state + (size_t)unit * KEPT_STATES * 8 * STATE_DIM) + b.lane;
     float4 s[8];
 #pragma unroll
     for (int c = 0; c < 8; c++) s[c] = __ldcg(state + c * (STATE_DIM / 4));
     const int own = b.lane >> 1 & 7;
     const float weight = __ldg(b.vectors + GATED_NORM_AT + (column + own) % STATE_DIM);
-    int last = -1;  // the node whose state `s` is
 #pragma unroll 1
-    for (int node = 0; node < b.nodes; node++) {
-        const int parent = uniform(b.s.parent[node] + 1) - 1;
-        if (parent != last) {
+    for (int i = 0; i < b.nodes; i++) {
+        const Visit visit = b.s.visits[i];
+        const int node = visit.node, from = uniform(visit.from + 1) - 1, to = uniform(visit.to + 1) - 1;
+        if (from != HERE) {
 #pragma unroll
-            for (int c = 0; c < 8; c++) s[c] = kept[(parent * 8 + c) * (STATE_DIM / 4)];
+            for (int c = 0; c < 8; c++) s[c] = kept[(from * 8 + c) * (STATE_DIM / 4)];
         }
-        last = node;
         const float* row = rows + node * MIX_ROW;
         const float4 q = ((const float4*)(row + AFTER + in_heads * 2 * STATE_DIM))[b.lane];
         const float4 k = ((const float4*)(row + AFTER + in_heads * 2 * STATE_DIM + STATE_DIM))[b.lane];
@@ -182,9 +181,9 @@ __device__ __forceinline__ void delta_unit(Block& b, const DeltaShare& share, in
         const float out = fmaf(gates[QK], write, fade * (gates[RQ] * qs)), scaled = write * rk;
 #pragma unroll
         for (int c = 0; c < 8; c++) s[c] = update_state(s[c], fade, k, __shfl_sync(~0u, scaled, c * 2));
-        if (uniform(b.s.keeps[node])) {
+        if (to != NOWHERE) {
 #pragma unroll
-            for (int c = 0; c < 8; c++) kept[(node * 8 + c) * (STATE_DIM / 4)] = s[c];
+            for (int c = 0; c < 8; c++) kept[(to * 8 + c) * (STATE_DIM / 4)] = s[c];
         }
         float square = out * out;
         square += __shfl_xor_sync(~0u, square, 2), square += __shfl_xor_sync(~0u, square, 4),
@@ -202,6 +201,20 @@ __device__ __forceinline__ void delta_unit(Block& b, const DeltaShare& share, in
     if (b.decoding()) {
 #pragma unroll
         for (int c = 0; c < 8; c++) state[c * (STATE_DIM / 4)] = s[c];
+    }
+}
+
+// States of this SM's units, weights and inputs of the convolution: a line of 128 bytes a thread and time.
+__device__ __forceinline__ void prefetch_mix(const Block& b) {
+    const DeltaShare share(b.sm);
+    const float* state = b.p.delta + ((size_t)b.deltas * VALUE_DIM + share.first * 8) * STATE_DIM;
+    for (int i = threadIdx.x; i < share.units * 8 * STATE_DIM / 32; i += CONSUMERS) prefetch(state + i * 32);
+    const float* history = b.p.history + (size_t)b.deltas * HISTORY * CONV_CHANNELS;
+    for (int i = threadIdx.x; i < share.channels() / 8; i += CONSUMERS) {
+        const int row = share.row(i * 8);
+        prefetch(b.vectors + CONV_AT + row * 4);
+        if (i % 4 == 0)
+            for (int age = 0; age < HISTORY; age++) prefetch(history + age * CONV_CHANNELS + row);
     }
 }
 

@@ -7,31 +7,59 @@
 #include "large/attention.cuh"
 #include "large/delta.cuh"
 
-__device__ __forceinline__ void prepare_tree(Block& b) {
-    if (threadIdx.x < NODES) b.s.keeps[threadIdx.x] = 0;
-    b.sync();
-    if (threadIdx.x < b.nodes) {
-        const int node = threadIdx.x, parent = b.r.parent(node);
-        b.s.token[node] = b.r.token(node);
-        b.s.parent[node] = (short)parent;
-        if (parent >= 0 && parent != node - 1) b.s.keeps[parent] = 1;
+// The order in which a DeltaNet's states are walked: into the depth, the smallest branch of a node first, the largest
+// last. A state is kept while branches of its node are still to come, except for the last: each place that is taken
+// halves what can be under a node at least, so few are needed, and they stay in the cache. A lane is a node.
+__device__ __forceinline__ void prepare_walk(Block& b) {
+    const int lane = b.lane, nodes = b.nodes;
+    const bool live = lane < nodes;
+    const int parent = live ? b.r.parents[lane] : -2, depth = live ? b.s.depth[lane] : 0;
+    int size = 0;  // nodes under this one, and itself
+    for (int node = 0; node < nodes; node++)
+        size += live && b.s.depth[node] >= depth && b.s.ancestor[node][depth] == lane;
+    bool visited = lane == 0;
+    int place = NOWHERE, places = 0, node = 0, last = 0;
+    if (lane == 0) b.s.visits[0] = {0, HERE, NOWHERE};
+    for (int visit = 1; visit < nodes;) {
+        const bool child = live && parent == node && !visited;
+        const int left = __popc(__ballot_sync(~0u, child));
+        if (left == 0) {
+            node = __shfl_sync(~0u, parent, node);
+            continue;
+        }
+        const int next = (int)__reduce_min_sync(~0u, child ? (unsigned)(size << 8 | lane) : ~0u) & 255;
+        if (left > 1 && __shfl_sync(~0u, place, node) == NOWHERE) {  // its state is fetched again
+            if (lane == node) place = places;
+            if (lane == 0) b.s.visits[visit - 1].to = (signed char)places;
+            places++;
+        }
+        const int from = last == node ? HERE : __shfl_sync(~0u, place, node);
+        if (left == 1 && __shfl_sync(~0u, place, node) != NOWHERE) places--;
+        if (lane == next) visited = true;
+        if (lane == 0) b.s.visits[visit] = {(signed char)next, (signed char)from, NOWHERE};
+        node = last = next;
+        visit++;
     }
-    b.sync();
+}
+
+__device__ __forceinline__ void prepare_tree(Block& b) {
     if (threadIdx.x < b.nodes) {
         const int node = threadIdx.x;
+        b.s.token[node] = b.r.tokens[node];
         int depth = 0, at = node;
-        while (b.s.parent[at] >= 0) at = b.s.parent[at], depth++;
+        while (b.r.parents[at] >= 0) at = b.r.parents[at], depth++;
         b.s.depth[node] = depth;
         at = node;
-        for (int d = depth; d >= 0; d--, at = b.s.parent[at]) b.s.ancestor[node][d] = (signed char)at;
+        for (int d = depth; d >= 0; d--, at = b.r.parents[at]) b.s.ancestor[node][d] = (signed char)at;
         at = node;
         for (int age = 0; age < 4; age++) {
-            b.s.path[node][age] = at;
-            at = at >= 0 ? b.s.parent[at] : at - 1;
+            b.s.path[node][age] = (signed char)at;
+            at = at >= 0 ? b.r.parents[at] : at - 1;
         }
     }
     b.sync();
-    if (threadIdx.x == 0) {
+    if (b.warp == 0) prepare_walk(b);
+    if (threadIdx.x == 32) {
         int deepest = 0;
         for (int node = 0; node < b.nodes; node++) deepest = max(deepest, b.s.depth[node]);
         b.s.deepest = deepest;
@@ -47,66 +75,108 @@ __device__ __forceinline__ void add_to_residual(Block& b, const float* norm, flo
                     [&](float4 x, int node, int k) { return Sums<GROUPS>::add(x, sums.at(node, k)); });
 }
 
-// Every layer, the head, and the choice of a token, the launch's `token`-th. All stages share one copy of the products'
-// code: what is executed again and again must stay in the instruction cache.
-__device__ __forceinline__ void forward_pass(Block& b, int token) {
-    enum { IN, OUT, MLP_IN, MLP_OUT };
-    b.vectors = b.p.vectors, b.deltas = 0;
-    embed(b);
-    b.step_done();
-    b.mark();
+enum { IN, OUT, MLP_IN, MLP_OUT };  // a layer's products
+
+// What becomes of the sums of products number `done`, of a layer whose vectors these are.
+__device__ __forceinline__ void use_sums(Block& b, int done) {
+    const int kind = done & 3, layer = done >> 2;
+    const bool recurrent = uniform(b.p.recurrent[layer]);
+    if (kind == IN) {
+        if (recurrent)
+            delta_mix(b);
+        else
+            b.steps_done = attention_mix(layer, b.deltas, b.length, b.vectors, b.steps_done);
+    } else if (kind == OUT) {
+        if (groups_of(VALUE_DIM) == groups_of(ATTENTION_DIM) || recurrent)
+            add_to_residual<groups_of(VALUE_DIM)>(b, b.vectors + MLP_NORM, nullptr);
+        else
+            add_to_residual<groups_of(ATTENTION_DIM)>(b, b.vectors + MLP_NORM, nullptr);
+    } else if (kind == MLP_IN) {
+        activate(b);
+    } else {
+        float* feature = nullptr;
 #pragma unroll 1
-    for (int i = 0; i <= 4 * LAYERS; i++) {
-        const int kind = i & 3, layer = i >> 2;
-        const bool head = i == 4 * LAYERS, recurrent = !head && uniform(b.p.recurrent[layer]);
-        const Run run = run_of(b.p, i);
-        const Source from = kind == OUT       ? Source{b.p.y, false, recurrent}
-                            : kind == MLP_OUT ? Source{b.p.h, false, false}
-                                              : Source{b.p.x, true, false};
+        for (int f = 0; f < b.r.features; f++)
+            if (b.r.feature_layers[f] == layer) feature = b.p.out_features + b.feature_at(f) * HIDDEN;
+        const float* next = b.vectors + (recurrent ? DELTA_VECTORS : ATTENTION_VECTORS);
+        add_to_residual<INNER_GROUPS>(b, next + MIX_NORM, feature);
+    }
+}
+
+// Ask for what the step after the products will read besides their sums: weights have pushed it out of the cache.
+__device__ __forceinline__ void fetch_early(const Block& b, int done) {
+    const int kind = done & 3;
+    const bool recurrent = uniform(b.p.recurrent[done >> 2]);
+    if (kind == IN && recurrent) {
+        prefetch_mix(b);
+    } else if (kind == OUT || kind == MLP_OUT) {
+        const float* norm = b.vectors + (kind == OUT   ? MLP_NORM
+                                         : recurrent ? DELTA_VECTORS + MIX_NORM
+                                                     : ATTENTION_VECTORS + MIX_NORM);
+        const int at = first_of(PIECES, b.sm) * 8 + threadIdx.x * 8;
+        if (at < first_of(PIECES, b.sm + 1) * 8) prefetch(norm + at);
+    }
+}
+
+// From the products before number `i` to its operands: apart from the products, so that the compiler has all registers
+// for either. Returns the steps done so far.
+__device__ __noinline__ u32 lead_to(int i, int length, int deltas, const float* vectors, u32 steps_done) {
+    Block b;
+    b.length = length, b.deltas = deltas, b.vectors = vectors, b.steps_done = steps_done;
+    if (i == 0) {
+        embed(b);
+    } else {
+        load_table(b, i - 1);
+        fetch_early(b, i - 1);
         b.wait_for_all();
         b.mark();
-        prepare_operands(b, run, from);
-        b.mark();
-        multiply(b, run);
-        b.mark();
-        if (head) break;
-        load_table(b, i);
-        b.wait_for_all();
-        b.mark();
-        if (kind == IN) {
-            if (recurrent)
-                delta_mix(b);
-            else
-                b.steps_done = attention_mix(b.p, b.r, b.scratch, layer, b.deltas, b.length, b.vectors, b.steps_done);
-        } else if (kind == OUT) {
-            if (groups_of(VALUE_DIM) == groups_of(ATTENTION_DIM) || recurrent)
-                add_to_residual<groups_of(VALUE_DIM)>(b, b.vectors + MLP_NORM, nullptr);
-            else
-                add_to_residual<groups_of(ATTENTION_DIM)>(b, b.vectors + MLP_NORM, nullptr);
-        } else if (kind == MLP_IN) {
-            activate(b);
-        } else {
-            b.vectors += recurrent ? DELTA_VECTORS : ATTENTION_VECTORS;
-            b.deltas += recurrent;
-            float* feature = nullptr;
-#pragma unroll 1
-            for (int f = 0; f < b.r.features; f++)
-                if (b.r.feature_layers[f] == layer) feature = b.p.out_features + b.feature_at(f) * HIDDEN;
-            add_to_residual<INNER_GROUPS>(b, b.vectors + MIX_NORM, feature);
-        }
-        b.mark();
-        b.step_done();
+        use_sums(b, i - 1);
         b.mark();
     }
+    b.step_done();
+    b.mark();
+    const int kind = i & 3;
+    const Source from = kind == OUT       ? Source{b.p.y, false, (bool)uniform(b.p.recurrent[i >> 2])}
+                        : kind == MLP_OUT ? Source{b.p.h, false, false}
+                                          : Source{b.p.x, true, false};
+    const Run run = run_of(b.p, i);
+    b.wait_for_all();
+    b.mark();
+    prepare_operands(b, run, from);
+    b.mark();
+    return b.steps_done;
+}
+
+// The launch's `token`-th token, or one for every node, once the head's products are made.
+__device__ __noinline__ u32 choose(const Draw* draw, int length, const float* vectors, u32 steps_done, int token) {
+    Block b;
+    b.length = length, b.vectors = vectors, b.steps_done = steps_done, b.draw = draw;
     b.wait_for_all();
     rank_logits(b);
     b.step_done();
     b.wait_for_all();
-    if (SAMPLES && b.draw->inverse_temperature > 0)
+    if (SAMPLES && draw->inverse_temperature > 0)
         draw_token(b, token);
     else
         choose_tokens(b);
     b.mark();
+    return b.steps_done;
+}
+
+__device__ __forceinline__ void forward_pass(Block& b, int token) {
+    b.vectors = b.p.vectors, b.deltas = 0;
+#pragma unroll 1
+    for (int i = 0; i <= 4 * LAYERS; i++) {
+        const Run run = run_of(b.p, i);
+        b.steps_done = lead_to(i, b.length, b.deltas, b.vectors, b.steps_done);
+        if (i > 0 && (i & 3) == 0) {  // a layer has ended
+            const bool recurrent = uniform(b.p.recurrent[i / 4 - 1]);
+            b.vectors += recurrent ? DELTA_VECTORS : ATTENTION_VECTORS, b.deltas += recurrent;
+        }
+        multiply(b, run);
+        b.mark();
+    }
+    b.steps_done = choose(b.draw, b.length, b.vectors, b.steps_done, token);
 }
 
 // All threads that compute or add up: whether there is another token.
@@ -145,6 +215,24 @@ __device__ __forceinline__ void consume(Block& b) {
     if (threadIdx.x == 0) b.s.stopped = 1;  // nobody waits for weights any more
 }
 
+__device__ __forceinline__ void copy_weights(Block& b) {
+    Producer producer(b.scratch, &b.s.stopped);
+#pragma unroll 1
+    for (int step = 0; step < max(1, b.r.steps); step++) {
+        producer.source = b.p.stream + b.p.stream_start[blockIdx.x];
+        Run run = b.p.runs[blockIdx.x];
+        int stage = 0;
+#pragma unroll 1
+        for (; stage <= 4 * LAYERS; stage++) {
+            const Run next = b.p.runs[min(stage + 1, 4 * LAYERS) * SMS + blockIdx.x];  // early: it comes from memory
+            if (!producer.stage(run)) break;
+            run = next;
+        }
+        if (stage <= 4 * LAYERS) break;
+    }
+    producer.drain();
+}
+
 __device__ __forceinline__ void add_up(Block& b, int which) {
     u32 count = 0, phase = 0;
 #pragma unroll 1
@@ -161,23 +249,37 @@ __device__ __forceinline__ void add_up(Block& b, int which) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     forward(const __grid_constant__ Params params, const __grid_constant__ Request request,
             const __grid_constant__ Draw draw) {
-    extern __shared__ __align__(128) u8 memory[];
-    Block block(params, request, memory);
+    Shared& shared = *(Shared*)(shared_memory() + SHARED_AT);
+    for (int i = threadIdx.x; i < (int)sizeof(Params) / 4; i += THREADS) ((u32*)&shared.params)[i] = ((u32*)&params)[i];
+    for (int i = threadIdx.x; i < (int)sizeof(Request) / 4; i += THREADS)
+        ((u32*)&shared.request)[i] = ((u32*)&request)[i];
+    __syncthreads();
+    if (request.made) {  // a tree that was grown on this device
+        if (threadIdx.x == 0) shared.request.nodes = request.made->nodes;
+        if (threadIdx.x < NODES)
+            shared.request.tokens[threadIdx.x] = request.made->tokens[threadIdx.x],
+            shared.request.parents[threadIdx.x] = request.made->parents[threadIdx.x];
+        __syncthreads();
+    }
+    Block block;
     if (SAMPLES) block.draw = &draw;
     if (threadIdx.x == 0) {
         Barriers(block.base).init();
         block.s.stopped = 0;
+#ifdef PROFILE
+        block.s.marks = 0;
+#endif
         show_barriers();
     }
     __syncthreads();
-    constexpr int OTHERS_REGISTERS = 80, CONSUMER_REGISTERS = 208;
+    constexpr int OTHERS_REGISTERS = 56, CONSUMER_REGISTERS = 224;
     if (block.warp < WARPS) {
         take_registers<CONSUMER_REGISTERS>();
         consume(block);
     } else {
         leave_registers<OTHERS_REGISTERS>();
         const int other = block.warp - WARPS;
-        if (other == 0 && block.lane == 0) Producer(block.base, block.s).run(params, max(1, request.steps));
+        if (other == 0 && block.lane == 0) copy_weights(block);
         if (other == 1 || other == 2) add_up(block, other - 1);
     }
 }

@@ -5,129 +5,188 @@
 
 // --- the consumers --------------------------------------------------------------------------------------------------
 
-template <int T, class SlabHere>
-__device__ __forceinline__ void multiply_tile(const SlabHere& slab, float (&acc)[OCTETS * 4], u32 (&a)[4][4],
-                                              u32 operands) {
-#pragma unroll
-    for (int term = 0; term < SlabHere::TERMS; term++) {
-        slab.template operand<T, 0>(a[0], term);
-        slab.template operand<T, 1>(a[1], term);
-        slab.template operand<T, 2>(a[2], term);
-        slab.template operand<T, 3>(a[3], term);
-        products_begin();
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-            multiply_group(acc, a[j], matrix_at<128, 256>(operands + (T * 4 + j) * (STEP_BYTES >> 4)),
-                           T + j + term > 0);
-        products_queued();
-        if (term + 1 < SlabHere::TERMS) products_done<0>();
-    }
-}
-
 __device__ __forceinline__ void give_back(u32 empty, int lane) {
     __syncwarp();
     if (lane == 0) barrier_arrive(empty);
 }
 
-// A slot's superblocks, added to `total`. The next one is loaded while the sums of this one are still made; the slot is
-// given back once its last words have been used.
+// What a group of warps is about while it multiplies: every second superblock of a part, that is, of all tiles of rows
+// of one type. Products are queued and end in order. Two sets of registers hold operands, each of 64 k: one is made
+// while products of the other are on their way. The next superblock is loaded before the sums of this one are waited
+// for.
 template <int TYPE>
-__device__ __forceinline__ void multiply_slot(u32 at, u32 operands, int blocks, u32 empty, int lane,
-                                              float (&total)[OCTETS * 4]) {
+struct Multiplier {
     typedef Slab<TYPE> Here;
-    constexpr int MOST = slot_blocks(TYPE);
-    Here slab[MOST];
-    slab[0].load(at, lane);
-#pragma unroll
-    for (int block = 0; block < MOST; block++) {
-        if (block >= blocks) break;
-        const bool last = block == MOST - 1 || block == blocks - 1;
-        slab[block].scales();
-        const u32 here = operands + block * (BLOCK_BYTES >> 4);
-        float acc[OCTETS * 4], mins[OCTETS * 4];
-        u32 a[2][4][4], m[4];
-        if constexpr (Here::MINS) {
-            slab[block].mins(m);
-            products_begin();
-            multiply_group(mins, m, matrix_at<128, 256>(here + 16 * (STEP_BYTES >> 4)), 0);
-            products_queued();
+    static constexpr u32 BYTES = 4 * slab_bytes(TYPE);
+    static constexpr int SUMS = OCTETS * 4, AT_ONCE = slot_blocks(TYPE);
+    Block& b;
+    const Barriers bars;
+    const int superblocks, in_tile;  // of the part; of a tile
+    int index;                       // this group's superblock
+    int tile_first, tile_end;        // where its tile begins and ends
+    int ended = 0;                   // tiles that end before it, and whose sums are still here
+    const int lane;      // by a shuffle: else it would be asked for again and again, which takes long
+    const u32 own_part;  // where this warp's words are in a slot
+    int slots_seen = 0;
+    u32 empty;  // of its slot
+    Here slab;
+    float total[SUMS] = {};
+    u32 a[2][4][4];
+
+    __device__ __forceinline__ Multiplier(Block& block, const Walk& walk, int count)
+        : b(block), bars(block.base), superblocks(count), in_tile(walk.blocks), index(block.warp >> 2),
+          tile_first(-walk.block), tile_end(min(walk.count(), count)),
+          lane(__shfl_sync(~0u, block.lane, block.lane)),
+          own_part(block.base + RING_AT + (AT_ONCE == 2 ? index : 0) * BYTES + (block.warp & 3) * slab_bytes(TYPE)) {
+        pass_tiles();
+    }
+    __device__ __forceinline__ bool more() const { return index < superblocks; }
+    __device__ __forceinline__ void pass_tiles() {
+        const int before = min(index, superblocks);
+        while (tile_end <= before) {
+            ended++;
+            tile_first = tile_end;
+            tile_end = tile_end == superblocks ? superblocks + in_tile : min(tile_end + in_tile, superblocks);
         }
-        multiply_tile<0>(slab[block], acc, a[0], here);
-        multiply_tile<1>(slab[block], acc, a[1], here);
-        products_done<1>();
-        multiply_tile<2>(slab[block], acc, a[0], here);
-        if (block + 1 < MOST && !last)
-            slab[block + 1 < MOST ? block + 1 : 0].load(at + (block + 1) * 4 * slab_bytes(TYPE), lane);
-        products_done<1>();
-        multiply_tile<3>(slab[block], acc, a[1], here);
-        // an operand below 2 has bit 30 clear: the arrival waits for it, so for the last load
-        if (Here::EARLY && last) give_back(empty + (a[1][3][3] >> 30 & 1), lane);
-        const float4 f = slab[block].factors();
-        products_done<0>();
-        if (!Here::EARLY && last) give_back(empty, lane);
+    }
+    // Wait for the next slot, and know where it lies.
+    __device__ __forceinline__ u32 next_slot() {
+        const u32 at = next_place(b.ring_end, AT_ONCE * BYTES);
+        b.begin_wait();
+        barrier_wait(bars.full + 8 * b.slot, b.slot_phase);
+        b.end_wait();
+        empty = bars.empty + 8 * b.slot;
+        slots_seen++;
+        if (++b.slot == SLOTS) b.slot = 0, b.slot_phase ^= 1;
+        return at;
+    }
+    // Slots that have nothing for this group, or nothing more.
+    __device__ __forceinline__ void pass_slots(int until) {
+        while (slots_seen < until) {
+            next_slot();
+            give_back(empty, lane);
+        }
+    }
+    __device__ __forceinline__ void load() {
+        if (AT_ONCE == 1) pass_slots(index);
+        slab.load(next_slot() + own_part, lane);
+        slab.scales();
+    }
+    // Operands of 64 k in one of the sets; with two terms, of one of them.
+    template <int NUMBER>
+    __device__ __forceinline__ void make() {
+        constexpr int T = NUMBER / Here::TERMS, TERM = NUMBER % Here::TERMS;
+        u32(&o)[4][4] = a[NUMBER & 1];
+        slab.template operand<T, 0>(o[0], TERM);
+        slab.template operand<T, 1>(o[1], TERM);
+        slab.template operand<T, 2>(o[2], TERM);
+        slab.template operand<T, 3>(o[3], TERM);
+    }
+    template <int NUMBER>
+    __device__ __forceinline__ void make_and_queue(float (&acc)[SUMS], u64 operands) {
+        if constexpr (NUMBER < 4 * Here::TERMS) {
+            constexpr int T = NUMBER / Here::TERMS;
+            if constexpr (NUMBER > 1) products_done<1>();
+            make<NUMBER>();
+            products_begin();
 #pragma unroll
-        for (int i = 0; i < OCTETS * 4; i++) {
+            for (int j = 0; j < 4; j++)
+                multiply_group(acc, a[NUMBER & 1][j], operands + (T * 4 + j) * (STEP_BYTES >> 4), NUMBER + j > 0);
+            products_queued();
+            make_and_queue<NUMBER + 1>(acc, operands);
+        }
+    }
+    // A superblock whose words are loaded. Its slot is given back once they have landed, or, where words are loaded one
+    // after another, after the last one.
+    __device__ __forceinline__ void superblock() {
+        const u64 operands = matrix_at<128, 256>((b.base >> 4) + (index - tile_first) * (BLOCK_BYTES >> 4));
+        float acc[SUMS], mins[SUMS];
+        u32 m[4];
+        if constexpr (Here::MINS) {
+            slab.mins(m);
+            products_begin();
+            multiply_group(mins, m, operands + 16 * (STEP_BYTES >> 4), 0);
+        }
+        if constexpr (Here::EARLY) give_back(empty + slab.landed(), lane);
+        make_and_queue<0>(acc, operands);
+        if constexpr (!Here::EARLY) give_back(empty, lane);
+        const float4 f = slab.factors();
+        index += 2;
+        if (more()) load();
+        pass_tiles();
+        products_done<0>();
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) {
             total[i] = fmaf(i & 2 ? f.z : f.x, acc[i], total[i]);
             if (Here::MINS) total[i] = fmaf(i & 2 ? -f.w : -f.y, mins[i], total[i]);
         }
     }
-}
-
-template <int TYPE>
-__device__ __forceinline__ void multiply_piece(Block& b, const Barriers& bars, const Walk& walk, int group,
-                                               float (&total)[OCTETS * 4]) {
-    constexpr int AT_ONCE = slot_blocks(TYPE);
-    const int count = walk.count(), slots = (count + AT_ONCE - 1) / AT_ONCE, quarter = b.warp & 3;
-#pragma unroll 1
-    for (int i = (b.slot ^ group) & 1; i < slots; i += 2) {
-        int slot = b.slot + i;
-        u32 phase = b.slot_phase;
-        while (slot >= SLOTS) slot -= SLOTS, phase ^= 1;
-        b.begin_wait();
-        barrier_wait(bars.full + 8 * slot, phase);
-        b.end_wait();
-        multiply_slot<TYPE>(b.base + RING_AT + slot * SLOT_BYTES + quarter * slab_bytes(TYPE),
-                            (b.base >> 4) + (walk.block + i * AT_ONCE) * (BLOCK_BYTES >> 4),
-                            min(AT_ONCE, count - i * AT_ONCE), bars.empty + 8 * slot, b.lane, total);
-    }
-    b.slot += slots;
-    while (b.slot >= SLOTS) b.slot -= SLOTS, b.slot_phase ^= 1;
-}
-
-__device__ __forceinline__ void multiply(Block& b, const Run& run) {
-    const Barriers bars(b.base);
-    const int group = b.warp >> 2;
-    __syncwarp();  // for the compiler: descriptors of operands stay in registers of the whole warp only if its lanes
-                   // are together
-#pragma unroll 1
-    for (Walk walk(run); walk.more(); walk.next()) {
-        const int type = tile_type(run, walk.tile);
-        float total[OCTETS * 4] = {};
-        if (has_type(SLAB_Q4_K) && type == SLAB_Q4_K) multiply_piece<SLAB_Q4_K>(b, bars, walk, group, total);
-        if (has_type(SLAB_Q5_K) && type == SLAB_Q5_K) multiply_piece<SLAB_Q5_K>(b, bars, walk, group, total);
-        if (has_type(SLAB_Q6_K) && type == SLAB_Q6_K) multiply_piece<SLAB_Q6_K>(b, bars, walk, group, total);
-        if (has_type(SLAB_Q8_0) && type == SLAB_Q8_0) multiply_piece<SLAB_Q8_0>(b, bars, walk, group, total);
-        if (has_type(SLAB_HALF) && type == SLAB_HALF) multiply_piece<SLAB_HALF>(b, bars, walk, group, total);
+    __device__ __forceinline__ void store_total() {
         b.begin_wait();
         barrier_wait(bars.sums_empty + 8 * b.buffer, b.buffer_phase ^ 1);
         b.end_wait();
-        float4* to = (float4*)(b.scratch + SUMS_AT + b.buffer * SUM_BYTES) + b.warp * OCTETS * 32 + b.lane;
+        float4* to = (float4*)(b.scratch + SUMS_AT + b.buffer * SUM_BYTES) + b.warp * OCTETS * 32 + lane;
 #pragma unroll
         for (int o = 0; o < OCTETS; o++)
             to[o * 32] = {total[o * 4], total[o * 4 + 1], total[o * 4 + 2], total[o * 4 + 3]};
         __syncwarp();
-        if (b.lane == 0) barrier_arrive(bars.sums_full + 8 * b.buffer);
+        if (lane == 0) barrier_arrive(bars.sums_full + 8 * b.buffer);
         if (++b.buffer == SUM_BUFFERS) b.buffer = 0, b.buffer_phase ^= 1;
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) total[i] = 0.0f;
+    }
+    __device__ __forceinline__ void run() {
+        if (more()) load();
+#pragma unroll 1
+        while (true) {
+#pragma unroll 1
+            for (; ended > 0; ended--) store_total();
+            if (!more()) break;
+            superblock();
+        }
+        pass_slots((superblocks + AT_ONCE - 1) / AT_ONCE);
+    }
+};
+
+__device__ __forceinline__ void multiply(Block& b, const Run& run) {
+    __syncwarp();  // for the compiler: descriptors of operands stay in registers of the whole warp only if its lanes
+                   // are together
+#pragma unroll 1
+    for (Walk walk(run); walk.more(); walk.to_part(run)) {
+        const int type = tile_type(run, walk.tile), count = walk.count_in_part(run);
+        if (has_type(SLAB_Q4_K) && type == SLAB_Q4_K) Multiplier<SLAB_Q4_K>(b, walk, count).run();
+        if (has_type(SLAB_Q5_K) && type == SLAB_Q5_K) Multiplier<SLAB_Q5_K>(b, walk, count).run();
+        if (has_type(SLAB_Q6_K) && type == SLAB_Q6_K) Multiplier<SLAB_Q6_K>(b, walk, count).run();
+        if (has_type(SLAB_Q8_0) && type == SLAB_Q8_0) Multiplier<SLAB_Q8_0>(b, walk, count).run();
+        if (has_type(SLAB_HALF) && type == SLAB_HALF) Multiplier<SLAB_HALF>(b, walk, count).run();
     }
 }
 
 // --- who adds up ----------------------------------------------------------------------------------------------------
+
+// 1 / rms of every node's residual stream, or 1.
+__device__ __forceinline__ void measure_residual(Block& b, int which) {
+#pragma unroll 2
+    for (int node = 0; node < b.nodes; node++) {
+        constexpr int EACH = (SMS + 31) / 32;
+        float got[EACH], square = 0.0f;
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            got[i] = i * 32 + b.lane < SMS ? __ldcg(b.p.x_squares + node * SMS + i * 32 + b.lane) : 0.0f;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) square += got[i];
+        const float inverse = b.s.normed ? inverse_root(warp_sum(square) / HIDDEN + EPS) : 1.0f;
+        if (b.lane == 0) b.s.inverse[which][node] = inverse;
+    }
+    __syncwarp();
+}
 
 // Each warp every second tile of results. Lane 4 g + q: rows g, g + 8, tokens 2 q, 2 q + 1 of every octet.
 // They begin with the consumers: an SM that has nothing to do in a stage may not say so before the stage.
 __device__ __forceinline__ void reduce(Block& b, int which, const Run& run, u32 phase, u32& count) {
     const Barriers bars(b.base);
     barrier_wait(bars.begun, phase);
+    measure_residual(b, which);
     const int g = b.lane >> 2, q = b.lane & 3;
     int result = run.result;
 #pragma unroll 1
@@ -137,26 +196,28 @@ __device__ __forceinline__ void reduce(Block& b, int which, const Run& run, u32 
         barrier_wait(bars.sums_full + 8 * buffer, count / SUM_BUFFERS & 1);
         const float4* from = (const float4*)(b.scratch + SUMS_AT + buffer * SUM_BYTES) + b.lane;
         float* out = b.p.sums + (size_t)result * NODES * ROWS + g;
-#pragma unroll 1
-        for (int quarter = 0; quarter < 4; quarter++)
 #pragma unroll
-            for (int o = 0; o < OCTETS; o++) {
-                const float4 x = from[(quarter * OCTETS + o) * 32], y = from[((quarter + 4) * OCTETS + o) * 32];
-                const int token = o * 8 + q * 2;
+        for (int o = 0; o < OCTETS; o++) {
+            const int token = o * 8 + q * 2;
+            const bool first = token < b.nodes, second = token + 1 < b.nodes;
+            float by[2] = {};
+            if (first) by[0] = b.s.scale[token] * b.s.inverse[which][token];
+            if (second) by[1] = b.s.scale[token + 1] * b.s.inverse[which][token + 1];
+            float4 x[4], y[4];
+#pragma unroll
+            for (int quarter = 0; quarter < 4; quarter++)
+                x[quarter] = from[(quarter * OCTETS + o) * 32], y[quarter] = from[((quarter + 4) * OCTETS + o) * 32];
+#pragma unroll
+            for (int quarter = 0; quarter < 4; quarter++) {
                 float* to = out + token * ROWS + quarter * 16;
-                if (token < b.nodes) {
-                    const float scale = b.s.scale[token];
-                    to[0] = (x.x + y.x) * scale, to[8] = (x.z + y.z) * scale;
-                }
-                if (token + 1 < b.nodes) {
-                    const float scale = b.s.scale[token + 1];
-                    to[ROWS] = (x.y + y.y) * scale, to[ROWS + 8] = (x.w + y.w) * scale;
-                }
+                const float4 u = x[quarter], v = y[quarter];
+                if (first) to[0] = (u.x + v.x) * by[0], to[8] = (u.z + v.z) * by[0];
+                if (second) to[ROWS] = (u.y + v.y) * by[1], to[ROWS + 8] = (u.w + v.w) * by[1];
             }
+        }
         __syncwarp();
         if (b.lane == 0) barrier_arrive(bars.sums_empty + 8 * buffer);
     }
-    fence_gpu();
     __syncwarp();
     if (b.lane == 0) add_release(b.p.counter, 1);
 }

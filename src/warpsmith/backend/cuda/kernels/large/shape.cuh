@@ -26,15 +26,17 @@ constexpr int HIDDEN_GROUPS = groups_of(HIDDEN), INNER_GROUPS = groups_of(FFN);
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 __host__ __device__ constexpr int up(int n, int to) { return (n + to - 1) / to * to; }
 __host__ __device__ constexpr bool has_type(int type) { return SLAB_TYPE_MASK >> type & 1; }
-// Superblocks of a slot of the ring, for 64 rows.
-__host__ __device__ constexpr int slot_blocks(int type) { return type == SLAB_Q4_K ? 2 : 1; }
-__host__ __device__ constexpr int largest_slot() {
-    int most = 0;
-    for (int t = 0; t < SLAB_TYPES; t++)
-        if (has_type(t)) most = larger(most, slot_blocks(t) * 4 * slab_bytes(t));
-    return most;
+// Superblocks of a slot of the ring, for 64 rows; bytes of the smallest (SIGN 1) or largest (SIGN -1) slot there is.
+__host__ __device__ constexpr int slot_blocks(int type) { return 2 * 4 * slab_bytes(type) <= 28 << 10 ? 2 : 1; }
+template <int SIGN>
+__host__ __device__ constexpr int extreme_slot() {
+    int bytes = 0;
+    for (int t = 0; t < SLAB_TYPES; t++) {
+        const int slot = slot_blocks(t) * 4 * slab_bytes(t);
+        if (has_type(t) && (bytes == 0 || SIGN * slot < SIGN * bytes)) bytes = slot;
+    }
+    return bytes;
 }
-constexpr int SLOT_BYTES = up(largest_slot(), 128);
 
 // Rows of a stage, in the order of its parts; every part begins a tile of 64 rows.
 constexpr int Z_AT = up(CONV_CHANNELS, ROWS), GATES_AT = Z_AT + up(VALUE_DIM, ROWS);  // DeltaNet: qkv | z | beta, alpha
@@ -60,65 +62,6 @@ constexpr int GATED_NORM_AT = A_AT + VALUE_HEADS, Q_NORM_AT = 2 * HIDDEN, K_NORM
 // is a node's own.
 constexpr int CHUNK = 64, SPLITS = 128 / KV_HEADS, PARTS = SPLITS + 1;
 
-// --- a thread block's shared memory ---------------------------------------------------------------------------------
-// Activations of a group of superblocks: 16 steps of 16 k, then the sums of 32 k (rounded, rests):
-// [octet][half][token][8] fp16.
-constexpr int STEP_BYTES = NODES * 32, BLOCK_BYTES = 17 * STEP_BYTES, OPERAND_BYTES = GROUP_BLOCKS * BLOCK_BYTES;
-// DeltaNet: two heads' inputs before and after the convolution, rows of value columns, gates.
-constexpr int MIX_UNITS = VALUE_DIM / 8, OWN_UNITS = (MIX_UNITS + SMS - 1) / SMS, OWN_HEADS = (OWN_UNITS + 14) / 16 + 1;
-constexpr int MIX_CHANNELS = OWN_HEADS * 2 * STATE_DIM + OWN_UNITS * 8,
-              MIX_ROW = 2 * MIX_CHANNELS + OWN_UNITS * 8 + OWN_HEADS * 8;
-constexpr int MIX_BYTES = NODES * MIX_ROW * 4;
-// Attention: values of some chunks, as they are kept; of some tiles of 16 queries their rows, scores of two chunks,
-// weights in fp16, and what the softmax remembers. Trees of many nodes need fewer chunks ahead.
-constexpr int KEY_ROW = cache_row_bytes(KEY_TYPE), VALUE_ROW = cache_row_bytes(VALUE_TYPE);
-constexpr int VALUE_STAGES = VALUE_TYPE == CACHE_F16 ? 2 : (VALUE_TYPE == CACHE_Q8_0 ? 2 : 3) + (NODES == 1),
-              VALUE_BYTES = CHUNK * VALUE_ROW, SCORE_TILE = 16 * CHUNK * 4;
-constexpr int QUERY_TILE_BYTES = 16 * (HEAD_DIM * 2 + CHUNK * 2 + 3 * 4) + 2 * SCORE_TILE;
-// Tiles that one walk over the keys serves: as many as leave the ring its slots.
-constexpr int ATTENTION_ROOM = (NODES <= 8 ? 104 : NODES == 16 ? 96 : 120) << 10, ALL_TILES = (NODES * GROUP + 15) / 16,
-              ROOM_TILES = (ATTENTION_ROOM - VALUE_STAGES * VALUE_BYTES) / QUERY_TILE_BYTES,
-              MOST_TILES = ROOM_TILES < 6 ? ROOM_TILES : 6, WALKS = (ALL_TILES + MOST_TILES - 1) / MOST_TILES,
-              QUERY_TILES = (ALL_TILES + WALKS - 1) / WALKS;
-constexpr int QUERIES_AT = VALUE_STAGES * VALUE_BYTES, SCORES_AT = QUERIES_AT + QUERY_TILES * 16 * HEAD_DIM * 2,
-              WEIGHTS_AT = SCORES_AT + QUERY_TILES * 2 * SCORE_TILE,
-              FACTORS_AT = WEIGHTS_AT + QUERY_TILES * 16 * CHUNK * 2;
-constexpr int ATTENTION_BYTES = FACTORS_AT + QUERY_TILES * 16 * 3 * 4;
-// Sampling: an SM's logits, and candidates.
-constexpr int HEAD_TILES = up(VOCAB, ROWS) / ROWS, OWN_LOGITS = (HEAD_TILES + SMS - 1) / SMS * ROWS;
-#include "sample/candidates.cuh"
-constexpr int SAMPLE_BYTES = SAMPLES ? (int)sizeof(Candidates) : 0;
-constexpr int SCRATCH_BYTES =
-    up(larger(larger(OPERAND_BYTES, MIX_BYTES), larger(ATTENTION_BYTES, SAMPLE_BYTES)), 128);
-
-constexpr int SUM_BUFFERS = 2, SUM_BYTES = 2 * 4 * OCTETS * 512;  // of a tile of results: both groups of warps
-
-struct Shared {
-    alignas(16) float residual[NODES][OWN_PIECES * 8];
-    float scale[NODES];    // of a token's sums
-    float inverse[NODES];  // 1 / rms of its residual stream
-    u32 exponent[WARPS][NODES];
-    float squares[OWN_PIECES][NODES];
-    unsigned long long best[NODES];
-    int token[NODES], depth[NODES];
-    int path[NODES][4];                  // a node and its ancestors; -1, -2, ...: committed tokens, newest first
-    short parent[NODES], keeps[NODES];   // whether a node's state is fetched again later
-    signed char ancestor[NODES][NODES];  // by depth
-    u16 tiles[TABLE_ENTRIES];            // of the stage whose sums are at work
-    volatile int stopped;
-    int deepest;
-    int drawn[SAMPLES ? MAX_STEPS : 1];  // tokens of this launch
-    int reach;                           // m of sample.cuh
-};
-constexpr int RING_AT = SCRATCH_BYTES, SUMS_AFTER = SUM_BUFFERS * SUM_BYTES,
-              SHARED_STRUCT = up((int)sizeof(Shared), 128);
-constexpr int FREE = SHARED_MEMORY - SCRATCH_BYTES - SUMS_AFTER - SHARED_STRUCT - 512;
-constexpr int SLOTS = FREE / SLOT_BYTES / 2 * 2;  // every slot belongs to one of the two groups of warps
-static_assert(SLOTS >= 2, "no room for the ring");
-constexpr int SUMS_AT = RING_AT + SLOTS * SLOT_BYTES, SHARED_AT = SUMS_AT + SUMS_AFTER,
-              BARRIERS_AT = SHARED_AT + SHARED_STRUCT;
-static_assert(BARRIERS_AT + 8 * (2 * SLOTS + 2 * SUM_BUFFERS + 1) <= SHARED_MEMORY, "shared memory");
-
 // --- arguments (see large.py) ---------------------------------------------------------------------------------------
 struct Stage {
     int tiles_at, tile_rows, groups, pad;  // where its table of tiles begins; tiles of 64 rows; groups of K
@@ -136,10 +79,6 @@ struct Request {
     int nodes, length, steps, stops, features, want_logits, want_hidden, pad;
     int tokens[MAX_NODES], parents[MAX_NODES], stop_ids[MAX_STOPS], feature_layers[MAX_FEATURES];
     const MadeTree* made;  // instead of these tokens and parents, of `nodes` at most; or null
-
-    __device__ int tree_nodes() const { return made ? made->nodes : nodes; }
-    __device__ int token(int node) const { return made ? made->tokens[node] : tokens[node]; }
-    __device__ int parent(int node) const { return made ? made->parents[node] : parents[node]; }
 };
 struct Params {
     const u8* stream;
@@ -175,7 +114,7 @@ struct Params {
     float* pending_fade;
     u8* pending_keys;  // [attention layer][key head][MAX_NODES] rows
     u8* pending_values;
-    float* branch_state;  // [MIX_UNITS][NODES][8][128]
+    float* branch_state;  // [MIX_UNITS][KEPT_STATES][8][128]
     // results
     int* out_tokens;
     volatile int* out_count;
@@ -184,3 +123,80 @@ struct Params {
     float* out_hidden;
     long long* profile;
 };
+
+// --- a thread block's shared memory ---------------------------------------------------------------------------------
+// Activations of a group of superblocks: 16 steps of 16 k, then the sums of 32 k (rounded, rests):
+// [octet][half][token][8] fp16.
+constexpr int STEP_BYTES = NODES * 32, BLOCK_BYTES = 17 * STEP_BYTES, OPERAND_BYTES = GROUP_BLOCKS * BLOCK_BYTES;
+// DeltaNet: two heads' inputs before and after the convolution, rows of value columns, gates.
+constexpr int MIX_UNITS = VALUE_DIM / 8, OWN_UNITS = (MIX_UNITS + SMS - 1) / SMS, OWN_HEADS = (OWN_UNITS + 14) / 16 + 1;
+constexpr int MIX_CHANNELS = OWN_HEADS * 2 * STATE_DIM + OWN_UNITS * 8,
+              MIX_ROW = 2 * MIX_CHANNELS + OWN_UNITS * 8 + OWN_HEADS * 8;
+constexpr int MIX_BYTES = NODES * MIX_ROW * 4;
+// Attention: values of some chunks, as they are kept; of some tiles of 16 queries their rows, scores of two chunks,
+// weights in fp16, and what the softmax remembers. Trees of many nodes need fewer chunks ahead.
+constexpr int KEY_ROW = cache_row_bytes(KEY_TYPE), VALUE_ROW = cache_row_bytes(VALUE_TYPE);
+constexpr int VALUE_STAGES = VALUE_TYPE == CACHE_F16 ? 2 : (VALUE_TYPE == CACHE_Q8_0 ? 2 : 3) + (NODES == 1),
+              VALUE_BYTES = CHUNK * VALUE_ROW, SCORE_TILE = 16 * CHUNK * 4;
+constexpr int QUERY_TILE_BYTES = 16 * (HEAD_DIM * 2 + CHUNK * 2 + 3 * 4) + 2 * SCORE_TILE;
+// Tiles that one walk over the keys serves: as many as leave the ring its slots.
+constexpr int ATTENTION_ROOM = (NODES <= 8 ? 104 : NODES == 16 ? 96 : 120) << 10, ALL_TILES = (NODES * GROUP + 15) / 16,
+              ROOM_TILES = (ATTENTION_ROOM - VALUE_STAGES * VALUE_BYTES) / QUERY_TILE_BYTES,
+              MOST_TILES = ROOM_TILES < 6 ? ROOM_TILES : 6, WALKS = (ALL_TILES + MOST_TILES - 1) / MOST_TILES,
+              QUERY_TILES = (ALL_TILES + WALKS - 1) / WALKS;
+constexpr int QUERIES_AT = VALUE_STAGES * VALUE_BYTES, SCORES_AT = QUERIES_AT + QUERY_TILES * 16 * HEAD_DIM * 2,
+              WEIGHTS_AT = SCORES_AT + QUERY_TILES * 2 * SCORE_TILE,
+              FACTORS_AT = WEIGHTS_AT + QUERY_TILES * 16 * CHUNK * 2;
+constexpr int ATTENTION_BYTES = FACTORS_AT + QUERY_TILES * 16 * 3 * 4;
+// Sampling: an SM's logits, and candidates.
+constexpr int HEAD_TILES = up(VOCAB, ROWS) / ROWS, OWN_LOGITS = (HEAD_TILES + SMS - 1) / SMS * ROWS;
+#include "sample/candidates.cuh"
+constexpr int SAMPLE_BYTES = SAMPLES ? (int)sizeof(Candidates) : 0;
+constexpr int SCRATCH_BYTES =
+    up(larger(larger(OPERAND_BYTES, MIX_BYTES), larger(ATTENTION_BYTES, SAMPLE_BYTES)), 128);
+
+constexpr int SUM_BUFFERS = 2, SUM_BYTES = 2 * 4 * OCTETS * 512;  // of a tile of results: both groups of warps
+
+// A node's turn when a DeltaNet's states are walked (see prepare_walk): the place that its parent's state is fetched
+// from, or HERE if that is the last node's, and the place that its own is kept at, or NOWHERE.
+struct Visit {
+    signed char node, from, to;
+};
+constexpr int HERE = -1, NOWHERE = -1, KEPT_STATES = 5;  // places: a tree of n nodes needs at most log2(n)
+static_assert(NODES < 1 << KEPT_STATES, "too few places for states");
+
+struct Shared {
+    Params params;  // here, since functions would fetch them from memory
+    Request request;
+    alignas(16) float residual[NODES][OWN_PIECES * 8];
+    float scale[NODES];    // of a token's sums
+    float inverse[REDUCERS][NODES];  // 1 / rms of its residual stream, if the stage's activations are `normed`
+    bool normed;
+    u8 exponent[WARPS][NODES];
+    float squares[OWN_PIECES][NODES];
+    unsigned long long best[NODES];
+    int token[NODES], depth[NODES];
+    signed char path[NODES][4];          // a node and its ancestors; -1, -2, ...: committed tokens, newest first
+    Visit visits[NODES];                 // the nodes in the order in which states are walked
+    signed char ancestor[NODES][NODES];  // by depth
+    u16 tiles[TABLE_ENTRIES];            // of the stage whose sums are at work
+    volatile int stopped;
+    int deepest;
+    int drawn[SAMPLES ? MAX_STEPS : 1];  // tokens of this launch
+    int reach;                           // m of sample.cuh
+#ifdef PROFILE
+    int marks;
+#endif
+};
+constexpr int RING_AT = SCRATCH_BYTES, SUMS_AFTER = SUM_BUFFERS * SUM_BYTES,
+              SHARED_STRUCT = up((int)sizeof(Shared), 128);
+constexpr int BARRIER_BYTES = 256;
+constexpr int FREE = SHARED_MEMORY - SCRATCH_BYTES - SUMS_AFTER - SHARED_STRUCT - BARRIER_BYTES;
+constexpr u32 RING_BYTES = FREE / 128 * 128;
+// Barriers for as many slots as fit.
+constexpr int SLOTS = FREE / extreme_slot<1>() + 1;
+static_assert(FREE >= 2 * extreme_slot<-1>(), "no room for the ring");
+constexpr int SUMS_AT = RING_AT + RING_BYTES, SHARED_AT = SUMS_AT + SUMS_AFTER,
+              BARRIERS_AT = SHARED_AT + SHARED_STRUCT;
+constexpr int SPANS_AT = BARRIERS_AT + 8 * (2 * SLOTS + 2 * SUM_BUFFERS + 1);
+static_assert(SPANS_AT + 4 * SLOTS <= SHARED_MEMORY, "shared memory");

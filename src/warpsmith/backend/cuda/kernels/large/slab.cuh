@@ -76,6 +76,10 @@ struct Slab<SLAB_Q4_K> {
         const u32 v = row ? (j < 2 ? w[t].z : w[t].w) : (j < 2 ? w[t].x : w[t].y);
         return j & 1 ? v >> 8 : v;
     }
+    // 0, once all words are in registers: bit 30 of an operand below 2.
+    __device__ __forceinline__ u32 landed() const {
+        return multiply_half<1>(w[3].w & 0x00f000f0u, s[1][1]) >> 30 & 1;
+    }
     template <int T, int J>
     __device__ __forceinline__ void operand(u32 (&o)[4], int) const {
 #pragma unroll
@@ -97,6 +101,7 @@ struct Slab<SLAB_Q5_K> : Slab<SLAB_Q4_K> {
 #pragma unroll
         for (int t = 0; t < 4; t++) high[t] = load_shared4(at + 2368 + t * 128 + lane * 4);
     }
+    __device__ __forceinline__ u32 landed() const { return multiply_half<1>(high[3] & 0x00800080u, s[1][1]) >> 30 & 1; }
     // Bit `from` of each half to bit `to`.
     template <int FROM, int TO>
     static __device__ __forceinline__ u32 moved(u32 v) {
@@ -141,6 +146,7 @@ struct Slab<SLAB_Q6_K> {
             }
     }
     __device__ __forceinline__ void mins(u32 (&)[4]) const {}
+    __device__ __forceinline__ u32 landed() const { return multiply_half<1>(w[23] & 0x003f003fu, s[1][1]) >> 30 & 1; }
     template <int T, int J>
     __device__ __forceinline__ void operand(u32 (&o)[4], int) const {
 #pragma unroll

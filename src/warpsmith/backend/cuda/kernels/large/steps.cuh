@@ -114,7 +114,8 @@ __device__ __forceinline__ void rank_logits(Block& b) {
 #pragma unroll 1
         for (int i = threadIdx.x; i < b.nodes * rows; i += CONSUMERS) {
             const int node = i / rows, row = i % rows, k = own * 8 + row;
-            b.p.out_hidden[(size_t)node * HIDDEN + k] = b.s.residual[node][row] * b.s.inverse[node] * __ldg(norm + k);
+            const float x = b.s.residual[node][row] * b.s.inverse[0][node];
+            b.p.out_hidden[(size_t)node * HIDDEN + k] = x * __ldg(norm + k);
         }
     }
 }

@@ -1,0 +1,134 @@
+// Weights on their way through shared memory: who copies them, and where each superblock lies.
+//
+// A slot of the ring is 64 rows x 1 or 2 superblocks, with the bytes of their type; slots lie one behind another and
+// begin again at 0 where one would not fit. Copier and consumers find the same places by the same rule (`next_place`).
+// A slot is full when its copy has ended and empty when all eight warps have taken it: two barriers a slot, in turn.
+// Included where the pass has its own `Params` and constants (large/block.cuh, draft/block.cuh).
+#pragma once
+
+struct Barriers {
+    u32 full, empty, sums_full, sums_empty, begun;
+    __device__ explicit Barriers(u32 base)
+        : full(base + BARRIERS_AT), empty(full + 8 * SLOTS), sums_full(empty + 8 * SLOTS),
+          sums_empty(sums_full + 8 * SUM_BUFFERS), begun(sums_empty + 8 * SUM_BUFFERS) {}
+    __device__ void init() const {
+        for (int i = 0; i < SLOTS; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, WARPS);
+        for (int i = 0; i < SUM_BUFFERS; i++)
+            barrier_init(sums_full + 8 * i, WARPS), barrier_init(sums_empty + 8 * i, 1);
+        barrier_init(begun, 1);
+    }
+};
+
+// An SM's run of a stage, the same for all its threads.
+__device__ __forceinline__ Run run_of(const Params& p, int stage) {
+    const Run& at = p.runs[stage * SMS + (int)blockIdx.x];
+    return {uniform(at.first_block), uniform(at.blocks), uniform(at.tile),
+            uniform(at.block),       uniform(at.count),  uniform(at.result),
+            uniform(at.second),      uniform(at.third),  (u32)uniform((int)at.types)};
+}
+
+// The pieces of a run: all superblocks of a tile of rows that are this SM's.
+struct Walk {
+    int tile, block, blocks, left;
+    __device__ explicit Walk(const Run& run) : tile(run.tile), block(run.block), blocks(run.blocks), left(run.count) {}
+    __device__ bool more() const { return left > 0; }
+    __device__ int count() const { return min(blocks - block, left); }
+    __device__ void next() { left -= count(), block = 0, tile++; }
+    // A part is all tiles of rows of one type: its end, how many superblocks are left of it, and the way there.
+    __device__ int part_end(const Run& run) const {
+        return tile < run.second ? run.second : tile < run.third ? run.third : tile + left;
+    }
+    __device__ int count_in_part(const Run& run) const { return min((part_end(run) - tile) * blocks - block, left); }
+    __device__ void to_part(const Run& run) {
+        const int passed = count_in_part(run);
+        tile = part_end(run), left -= passed, block = 0;
+    }
+};
+__device__ __forceinline__ int tile_type(const Run& run, int tile) {
+    return run.types >> (tile < run.second ? 0 : tile < run.third ? 8 : 16) & 255;
+}
+__device__ __forceinline__ int slab_bytes_of(int type) {
+    int bytes = 0;
+#pragma unroll
+    for (int t = 0; t < SLAB_TYPES; t++)
+        if (has_type(t) && t == type) bytes = slab_bytes(t);
+    return bytes;
+}
+
+__device__ __forceinline__ int slot_blocks_of(int type) {
+    int blocks = 0;
+#pragma unroll
+    for (int t = 0; t < SLAB_TYPES; t++)
+        if (has_type(t) && t == type) blocks = slot_blocks(t);
+    return blocks;
+}
+
+// Where the next slot lies in the ring, `end` being that of the one before.
+__device__ __forceinline__ u32 next_place(u32& end, u32 bytes) {
+    const u32 at = end + bytes <= RING_BYTES ? end : 0;
+    end = at + bytes;
+    return at;
+}
+
+constexpr int MOST_ON_WAY = IN_FLIGHT < SLOTS ? IN_FLIGHT : SLOTS;  // who is waited for must be the ring's last round
+
+// One thread copies the weights, in the order in which they are used.
+struct Producer {
+    const Barriers bars;
+    const u8* source = nullptr;
+    const u32 base;
+    volatile int* const stopped;  // set when nobody waits for weights any more; or null
+    u32* const spans;             // [SLOTS]: bytes of the ring that a slot has taken
+    u32 end = 0;    // of the last slot
+    u32 taken = 0;  // bytes of the ring that are not known to be empty again
+    int slot = 0, first_taken = 0, slots_taken = 0, first_on_way = 0, on_way = 0;
+    u32 taken_phase = 0, on_way_phase = 0;
+    const u64 policy = evict_first();
+
+    __device__ Producer(u8* memory, volatile int* stop)
+        : bars(shared_address(memory)), base(shared_address(memory)), stopped(stop), spans((u32*)(memory + SPANS_AT)) {}
+
+    __device__ void land_one() {
+        barrier_wait(bars.full + 8 * first_on_way, on_way_phase);
+        if (++first_on_way == SLOTS) first_on_way = 0, on_way_phase ^= 1;
+        on_way--;
+    }
+    // Wait for the oldest slot's consumers. False when they have stopped.
+    __device__ bool take_back() {
+        Watchdog dog;
+        while (!barrier_done(bars.empty + 8 * first_taken, taken_phase)) {
+            if (stopped && *stopped) return false;
+            dog.check();
+        }
+        taken -= spans[first_taken], slots_taken--;
+        if (++first_taken == SLOTS) first_taken = 0, taken_phase ^= 1;
+        return true;
+    }
+    // `room`: of a whole slot, though the last one of a part may have fewer bytes.
+    __device__ bool copy(u32 bytes, u32 room) {
+        if (on_way >= MOST_ON_WAY) land_one();
+        const u32 before = end, at = next_place(end, room), span = room + (at == before ? 0 : RING_BYTES - before);
+        while (taken + span > RING_BYTES || slots_taken == SLOTS)
+            if (!take_back()) return false;
+        copy_slot(base + RING_AT + at, source, bytes, bars.full + 8 * slot, policy);
+        spans[slot] = span, taken += span, slots_taken++, on_way++;
+        source += bytes;
+        if (++slot == SLOTS) slot = 0;
+        return true;
+    }
+    __device__ bool stage(const Run& run) {
+#pragma unroll 1
+        for (Walk walk(run); walk.more(); walk.to_part(run)) {
+            const int type = tile_type(run, walk.tile), at_once = slot_blocks_of(type);
+            const u32 bytes = 4 * slab_bytes_of(type);
+#pragma unroll 1
+            for (int left = walk.count_in_part(run); left > 0; left -= at_once)
+                if (!copy(min(left, at_once) * bytes, at_once * bytes)) return false;
+        }
+        return true;
+    }
+    // No copy may be on its way when the block exits.
+    __device__ void drain() {
+        while (on_way > 0) land_one();
+    }
+};
