@@ -30,8 +30,10 @@ SOURCE = """
 #define AHEAD 2
 #include "machine.h"
 #include "prefill/{name}.cu"
-extern "C" int run(int first, int grid, int threads, int shared, const Delta* a, const Piece* p) {{
-    return machine::run(grid, threads, shared, first + 1, [&] {{ {name}(*a, *p); }}, first);
+EXPORTED int run(int first, int grid, int threads, int shared, const Delta* a, const Piece* p) {{
+    machine::chance_state = first + 1;
+    machine::grid_size = {{(unsigned)grid}}, machine::block_size = {{(unsigned)threads}};
+    return machine::run_blocks(first, grid, threads, shared, [&] {{ {name}(*a, *p); }});
 }}
 """
 CAPACITY = 40  # octets
@@ -50,7 +52,7 @@ def library(name: str, ratio: int) -> Any:
     header = plan.header(RowTiles(Layout(config_of(ratio), 132)))
     (folder / "prompt.cuh").write_text(str(header["prompt.cuh"]))
     (folder / "kernel.cpp").write_text(SOURCE.format(name=name))
-    command = ["g++", *FLAGS, f"-I{folder}", f"-I{_folder()}", folder / "kernel.cpp", "-o", folder / "kernel.so"]
+    command = ["g++", "-O2", *FLAGS, f"-I{folder}", f"-I{_folder()}", folder / "kernel.cpp", "-o", folder / "kernel.so"]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(folder / "kernel.so")).run
 

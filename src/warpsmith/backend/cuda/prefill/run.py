@@ -21,6 +21,7 @@ from warpsmith.backend.base import PREFILL_CHUNK, Output, Want, join_outputs
 from warpsmith.backend.cuda.build.compiler import build
 from warpsmith.backend.cuda.memory.driver import Buffer, Device
 from warpsmith.backend.cuda.prefill.heads import RowTileHead, SlabHead
+from warpsmith.backend.cuda.prefill.kept import Kept
 from warpsmith.backend.cuda.prefill.plan import (
     OVERRUN,
     PARTS_BYTES,
@@ -52,7 +53,6 @@ from warpsmith.backend.cuda.prefill.structures import (
     Rows,
     Span,
 )
-from warpsmith.backend.cuda.rows import CudaRows
 from warpsmith.backend.cuda.shape import HEAD_DIM, STATE_DIM, chunks_of
 from warpsmith.model.weights import expected_shapes
 
@@ -257,7 +257,7 @@ class Prefill:
         """Run and commit a chain. `read` makes an output of the first rows of `logits`; features and hidden rows stay
         on the device, in memory of their own."""
         parts: list[Output] = []
-        features, hidden = _Kept(self, len(ids), len(want.features)), _Kept(self, len(ids), int(want.hidden))
+        features, hidden = self._kept(len(ids), len(want.features)), self._kept(len(ids), int(want.hidden))
         for piece in self.pieces(state, ids, want, features):
             end = piece.first + piece.count
             first = piece.first if want.every_row else end - 1
@@ -275,7 +275,7 @@ class Prefill:
         return output
 
     def pieces(
-        self, state: DeviceSequence, ids: Sequence[int] | np.ndarray, want: Want, features: _Kept
+        self, state: DeviceSequence, ids: Sequence[int] | np.ndarray, want: Want, features: Kept
     ) -> Iterator[PieceRows]:
         """Piece by piece: when one is yielded it is queued and counted in `state.length`, and what is wanted of it can
         be read before the next. `features` keeps those of the layers that are wanted."""
@@ -388,35 +388,15 @@ class Prefill:
         """Queue the head for tokens of the piece, into the first rows of `logits`."""
         self.launcher.launch(self.head.on(first, count))
 
-    def write_rows(self, first: int, count: int, to: int, stride: int, normed: bool = False) -> None:
+    def _kept(self, tokens: int, layers: int) -> Kept:
+        return Kept(self.device, self.config.hidden, tokens, layers, self._write_rows)
+
+    def _write_rows(self, first: int, count: int, to: int, stride: int, normed: bool = False) -> None:
         """Queue copying the residual stream of tokens of the piece, as it is now, row by row to an address."""
         arguments = self.rows_arguments
         arguments.first, arguments.norm = first, self.final_norm if normed else None
         arguments.out, arguments.stride = to, stride
         self.launcher.launch(self.rows.on(count))
-
-
-class _Kept:
-    """Rows of some layers, of every token of a prompt: [token][layer][hidden] on the device."""
-
-    def __init__(self, prompts: Prefill, tokens: int, layers: int) -> None:
-        self.prompts, self.tokens, self.layers, self.width = prompts, tokens, layers, prompts.config.hidden
-        self.buffer = prompts.device.allocate(tokens * layers * self.width * 4) if layers else None
-        self._written = [0] * layers
-
-    def write(self, number: int, first: int, count: int, normed: bool = False) -> None:
-        """The next tokens' of one layer."""
-        assert self.buffer is not None
-        place = self._written[number] * self.layers + number
-        stride = self.layers * self.width
-        self.prompts.write_rows(first, count, self.buffer.pointer + place * self.width * 4, stride, normed)
-        self._written[number] += count
-
-    def rows(self) -> CudaRows | None:
-        if self.buffer is None:
-            return None
-        offsets = np.arange(self.tokens * self.layers, dtype=np.int64).reshape(self.tokens, self.layers) * self.width
-        return CudaRows(self.buffer, offsets, self.width, lambda: True, owned=True)
 
 
 @dataclass(frozen=True)
