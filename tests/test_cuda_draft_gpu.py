@@ -175,8 +175,8 @@ def test_drafts_of_the_27b_s_shape_in_every_format(tmp_path: Path) -> None:
 
 def test_a_draft_that_does_not_fit_is_refused(wisp: tuple[CudaBackend, Checkpoint]) -> None:
     cuda, _ = wisp
-    with pytest.raises(WarpsmithError, match="hidden"):
-        DFlash(file_of(shaped()), cuda)
+    with pytest.raises(WarpsmithError, match="hidden size of 768"):
+        DFlash(file_of(shaped(hidden=768)), cuda)
 
 
 def shared_tensors(config: Config) -> dict[str, Tensor]:

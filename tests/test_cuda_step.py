@@ -182,6 +182,38 @@ def test_a_shorter_path_may_be_committed() -> None:
     same(backend, ours, theirs)
 
 
+@pytest.mark.parametrize("cut", [2, 6])
+def test_the_next_pass_is_queued_before_anybody_has_looked(cut: int) -> None:
+    """It is the next step's if the whole path is committed; else what it wrote over is made again."""
+    backend, network = target(), draft().network
+    assert isinstance(network, CudaDraft)
+    ours, theirs, memory = backend.new_state(CONTEXT), backend.new_state(CONTEXT), network.new_memory()
+    for state in (ours, theirs):
+        backend.prefill(state, [3, 1, 4, 1, 5], Want("none"))
+    plain = list(backend.decode(theirs, 9, 8))
+    backend.restore(theirs, backend.snapshot(ours))
+    believed(np.array([[plain[d], 470 + d] for d in range(5)]), np.array([[-0.1, -3.0]] * 5))
+    grow, want = growth(9, 5, 2, 7, 7, []), Want("argmax", features=DRAFT.target_layers)
+    assert grow is not None
+    seen = CudaGrowingTree(network, memory, program(), grow, again=True).verify(ours, want, None, [], frozenset())
+    assert seen.decided == plain[:6]
+    backend.commit(ours, seen.path[:cut])
+    if cut == 6:
+        assert seen.output.features is not None
+        network.append(memory, seen.output.features[seen.path], 5)
+        assert memory.ahead is not None
+        queued, memory.asked, network._step = memory.ahead.growing, (5, 2, 7, 7), program()
+        growing = network.grow(memory, plain[5], ours.length, 5, 2, 7, 7, [])
+        assert growing is not None
+        assert growing is queued
+        after = growing.verify(ours, want, None, [], frozenset())
+        assert after.decided[0] == plain[6]
+        backend.commit(ours, after.path)
+        cut += len(after.path)
+    list(backend.decode(theirs, 9, cut))
+    same(backend, ours, theirs)
+
+
 def test_an_interrupted_step_has_not_happened() -> None:
     backend = target()
     ours, theirs = backend.new_state(CONTEXT), backend.new_state(CONTEXT)

@@ -100,6 +100,12 @@ class CudaState(State):
         self.params = backend.params_for(self)  # the same for every launch
         self.mtp: CudaState | None = None  # of the MTP block, once it has run
 
+    def params_after(self) -> Any:
+        """`params` as they will be when what a commit has written is taken."""
+        after = type(self.params).from_buffer_copy(self.params)
+        after.delta, after.history = self.kept_delta.pointer, self.kept_history.pointer
+        return after
+
     def take_new(self) -> None:
         """Go on from what a commit has written beside the state before it, which may be needed no more."""
         self.delta, self.kept_delta = self.kept_delta, self.delta
@@ -363,6 +369,8 @@ class CudaBackend(Backend):
         run = state.drafted
         nodes = take_drafted(state, path)
         if not (isinstance(run, WalkedOnDevice) and run.path == nodes):  # else it was queued with the walk
+            if isinstance(run, WalkedOnDevice) and run.overwritten:
+                self.launch(state, run.tree, Want("none"))
             self.queue_commit(state, Commit(path=Path(len(nodes), (ctypes.c_int * MAX_NODES)(*nodes))))
         state.take_new()
         state.length += len(nodes)
@@ -553,16 +561,18 @@ class CudaBackend(Backend):
         stop_after: int = EVERY_STAGE,
         draw: Draw | None = None,
         row: int = 0,
+        after: int = 0,
     ) -> None:
-        """Queue a pass whose first node's outputs are row number `row` of all that is computed together."""
+        """Queue a pass whose first node's outputs are row number `row` of all that is computed together, on what the
+        state will be when a commit of `after` tokens that is queued already is taken."""
         self._decoder.let_go_of_ring()
         self._launches += 1
         # before the rest is made ready: the device does it meanwhile
         self.exchange.fill_starts(NOT_YET, 2, -(-len(tree) // 8) * self.layout.exchange.tile_words)
-        params = at_row(state.params, row, self.config, want)
+        params = at_row(state.params_after() if after else state.params, row, self.config, want)
         request = Request(
             nodes=len(tree),
-            length=state.length,
+            length=state.length + after,
             steps=steps,
             stop_after=stop_after,
             stops=len(stop),

@@ -23,3 +23,4 @@ class WalkedOnDevice(Drafted):
     """Whose commit is queued already, for the whole path."""
 
     path: list[int]
+    overwritten: bool = False  # what a commit of another path would need: the next pass is queued too

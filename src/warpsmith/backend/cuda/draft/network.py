@@ -45,6 +45,7 @@ class CudaMemory(BlockMemory):
         self.waiting = 0
         self.position = 0  # of the first that waits
         self.ahead: Ahead | None = None
+        self.asked: tuple[float, ...] = ()  # what kind of tree was last asked for
 
 
 @dataclass(frozen=True)
@@ -193,12 +194,17 @@ class CudaDraft(BlockDraft):
             return None
         if self._step is None:
             self._step = StepProgram(self.backend)
+        asked, memory.asked = memory.asked, (rows, width, nodes, verified, *least)
+        again = asked == memory.asked
         ahead, memory.ahead = memory.ahead, None
-        if ahead is None or not self._holds(ahead, root, position, width):
+        holds = ahead is not None and self._holds(ahead, root, position, width)
+        if holds and again and ahead is not None and ahead.growing is not None:
+            return ahead.growing
+        if not holds:
             self.backend.overwrite_outputs()
             self.launch(memory, self.request(root, position, Want(tokens="top")))
             self.backend.top.queue(rows, width, offset=self._logits_at)
-        return CudaGrowingTree(self, memory, self._step, grow)
+        return CudaGrowingTree(self, memory, self._step, grow, again)
 
     def _holds(self, ahead: Ahead, root: int, position: int, width: int) -> bool:
         """Whether what was queued ahead is what is asked for, and still there."""

@@ -43,6 +43,7 @@ class Ahead:
     root: int
     position: int
     width: int  # of what top.cu was asked for
+    growing: CudaGrowingTree | None  # from it, with the pass over that, if these are queued too
     appended: bool = False  # its rows are known to be committed
 
 
@@ -67,11 +68,16 @@ class StepProgram:
 class CudaGrowingTree(GrowingTree):
     """The step under way; another one ends it."""
 
-    def __init__(self, network: CudaDraft, memory: CudaMemory, program: StepProgram, grow: Grow) -> None:
+    def __init__(
+        self, network: CudaDraft, memory: CudaMemory, program: StepProgram, grow: Grow, again: bool = False
+    ) -> None:
+        """`again`: another of the same kind is to be expected after this one."""
         backend = network.backend
         self.network, self.memory, self.backend, self.program = network, memory, backend, program
         self.nodes, self._height, self._width = grow.verified, grow.depth + 1, grow.width
+        self.grow, self._again = grow, again
         self._given: Tree | None = None
+        self._queued: tuple[int, Want] | None = None  # the pass over it: at which length, and what it gives
         grow.tops, grow.tree, grow.report = backend.top.rows, program.tree.pointer, program.memory.pointer
         program.serial += 1
         self._serial = program.serial
@@ -79,6 +85,7 @@ class CudaGrowingTree(GrowingTree):
 
     def instead(self, tree: Tree) -> None:
         assert len(tree) <= self.nodes
+        self._queued = None
         self._given, made = tree, MadeTree.from_address(self.program.given.address)
         made.nodes = len(tree)
         made.tokens[: len(tree)], made.parents[: len(tree)] = tree.tokens.tolist(), tree.parents.tolist()
@@ -99,7 +106,8 @@ class CudaGrowingTree(GrowingTree):
         )  # fmt: skip
         walk.stop_ids[: len(stop)] = list(stop)
         state.drafted = None
-        backend.launch(state, TreeOnDevice(program.tree.pointer, self.nodes), want)
+        if self._queued != (state.length, want):
+            self._queue_pass(state, want)
         if sampled:
             assert sampling is not None
             walk.count = backend.best_needed(sampling) or 0
@@ -110,9 +118,27 @@ class CudaGrowingTree(GrowingTree):
         self._wait()
         self.verified = seen = self._outcome(state, want, sampling, history)
         if ahead and isinstance(state.drafted, WalkedOnDevice) and isinstance(seen.output.features, CudaRows):
-            rows, end = seen.output.features[seen.path], state.length + len(seen.path)
-            self.memory.ahead = Ahead(rows, backend.launches, seen.decided[-1], end, self._width)
+            growing = self._queue_next(state, want, seen)
+            rows, end, root = seen.output.features[seen.path], state.length + len(seen.path), seen.decided[-1]
+            self.memory.ahead = Ahead(rows, backend.launches, root, end, self._width, growing)
         return seen
+
+    def _queue_pass(self, state: CudaState, want: Want, after: int = 0) -> None:
+        self.backend.launch(state, TreeOnDevice(self.program.tree.pointer, self.nodes), want, after=after)
+        self._queued = state.length + after, want
+
+    def _queue_next(self, state: CudaState, want: Want, seen: Verified) -> CudaGrowingTree | None:
+        """The next tree and the pass over it, before anybody has looked at what this one decided: if the text goes on
+        as it does, the device does not have to wait for that. A commit of a shorter path runs this tree again."""
+        after = len(seen.path)
+        if not self._again or self._given is not None or state.length + after + self._height > state.context:
+            return None
+        grow = Grow.from_buffer_copy(self.grow)
+        grow.root = seen.decided[-1]
+        growing = CudaGrowingTree(self.network, self.memory, self.program, grow, again=True)
+        growing._queue_pass(state, want, after)
+        state.drafted = WalkedOnDevice(seen.tree, seen.output, seen.path, overwritten=True)
+        return growing
 
     def _wait(self) -> None:
         """Until the report is there, or the device has nothing more to do."""

@@ -167,13 +167,15 @@ class LargeBackend(CudaBackend):
         stop_after: int = 0,
         draw: Draw | None = None,
         row: int = 0,
+        after: int = 0,
     ) -> None:
         self._decoder.let_go_of_ring()
         self._launches += 1
-        params = at_row(cast(LargeParams, state.params), row, self.config, want)
+        own = cast(LargeParams, state.params_after() if after else state.params)
+        params = at_row(own, row, self.config, want)
         request = LargeRequest(
             nodes=len(tree),
-            length=state.length,
+            length=state.length + after,
             steps=steps,
             stops=len(stop),
             features=len(want.features),
