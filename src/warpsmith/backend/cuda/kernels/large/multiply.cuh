@@ -164,8 +164,13 @@ __device__ __forceinline__ void multiply(Block& b, const Run& run) {
 
 // --- who adds up ----------------------------------------------------------------------------------------------------
 
-// 1 / rms of every node's residual stream, or 1.
+// 1 / rms of every node's residual stream, or 1 where activations are not of that.
 __device__ __forceinline__ void measure_residual(Block& b, int which) {
+    if (!b.s.normed) {
+        for (int node = b.lane; node < b.nodes; node += 32) b.s.inverse[which][node] = 1.0f;
+        __syncwarp();
+        return;
+    }
 #pragma unroll 2
     for (int node = 0; node < b.nodes; node++) {
         constexpr int EACH = (SMS + 31) / 32;
@@ -175,7 +180,7 @@ __device__ __forceinline__ void measure_residual(Block& b, int which) {
             got[i] = i * 32 + b.lane < SMS ? __ldcg(b.p.x_squares + node * SMS + i * 32 + b.lane) : 0.0f;
 #pragma unroll
         for (int i = 0; i < EACH; i++) square += got[i];
-        const float inverse = b.s.normed ? inverse_root(warp_sum(square) / HIDDEN + EPS) : 1.0f;
+        const float inverse = inverse_root(warp_sum(square) / HIDDEN + EPS);
         if (b.lane == 0) b.s.inverse[which][node] = inverse;
     }
     __syncwarp();
