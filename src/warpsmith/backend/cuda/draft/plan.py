@@ -21,7 +21,7 @@ def draft_parts(layout: DraftLayout, context: int, sequences: int = 1, lent: int
     c = layout.config
     vectors = 4 * (c.layers * 2 * (c.hidden + c.head_dim) + 2 * c.hidden)
     turns = (64 + (context + COLUMNS) // 64 + 1) * (DIM // 2) * 8
-    tables = sum(table.nbytes for table in layout.tables) + layout.starts.nbytes
+    tables = sum(table.nbytes for table in layout.tables) + layout.starts.nbytes + 8 * layout.sms  # the head's starts
     own = layout.stream.stream_bytes + vectors + turns + tables + sum(layout.scratch_bytes().values())
     return [
         MemoryPart("draft", own + lent),
