@@ -52,10 +52,12 @@ def compiled(stream: PromptStream, name: str, extra: Mapping[str, object]) -> st
     return compile_source(source, f"{name}.cu", "sm_90a", constants, ("--ptxas-options=-v",))[1]
 
 
-def check_claims(name: str, extra: Mapping[str, object], claims: Iterable[str]) -> None:
+def check_claims(
+    name: str, extra: Mapping[str, object], claims: Iterable[str], stream: PromptStream | None = None
+) -> None:
     """Asserted in the kernel's source. PTX will do."""
     source = sources()[f"prefill/{name}.cu"] + "".join(f'\nstatic_assert({claim}, "");' for claim in claims)
-    compile_source(source, f"{name}.cu", "compute_90a", plan.header(ROW_TILES) | dict(extra))
+    compile_source(source, f"{name}.cu", "compute_90a", plan.header(stream or ROW_TILES) | dict(extra))
 
 
 KERNELS = plan.kernels_of(ROW_TILES)
@@ -124,8 +126,8 @@ def test_the_host_has_the_kernels_numbers(name: str) -> None:
 @pytest.mark.parametrize("stream", [ROW_TILES, *CACHED])
 def test_the_host_knows_what_attention_takes(stream: PromptStream) -> None:
     for groups in (1, 2):
-        claim = f'\nstatic_assert(SHARED_HERE == {plan.flash_shared(groups, stream)}, "");'
-        compiled(stream, "attention_flash", {"GROUPS": groups, **plan.attention_constants(stream)}, claim)
+        extra = {"GROUPS": groups, **plan.attention_constants(stream)}
+        check_claims("attention_flash", extra, [f"SHARED_HERE == {plan.flash_shared(groups, stream)}"], stream)
 
 
 PRODUCTS = [(t, e) for e in range(3) for t in (products.NARROW_TILES if e == 2 else products.WIDE_TILES)]

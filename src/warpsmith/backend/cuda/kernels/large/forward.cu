@@ -181,6 +181,7 @@ __device__ __forceinline__ void forward_pass(Block& b, int token) {
 
 // All threads that compute or add up: whether there is another token.
 __device__ __forceinline__ bool token_done(const Block& b) {
+    __syncwarp();  // one lane may have worked alone, and the barrier is for whole warps
     sync_with_reducers<CONSUMERS + REDUCERS * 32>();
     const bool stopped = uniform(b.s.stopped);
     sync_with_reducers<CONSUMERS + REDUCERS * 32>();
