@@ -35,8 +35,8 @@ LAYOUT = Layout(SIZES["0.8B"], 132)
 ROW_TILES, Q4_K_M, Q8_0 = RowTiles(LAYOUT), slabs_of("27B", "q4_k_m"), slabs_of("4B", "q8_0")
 THREADS = {"gemm": 384, "slab_gemm": 384, "head": 512, "attention_rows": 128, "embed": 128}  # else 256, or as below
 
-# Bytes: numbers put aside once, or (flash) once a tile of 64 keys.
-MAY_SPILL = {"attention_flash": 16, "delta_prep": 16, "delta_short": 32, "gemm": 16}
+# Bytes: numbers put aside once, or (flash) some for every tile of 64 keys.
+MAY_SPILL = {"attention_flash": 24, "delta_prep": 16, "delta_short": 32, "gemm": 16}
 
 
 @pytest.fixture(autouse=True)
@@ -124,8 +124,8 @@ def test_the_host_has_the_kernels_numbers(name: str) -> None:
 @pytest.mark.parametrize("stream", [ROW_TILES, *CACHED])
 def test_the_host_knows_what_attention_takes(stream: PromptStream) -> None:
     for groups in (1, 2):
-        claim = f'\nstatic_assert(SHARED_HERE == {plan.flash_shared(groups, stream)}, "");'
-        compiled(stream, "attention_flash", {"GROUPS": groups, **plan.attention_constants(stream)}, claim)
+        extra = {"GROUPS": groups, **plan.attention_constants(stream)}
+        check_claims("attention_flash", extra, [f"SHARED_HERE == {plan.flash_shared(groups, stream)}"])
 
 
 PRODUCTS = [(t, e) for e in range(3) for t in (products.NARROW_TILES if e == 2 else products.WIDE_TILES)]
