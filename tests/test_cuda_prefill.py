@@ -29,7 +29,7 @@ EVERY = Want("logits", every_row=True)
 # evenly spread: of variance (2^-8 |x|)^2 / 3 at most, which is where |x| is a power of two. Errors of many values are
 # independent, so they add up in squares: a vector that is rounded is off by at most 2^-8 / sqrt(3) of its length, and a
 # matrix with no preferred directions passes that on. So n roundings one after another leave 2^-8 sqrt(n / 3).
-def rounded(times: int) -> float:
+def rounded(times: float) -> float:
     return 2**-8 * (times / 3) ** 0.5
 
 
@@ -40,10 +40,27 @@ KEPT_SUMS = rounded(1)  # of a result in f32
 # Attention has fewer: its operand, q, k, v, the gate and y (what is fp16 is eight times finer).
 MIXER = 12
 ONE_MIXER = rounded(MIXER)  # 7.8e-3
-# Whatever reaches the last layer has gone through all before it: each adds its mixer, the operands of the product
-# behind it and of the two of the MLP. Then the head's operand.
-LAYERS = 4
-SOME_LAYERS = rounded(LAYERS * (MIXER + 3) + 1)  # 1.8e-2
+# The residual stream is a sum of what mixers and MLPs add, all of about the same size (the embedding is exact, and left
+# out). What such a part reads, it passes on twice: v times silu(z) or a gate, silu(gate) times up; and it adds its own
+# roundings, an MLP those of its two operands. Then the head's operand.
+MLP = 2
+
+
+def after_layers(count: int) -> float:
+    """Of logits, keys and values after so many layers: 1.4e-2 after two, 1.9e-2 after four."""
+    parts: list[float] = []
+    for own in (MIXER, MLP) * count:
+        parts.append(own + 2 * (sum(parts) / len(parts) if parts else 0.0))
+    return rounded(sum(parts) / len(parts) + 1)
+
+
+def scatter(tokens: int, width: int) -> float:
+    """That is what is to be expected. The root mean square of n errors is off by one part in sqrt(2 n), and here it may
+    be by three times that: 7% of one token of the 0.8B, nothing of many."""
+    return 1 + 3 / (2 * tokens * width) ** 0.5
+
+
+SOME_LAYERS = after_layers(4)
 
 
 def error(got: np.ndarray, expected: np.ndarray) -> float:
@@ -158,7 +175,7 @@ def check_model(cuda, reference, count: int, bound: float = SOME_LAYERS) -> None
     errors = {"logits": error(got, wanted), **state_errors(cuda, state, expected)}
     print(f"{count} tokens: { ({n: round(e, 5) for n, e in errors.items()}) }, top-1 agreement {agreement:.4f}")
     assert agreement > 0.9
-    check_errors(cuda, errors, bound)
+    check_errors(cuda, errors, bound, count)
 
 
 def state_errors(cuda, state, expected) -> dict[str, float]:
@@ -184,7 +201,8 @@ def state_errors(cuda, state, expected) -> dict[str, float]:
 STEPS = {"f16": 0.0, "q8_0": 3 / 127, "q4_0": 3 / 8}
 
 
-def check_errors(cuda, errors: dict[str, float], bound: float) -> None:
+def check_errors(cuda, errors: dict[str, float], bound: float, tokens: int) -> None:
+    bound *= scatter(tokens, cuda.config.hidden)
     for name, kind in zip(("keys", "values"), cuda.cache_types, strict=True):
         assert errors.pop(name) < max(bound, (bound * STEPS[kind]) ** 0.5), (name, kind)
     assert errors.pop("delta") < bound * 2**0.5  # made of products of k and v, each of which has gone through all
@@ -242,7 +260,7 @@ def test_a_prompt_goes_on_where_another_ended(pair, before: int, count: int) -> 
         state = backend.new_state(4096)
         backend.prefill(state, ids(6, before))
         logits.append(backend.prefill(state, ids(7, count), LOGITS).logits.numpy())
-    assert error(*logits) < SOME_LAYERS
+    assert error(*logits) < SOME_LAYERS * scatter(1, SHAPE.hidden)
 
 
 def test_a_prompt_goes_on_after_decoding(pair) -> None:

@@ -11,8 +11,18 @@ import pytest
 from device_checks import plain_run, same_state
 from large_cases import CACHES, MIXED, SHAPE, rounded_caches, tensors_of
 from prefill_layout import from_bf16, from_slab_tiles
-from test_cuda_prefill import KEPT_SUMS, ONE_MIXER, STEPS, check_model, error, rest_of_layer, rounded, tiles
-from test_cuda_prefill import SOME_LAYERS as OF_EXACT_WEIGHTS
+from test_cuda_prefill import (
+    KEPT_SUMS,
+    ONE_MIXER,
+    STEPS,
+    after_layers,
+    check_model,
+    error,
+    rest_of_layer,
+    rounded,
+    scatter,
+    tiles,
+)
 from warpsmith.backend.base import ARGMAX, LOGITS, Want
 from warpsmith.backend.cuda.large.backend import LargeBackend
 from warpsmith.backend.cuda.prefill import streams
@@ -25,7 +35,9 @@ pytestmark = pytest.mark.gpu
 
 LONG = dataclasses.replace(SHAPE, context=4096)
 ONE_PRODUCT = rounded(3)  # its operand, its weights and its result: 3.9e-3
-SOME_LAYERS = OF_EXACT_WEIGHTS * 1.5**0.5  # three roundings a product instead of two
+SOME_LAYERS = after_layers(SHAPE.layers) * 1.5**0.5  # three roundings a product instead of two
+# Attention is one of six parts of what the last layer reads, and sees keys and values that are a step off.
+STEPS_OFF = (SOME_LAYERS**2 + SOME_LAYERS * max(STEPS.values()) / 6) ** 0.5
 TYPES = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "BF16", "F16")
 OTHER = dict.fromkeys(("attn_q.", "attn_k.", "ssm_", "ffn_up"), "F16") | {"attn_gate": "Q6_K", "ffn_down": "Q5_K"}
 
@@ -99,15 +111,21 @@ def test_every_position_matches_the_reference(pair: tuple[LargeBackend, Referenc
 
 
 @pytest.fixture(scope="module", params=CACHES[1:], ids=" ".join)
-def quantised(request: pytest.FixtureRequest) -> Iterator[tuple[LargeBackend, ReferenceBackend]]:
-    """Attention is one of six parts of what the last layer reads, and sees keys and values that are a step off."""
-    with rounded_caches(request.param):
-        yield load(LONG, MIXED, request.param)[:2]
+def loaded_quantised(request: pytest.FixtureRequest) -> tuple[LargeBackend, ReferenceBackend]:
+    return load(LONG, MIXED, request.param)[:2]
+
+
+@pytest.fixture
+def quantised(
+    loaded_quantised: tuple[LargeBackend, ReferenceBackend],
+) -> Iterator[tuple[LargeBackend, ReferenceBackend]]:
+    with rounded_caches(loaded_quantised[0].cache_types):  # in this test alone
+        yield loaded_quantised
 
 
 @pytest.mark.parametrize("count", [1, 64, 127, 520, 2048])
 def test_caches_of_blocks(quantised: tuple[LargeBackend, ReferenceBackend], count: int) -> None:
-    check_model(*quantised, count, (SOME_LAYERS**2 + SOME_LAYERS * max(STEPS.values()) / 6) ** 0.5)
+    check_model(*quantised, count, STEPS_OFF)
 
 
 def test_caches_of_blocks_keep_the_bits_at_cuts(quantised: tuple[LargeBackend, ReferenceBackend]) -> None:
@@ -127,7 +145,7 @@ def test_decoding_goes_on_with_caches_of_blocks(quantised: tuple[LargeBackend, R
         state = backend.new_state(512)
         backend.prefill(state, ids(6, 90))
         logits.append(np.stack(plain_run(backend, state, ids(8, 9))))
-    assert error(*logits) < (SOME_LAYERS**2 + SOME_LAYERS * max(STEPS.values()) / 6) ** 0.5
+    assert error(*logits) < STEPS_OFF
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
@@ -167,7 +185,7 @@ def test_a_prompt_goes_on_where_another_ended(
         state = backend.new_state(4096)
         backend.prefill(state, ids(6, before))
         logits.append(backend.prefill(state, ids(7, count), LOGITS).logits.numpy())
-    assert error(*logits) < SOME_LAYERS
+    assert error(*logits) < SOME_LAYERS * scatter(1, SHAPE.hidden)
 
 
 def test_decoding_goes_on_after_a_prompt_and_a_prompt_after_decoding(

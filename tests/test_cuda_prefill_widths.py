@@ -12,7 +12,7 @@ import pytest
 
 from device_checks import plain_run, same_state
 from large_cases import rounded_caches
-from test_cuda_prefill import EVERY, MIXER, STEPS, check_errors, error, rounded, state_errors
+from test_cuda_prefill import EVERY, STEPS, after_layers, check_errors, error, state_errors
 from warpsmith.backend.base import LOGITS
 from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.build.profiles import load_profiles
@@ -74,8 +74,7 @@ def load(size: str, recipe: str, caches: tuple[str, str]) -> tuple[CudaBackend, 
 
 def bound_of(recipe: str, caches: tuple[str, str]) -> float:
     """Of two layers; weights of slabs are rounded too, and attention is one of four parts that may be a step off."""
-    roundings = 2 * (MIXER + 3) + 1
-    bound = rounded(roundings) if recipe == "bf16" else rounded(roundings) * 1.5**0.5
+    bound = after_layers(2) if recipe == "bf16" else after_layers(2) * 1.5**0.5
     return (bound**2 + bound * max(STEPS[kind] for kind in caches) / 4) ** 0.5
 
 
@@ -94,7 +93,7 @@ def test_every_position_and_state(size: str, recipe: str, caches: tuple[str, str
             print(
                 f"{size} {recipe} {caches}, {count}: { ({n: round(e, 5) for n, e in errors.items()}) } of {bound:.5f}"
             )
-            check_errors(cuda, errors, bound)
+            check_errors(cuda, errors, bound, count)
 
 
 @pytest.mark.parametrize(("size", "recipe", "caches"), [CASES[0], CASES[5]])

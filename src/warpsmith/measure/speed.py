@@ -147,7 +147,7 @@ def measure(
             backend.prefill(state, prompt)
         if test.sequences > 1:
             _side_by_side(backend, states, ids, generate, test.sampling)
-        else:
+        elif generate:
             for _ in backend.decode(state, first, generate, frozenset(), test.sampling, ids):
                 pass
         for tree in trees[:passes]:
