@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from warpsmith.backend.cuda import shape, structures, top
-from warpsmith.backend.cuda.backend import VARIANTS, build_constants, build_options
 from warpsmith.backend.cuda.build.compiler import DIGEST_BYTES, build, cache_directory, compile_source, sources, target
 from warpsmith.backend.cuda.build.profiles import Profile, load_profiles
+from warpsmith.backend.cuda.builds import VARIANTS, build_constants, build_options
 from warpsmith.backend.cuda.draft import step
 from warpsmith.backend.cuda.draft import structures as of_drafts
 from warpsmith.backend.cuda.memory.driver import Chip

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from test_cuda import SHAPE
-from warpsmith.backend.cuda.backend import build_constants
 from warpsmith.backend.cuda.build.compiler import compile_source, target
 from warpsmith.backend.cuda.build.profiles import load_profiles
+from warpsmith.backend.cuda.builds import build_constants
 from warpsmith.backend.cuda.memory import exchange as host
 from warpsmith.backend.cuda.memory.driver import Chip
 from warpsmith.backend.cuda.memory.exchange import NOT_YET, Area, Exchange

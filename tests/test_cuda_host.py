@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from cuda_draft_cases import draft_of_the_27b
 from emulator.gpu import emulated_gpu
-from warpsmith.backend.cuda.backend import build_constants, check_shape
 from warpsmith.backend.cuda.build import profiles
 from warpsmith.backend.cuda.build.profiles import choose, load_profiles, parse
+from warpsmith.backend.cuda.builds import build_constants, check_shape
 from warpsmith.backend.cuda.choice import PlannedDraft, planned
 from warpsmith.backend.cuda.memory import driver
 from warpsmith.backend.cuda.memory.layout import Layout

@@ -13,9 +13,9 @@ import pytest
 
 from warpsmith.backend.cpu import loading as cpu_loading
 from warpsmith.backend.cuda import schedule
-from warpsmith.backend.cuda.backend import build_constants
 from warpsmith.backend.cuda.build.compiler import compile_source, sources, target
 from warpsmith.backend.cuda.build.profiles import load_profiles
+from warpsmith.backend.cuda.builds import build_constants
 from warpsmith.backend.cuda.memory.driver import Chip
 from warpsmith.backend.cuda.memory.layout import Layout
 from warpsmith.backend.cuda.schedule import OPERATIONS, Operation, Schedule

@@ -12,9 +12,9 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
-from warpsmith.backend.cuda.backend import VARIANTS, build_constants, build_options
 from warpsmith.backend.cuda.build.compiler import compile_source, sources, target
 from warpsmith.backend.cuda.build.profiles import load_profiles
+from warpsmith.backend.cuda.builds import VARIANTS, build_constants, build_options
 from warpsmith.backend.cuda.memory.driver import Chip
 from warpsmith.backend.cuda.memory.layout import Layout
 from warpsmith.backend.cuda.schedule import busy_sms

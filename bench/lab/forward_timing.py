@@ -13,7 +13,8 @@ from functools import partial
 
 import numpy as np
 
-from warpsmith.backend.cuda.backend import CudaBackend, CudaState
+from warpsmith.backend.cuda.backend import CudaBackend
+from warpsmith.backend.cuda.state import CudaState
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.canonical import Tensor

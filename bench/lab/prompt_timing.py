@@ -25,13 +25,13 @@ import numpy as np
 from large_timing import random_model
 
 from warpsmith.backend.cuda import CudaBackend, open_backend
-from warpsmith.backend.cuda.backend import CudaState
 from warpsmith.backend.cuda.build import compiler
 from warpsmith.backend.cuda.build.profiles import load_profiles
 from warpsmith.backend.cuda.memory.driver import Event, check
 from warpsmith.backend.cuda.prefill import Prefill
 from warpsmith.backend.cuda.prefill.products import SILU, Launch
 from warpsmith.backend.cuda.prefill.structures import Gemm, Span
+from warpsmith.backend.cuda.state import CudaState
 from warpsmith.model.config import SIZES
 
 RUNS = 5

@@ -23,7 +23,8 @@ WORK = "--work"  # given to the process that is watched
 def work() -> None:
     """A prompt, trees of every build, commits, decoding on the device, a snapshot: on a model of four layers."""
     from warpsmith.backend.base import LOGITS
-    from warpsmith.backend.cuda.backend import VARIANTS, CudaBackend
+    from warpsmith.backend.cuda.backend import CudaBackend
+    from warpsmith.backend.cuda.builds import VARIANTS
     from warpsmith.backend.tree import Tree
     from warpsmith.model.synthetic import tiny_model
     from warpsmith.model.weights import read_config

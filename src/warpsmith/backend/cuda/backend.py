@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from statistics import median
-from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,7 +23,6 @@ from warpsmith.backend.base import (
     Want,
     check_batch,
     check_room,
-    check_snapshot,
     check_tokens,
     drafted,
     join_outputs,
@@ -37,6 +35,7 @@ from warpsmith.backend.candidates import candidates_needed, choose_among
 from warpsmith.backend.cuda.build.compiler import build, target
 from warpsmith.backend.cuda.build.profiles import Profile
 from warpsmith.backend.cuda.build.profiles import choose as choose_profile
+from warpsmith.backend.cuda.builds import VARIANTS, build_constants, build_options, check_shape
 from warpsmith.backend.cuda.debug.trace import read_stage, stage_number
 from warpsmith.backend.cuda.decoding import BURST, Decoder
 from warpsmith.backend.cuda.draft.layout import DraftLayout
@@ -45,27 +44,26 @@ from warpsmith.backend.cuda.draft.lent import HeadProgram, Lent, lend_copies, le
 from warpsmith.backend.cuda.draft.mtp import MtpProgram, block_config
 from warpsmith.backend.cuda.draft.network import CudaDraft
 from warpsmith.backend.cuda.draft.plan import draft_parts
-from warpsmith.backend.cuda.memory.driver import Buffer, Chip, Device, Event, Kernel, Pinned
+from warpsmith.backend.cuda.memory.driver import Buffer, Device, Event, Kernel, Pinned
 from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.cuda.memory.layout import Layout
-from warpsmith.backend.cuda.memory.plan import check_fit, memory_parts, pending_bytes
+from warpsmith.backend.cuda.memory.plan import check_fit, memory_parts
 from warpsmith.backend.cuda.prefill import Prefill, RowTiles
 from warpsmith.backend.cuda.prefill.streams import PromptStream
+from warpsmith.backend.cuda.requests import at_row, fill_request
 from warpsmith.backend.cuda.rows import CudaRows
 from warpsmith.backend.cuda.sampler import DeviceSampler
 from warpsmith.backend.cuda.schedule import busy_sms
 from warpsmith.backend.cuda.shape import (
     COLUMNS,
-    HEAD_DIM,
-    LARGEST_HIDDEN,
     LOGIT_ROWS,
     MAX_FEATURES,
     MAX_STEPS,
     MAX_STOPS,
     READ_AHEAD,
-    STATE_DIM,
     threads_of,
 )
+from warpsmith.backend.cuda.state import CudaState, bring_back, take_snapshot
 from warpsmith.backend.cuda.structures import Commit, Draw, Params, Path, Request, Stream
 from warpsmith.backend.cuda.top import MAX_TOP, Top
 from warpsmith.backend.cuda.tree import TreeOnDevice, WalkedOnDevice
@@ -77,40 +75,10 @@ from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.checkpoint.blocks import dequantize
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.checkpoint.dflash import DFlashConfig
-from warpsmith.errors import BadRequest, NoDevice
+from warpsmith.errors import BadRequest
 from warpsmith.model.config import Config
 
 EVERY_STAGE = 1 << 30
-VARIANTS = (1, 8, 16, 24, 32, 64)  # nodes a build of the kernel takes
-
-
-class CudaState(State):
-    """One sequence on the device: its past, what of a tree is needed to commit a path, and a copy of what decoding
-    overwrites, to come back to if that runs ahead of who listens."""
-
-    def __init__(self, backend: CudaBackend, context: int) -> None:
-        device, layout = backend.device, backend.layout
-        self.length, self.context = 0, context
-        self.delta = device.zeros(layout.delta_bytes)
-        self.history = device.zeros(layout.history_bytes)
-        self.keys, self.values = map(device.allocate, layout.cache_bytes(context))
-        self.pending = {name: device.allocate(nbytes) for name, nbytes in pending_bytes(layout).items()}
-        self.kept_delta = device.allocate(layout.delta_bytes)
-        self.kept_history = device.allocate(layout.history_bytes)
-        self.params = backend.params_for(self)  # the same for every launch
-        self.mtp: CudaState | None = None  # of the MTP block, once it has run
-
-    def params_after(self) -> Any:
-        """`params` as they will be when what a commit has written is taken."""
-        after = type(self.params).from_buffer_copy(self.params)
-        after.delta, after.history = self.kept_delta.pointer, self.kept_history.pointer
-        return after
-
-    def take_new(self) -> None:
-        """Go on from what a commit has written beside the state before it, which may be needed no more."""
-        self.delta, self.kept_delta = self.kept_delta, self.delta
-        self.history, self.kept_history = self.kept_history, self.history
-        self.params.delta, self.params.history = self.delta.pointer, self.history.pointer
 
 
 class CudaBackend(Backend):
@@ -459,27 +427,11 @@ class CudaBackend(Backend):
 
     def snapshot(self, state: State) -> Snapshot:
         assert isinstance(state, CudaState)
-        copies = []
-        for source in (state.delta, state.history):
-            copies.append(self.device.allocate(source.nbytes))
-            copies[-1].copy_from(source)
-        for source, used in zip((state.keys, state.values), self.layout.cache_bytes(state.length), strict=True):
-            copies.append(self.device.allocate(used))
-            if used:
-                copies[-1].copy_starts(source, self.layout.caches, used // self.layout.caches)
-        return Snapshot(state.length, sum(c.nbytes for c in copies), copies)
+        return take_snapshot(state, self.device, self.layout)
 
     def restore(self, state: State, snapshot: Snapshot) -> None:
         assert isinstance(state, CudaState)
-        check_snapshot(state, snapshot)
-        delta, history, keys, values = snapshot.data
-        state.delta.copy_from(delta)
-        state.history.copy_from(history)
-        if snapshot.length:
-            key_bytes, value_bytes = self.layout.cache_bytes(snapshot.length)
-            state.keys.copy_starts(keys, self.layout.caches, key_bytes // self.layout.caches)
-            state.values.copy_starts(values, self.layout.caches, value_bytes // self.layout.caches)
-        state.length, state.drafted = snapshot.length, None
+        bring_back(state, snapshot, self.layout)
         self.device.synchronize()  # whoever has the time taken of what follows does not wait for the copies
 
     def trace(self, state: State, tree: Tree, stop_after: str) -> dict[str, np.ndarray]:
@@ -583,56 +535,3 @@ class CudaBackend(Backend):
         fill_request(request, tree, stop, want)
         arguments = (params, request, draw or Draw())  # kernels for trees know of no draw
         self._kernel(len(tree)).launch(self.layout.sms, threads_of(self.architecture), *arguments, cooperative=True)
-
-
-ParamsOf = TypeVar("ParamsOf", bound=ctypes.Structure)
-
-
-def at_row(params: ParamsOf, row: int, config: Config, want: Want) -> ParamsOf:
-    """A kernel's arguments with its outputs from so many rows on."""
-    if not row:
-        return params
-    moved = type(params).from_buffer_copy(params)
-    sizes = {"tokens": 1, "logits": config.vocab, "hidden": config.hidden}
-    sizes["features"] = config.hidden * len(want.features)
-    for name, size in sizes.items():
-        setattr(moved, f"out_{name}", getattr(moved, f"out_{name}") + 4 * row * size)
-    return moved
-
-
-def fill_request(request: Any, tree: Tree | TreeOnDevice, stop: Sequence[int], want: Want) -> None:
-    """The arrays of a request of either forward pass."""
-    if isinstance(tree, TreeOnDevice):
-        request.made = tree.pointer
-    else:
-        request.tokens[: len(tree)] = tree.tokens.tolist()
-        request.parents[: len(tree)] = tree.parents.tolist()
-    request.stop_ids[: len(stop)] = list(stop)
-    request.feature_layers[: len(want.features)] = list(want.features)
-
-
-def build_constants(layout: Layout, chip: Chip, profile: Profile, nodes: int) -> dict[str, object]:
-    """What a build for trees of up to `nodes` nodes is told."""
-    return layout.headers() | {
-        "NODES": nodes,
-        "SHARED_MEMORY": chip.shared_memory,
-        "IN_FLIGHT": max(1, round(profile.in_flight / layout.stream.slot_bytes)),
-    }
-
-
-def build_options(source: str, layout: Layout, architecture: str) -> tuple[str, ...]:
-    """How the compiler is to weigh registers. Left to itself it begins loads so early in a pass over quantised weights
-    that it runs out of registers: 8 nodes in Q8_0 take a quarter longer. BF16 trees it suits."""
-    quantised = any(held.format.quantised for held in layout.stream.parts)
-    fewer = quantised and source == "forward/forward.cu" and architecture == "sm_90a"  # measured there alone
-    return ("--ptxas-options=--register-usage-level=0",) if fewer else ()
-
-
-def check_shape(config: Config) -> None:
-    """The kernels are written for the family's own head shapes."""
-    c = config
-    fits = c.head_dim == HEAD_DIM and c.rotary_dim == 64 and c.key_head_dim == c.value_head_dim == STATE_DIM
-    fits = fits and c.conv_kernel == 4 and c.hidden % 8 == 0 and c.ffn % 4 == 0 and c.layers <= 128
-    fits = fits and c.hidden <= LARGEST_HIDDEN and 128 % c.kv_heads == 0 and 128 // c.kv_heads >= 32
-    if not fits:
-        raise NoDevice("The CUDA kernels do not take this model's shape.", "Use --device cpu.")

@@ -17,7 +17,8 @@ from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import Tree
 
 if TYPE_CHECKING:
-    from warpsmith.backend.cuda.backend import CudaBackend, CudaState
+    from warpsmith.backend.cuda.backend import CudaBackend
+    from warpsmith.backend.cuda.state import CudaState
 
 BURST = MAX_STEPS  # tokens a launch makes before it comes back
 NOT_READY = 600  # what the driver answers while a kernel runs

@@ -12,7 +12,8 @@ from warpsmith.backend.tree import MAX_NODES
 from warpsmith.errors import BadRequest
 
 if TYPE_CHECKING:
-    from warpsmith.backend.cuda.backend import CudaBackend, CudaState
+    from warpsmith.backend.cuda.backend import CudaBackend
+    from warpsmith.backend.cuda.state import CudaState
 
 
 def stage_number(schedule: Schedule, stage: str) -> int:

@@ -25,7 +25,8 @@ from warpsmith.checkpoint.quantize import quantize
 from warpsmith.model.config import Config
 
 if TYPE_CHECKING:
-    from warpsmith.backend.cuda.backend import CudaBackend, CudaState
+    from warpsmith.backend.cuda.backend import CudaBackend
+    from warpsmith.backend.cuda.state import CudaState
 
 ROWS = 64  # of the table that takes the place of embeddings
 

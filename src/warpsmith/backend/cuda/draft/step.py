@@ -27,8 +27,9 @@ from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import MAX_NODES, Tree
 
 if TYPE_CHECKING:
-    from warpsmith.backend.cuda.backend import CudaBackend, CudaState
+    from warpsmith.backend.cuda.backend import CudaBackend
     from warpsmith.backend.cuda.draft.network import CudaDraft, CudaMemory
+    from warpsmith.backend.cuda.state import CudaState
 
 DEEPEST, WIDEST = 15, 16  # of tree.cu
 
@@ -94,7 +95,7 @@ class CudaGrowingTree(GrowingTree):
     def verify(
         self, state: State, want: Want, sampling: Sampling | None, history: Sequence[int], stop: frozenset[int]
     ) -> Verified:
-        from warpsmith.backend.cuda.backend import CudaState
+        from warpsmith.backend.cuda.state import CudaState
 
         assert isinstance(state, CudaState)
         check_room(state, self._height)

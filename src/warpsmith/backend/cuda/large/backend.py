@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 
 from warpsmith.backend.base import MemoryPart, State, Want
-from warpsmith.backend.cuda.backend import CudaBackend, CudaState, at_row, fill_request
+from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.build.compiler import build, target
 from warpsmith.backend.cuda.build.profiles import Profile
 from warpsmith.backend.cuda.build.profiles import choose as choose_profile
@@ -23,8 +23,10 @@ from warpsmith.backend.cuda.memory.driver import Device, Kernel, Pinned
 from warpsmith.backend.cuda.memory.layout import rope_table
 from warpsmith.backend.cuda.memory.plan import refuse_what_does_not_fit
 from warpsmith.backend.cuda.prefill import SlabStream
+from warpsmith.backend.cuda.requests import at_row, fill_request
 from warpsmith.backend.cuda.sampler import DeviceSampler
 from warpsmith.backend.cuda.shape import LOGIT_ROWS, MAX_FEATURES
+from warpsmith.backend.cuda.state import CudaState
 from warpsmith.backend.cuda.structures import Commit, Draw
 from warpsmith.backend.cuda.top import Top
 from warpsmith.backend.cuda.tree import TreeOnDevice
