@@ -40,7 +40,9 @@ struct Neon {
     static F fma(F acc, F x, F y) { return each<F>([&](int i) { return vfmaq_f32(acc.v[i], x.v[i], y.v[i]); }); }
     static F fnma(F acc, F x, F y) { return each<F>([&](int i) { return vfmsq_f32(acc.v[i], x.v[i], y.v[i]); }); }
     static float reduce_add(F x) { return vaddvq_f32(vaddq_f32(vaddq_f32(x.v[0], x.v[1]), vaddq_f32(x.v[2], x.v[3]))); }
-    static int32_t reduce_add(I x) { return vaddvq_s32(vaddq_s32(vaddq_s32(x.v[0], x.v[1]), vaddq_s32(x.v[2], x.v[3]))); }
+    static int32_t reduce_add(I x) {
+        return vaddvq_s32(vaddq_s32(vaddq_s32(x.v[0], x.v[1]), vaddq_s32(x.v[2], x.v[3])));
+    }
     static float reduce_max(F x) { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(x.v[0], x.v[1]), vmaxq_f32(x.v[2], x.v[3]))); }
 
     static X4 load_x4(const float* p) { return vld1q_f32(p); }
