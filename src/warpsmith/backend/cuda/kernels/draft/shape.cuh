@@ -20,18 +20,7 @@ __host__ __device__ constexpr int up(int n, int to) { return (n + to - 1) / to *
 __host__ __device__ constexpr int groups_of(int k) { return (k / BLOCK_K + GROUP_BLOCKS - 1) / GROUP_BLOCKS; }
 constexpr int HIDDEN_GROUPS = groups_of(HIDDEN), INNER_GROUPS = groups_of(FFN), OUT_GROUPS = groups_of(DRAFT_DIM),
               FC_GROUPS = groups_of(FEATURES * HIDDEN);
-__host__ __device__ constexpr bool has_type(int type) { return SLAB_TYPE_MASK >> type & 1; }
-// Superblocks of a slot of the ring, for 64 rows; bytes of the smallest (SIGN 1) or largest (SIGN -1) slot there is.
-__host__ __device__ constexpr int slot_blocks(int type) { return 2 * 4 * slab_bytes(type) <= 28 << 10 ? 2 : 1; }
-template <int SIGN>
-__host__ __device__ constexpr int extreme_slot() {
-    int bytes = 0;
-    for (int t = 0; t < SLAB_TYPES; t++) {
-        const int slot = slot_blocks(t) * 4 * slab_bytes(t);
-        if (has_type(t) && (bytes == 0 || SIGN * slot < SIGN * bytes)) bytes = slot;
-    }
-    return bytes;
-}
+#include "large/slots.cuh"
 
 // Rows of stages: q | k | v; of every layer k | v; the residual stream; gate and up.
 constexpr int IN_ROWS = DRAFT_DIM + 2 * KV_ROWS, CONTEXT_ROWS = LAYERS * 2 * KV_ROWS, RESIDUAL_ROWS = up(HIDDEN, ROWS),
@@ -92,15 +81,7 @@ struct Shared {
 constexpr int RING_AT = SCRATCH_BYTES, SUMS_AFTER = SUM_BUFFERS * SUM_BYTES,
               SHARED_STRUCT = up((int)sizeof(Shared), 128);
 constexpr int BARRIER_BYTES = 1024;
-constexpr int FREE = SHARED_MEMORY - SCRATCH_BYTES - SUMS_AFTER - SHARED_STRUCT - BARRIER_BYTES;
-constexpr u32 RING_BYTES = FREE / 128 * 128;
-// Barriers for as many slots as fit.
-constexpr int SLOTS = FREE / extreme_slot<1>() + 1;
-static_assert(FREE >= 2 * extreme_slot<-1>(), "no room for the ring");
-constexpr int SUMS_AT = RING_AT + RING_BYTES, SHARED_AT = SUMS_AT + SUMS_AFTER,
-              BARRIERS_AT = SHARED_AT + SHARED_STRUCT;
-constexpr int SPANS_AT = BARRIERS_AT + 8 * (2 * SLOTS + 2 * SUM_BUFFERS + 1);
-static_assert(SPANS_AT + 4 * SLOTS <= SHARED_MEMORY, "shared memory");
+#include "large/room.cuh"
 
 // --- arguments (see structures.py) ----------------------------------------------------------------------------------
 struct Stage {

@@ -1,0 +1,12 @@
+// Where the ring, buffers of sums, `Shared` and barriers lie in shared memory. Included by a pass's shape.cuh.
+#pragma once
+
+constexpr int FREE = SHARED_MEMORY - SCRATCH_BYTES - SUMS_AFTER - SHARED_STRUCT - BARRIER_BYTES;
+constexpr u32 RING_BYTES = FREE / 128 * 128;
+// Barriers for as many slots as fit.
+constexpr int SLOTS = FREE / extreme_slot<1>() + 1;
+static_assert(FREE >= 2 * extreme_slot<-1>(), "no room for the ring");
+constexpr int SUMS_AT = RING_AT + RING_BYTES, SHARED_AT = SUMS_AT + SUMS_AFTER,
+              BARRIERS_AT = SHARED_AT + SHARED_STRUCT;
+constexpr int SPANS_AT = BARRIERS_AT + 8 * (2 * SLOTS + 2 * SUM_BUFFERS + 1);
+static_assert(SPANS_AT + 4 * SLOTS <= SHARED_MEMORY, "shared memory");
