@@ -94,7 +94,7 @@ def load(
 
     `cache_type_k` and `cache_type_v` are how keys and values are kept: f16, q8_0, q4_0 or f32 where the device can;
     left out, the device's own. Settings of the cpu device, which naming one of them chooses: `threads` (all usable
-    cores, of eight or more all but one), `cpu_features` (the instruction sets that kernels may use, ["portable"] for
+    cores but one of every eight), `cpu_features` (the instruction sets that kernels may use, ["portable"] for
     none; all). Of the cuda device, which naming it chooses: `memory_limit`, bytes that model and context may take on
     the GPU.
 

@@ -23,9 +23,9 @@ def team_of(cores: int) -> int:
     """How many threads work together on so many cores.
 
     At every step they wait for the slowest. Where all cores are taken, other work takes a core from one of them and so
-    stops them all: from eight cores on, one is left to it.
+    stops them all: one core of eight is left to it. Decoding waits for memory and loses nothing by that.
     """
-    return cores - 1 if cores >= 8 else cores
+    return cores - cores // 8
 
 
 def physical_cores(processors: Iterable[int], topology: Path = _TOPOLOGY) -> int:

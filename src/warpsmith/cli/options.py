@@ -51,7 +51,7 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=natural,
         metavar="N",
-        help="threads (default: all usable cores, of eight or more all but one)",
+        help="threads (default: all usable cores but one of every eight)",
     )
     cpu.add_argument(
         "--cpu-features",
