@@ -98,19 +98,16 @@ __device__ __forceinline__ void fetch_rows(const Block& b, const AttentionScratc
         const int place = 16 % GROUP == 0 ? b.warp + i * WARPS : node / TILE_NODES * 16 + within;
         if (node < count) *(uint4*)(q + place * KEY_ROW) = got[i];
     }
-    if (fresh && b.warp & 1) {
+    if (fresh) {
 #pragma unroll
         for (int i = 0; i < DRAFTED; i++)
             if (i * (WARPS / 2) < drafted) {
                 const int node = (b.warp >> 1) + i * (WARPS / 2);
-                u32* to = at.fresh_values + node * VALUE_ROW + value_piece(b.lane, b.length + b.s.depth[node]);
+                u32* to = b.warp & 1
+                              ? at.fresh_values + node * VALUE_ROW + value_piece(b.lane, b.length + b.s.depth[node])
+                              : at.fresh_keys + node * KEY_ROW + b.lane * 4;
                 *(uint4*)to = got_drafted[i];
             }
-    } else if (fresh) {
-#pragma unroll
-        for (int i = 0; i < DRAFTED; i++)
-            if (i * (WARPS / 2) < drafted)
-                *(uint4*)(at.fresh_keys + ((b.warp >> 1) + i * (WARPS / 2)) * KEY_ROW + b.lane * 4) = got_drafted[i];
     }
 }
 
@@ -136,6 +133,7 @@ __device__ __forceinline__ void put_all(float* to, const float (&s)[4]) {
     *(float2*)to = {s[0], s[1]};
     if (TILE_ROWS > 8) *(float2*)(to + 8 * SCORE_ROW) = {s[2], s[3]};
 }
+
 // Of a chunk that has drafted keys too, the first `above` the root by so much: none past a node's own; those between
 // are drafted.
 __device__ __forceinline__ void put_committed(float* to, int above, const int (&depths)[2], const float (&s)[4]) {
@@ -146,6 +144,7 @@ __device__ __forceinline__ void put_committed(float* to, int above, const int (&
             to[(i >> 1) * 8 * SCORE_ROW + (i & 1)] = over < 0 ? s[i] : MINUS_INFINITY;
     }
 }
+
 // Of drafted keys, from node `first` on: at their positions, where they are ancestors of the query's node.
 __device__ __forceinline__ void put_drafted(const Block& b, float* to, int first, int last_chunk, const int (&nodes)[2],
                                             const int (&depths)[2], const float (&s)[4]) {
@@ -295,13 +294,14 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
                     }
                     float s[4];
                     score_tile(at.q + own_tile * 16 * KEY_ROW, key, b.lane, s);
-                    if (committed) {
-                        const int at_column = half * 8 + column * 2;
+                    if (committed && !(drafted && own == last_chunk)) {
+                        put_all(to + own_chunk * SCORES + half * 8 + column * 2, s);
+                        committed = false;
+                    } else if (committed) {
+                        const int at_column = half * 8 + column * 2,
+                                  above = own * KEYS + at_column - b.length;  // the root
                         float* mine = to + own_chunk * SCORES + at_column;
-                        if (drafted && own == last_chunk)
-                            put_committed(mine, own * KEYS + at_column - b.length, depths, s);
-                        else
-                            put_all(mine, s);
+                        put_committed(mine, above, depths, s);
                         committed = false;
                     } else {
                         float* mine = to + (CHUNKS_AT_ONCE == 1 ? 0 : (last_chunk - first) / SPLITS) * SCORES;
