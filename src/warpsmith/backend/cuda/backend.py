@@ -208,11 +208,12 @@ class CudaBackend(Backend):
         check_room(state, len(ids))
         if self._prompts is not None:
             assert isinstance(state, CudaState)
-            check_tokens(self.config, np.asarray(ids))
+            prompt = np.asarray(ids)
+            check_tokens(self.config, prompt)
             state.drafted = None
             self._decoder.let_go_of_ring()
             self._launches += 1
-            return self._prompts.run(state, ids, want, self.tokens_of)
+            return self._prompts.run(state, prompt, want, self.tokens_of)
         parts = []
         for start in range(0, len(ids), self.largest_tree):
             chunk = ids[start : start + self.largest_tree]

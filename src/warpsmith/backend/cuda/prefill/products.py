@@ -30,8 +30,7 @@ class AnyTile(Protocol):
     def rate(self) -> float: ...
     @property
     def threads(self) -> int: ...
-    @property
-    def beside(self) -> int:
+    def beside(self, ending: int) -> int:
         """CTAs that have the same tokens and share them out."""
 
     def rows(self, ending: int) -> int: ...
@@ -47,7 +46,6 @@ class Tile:
     """Over row tiles: `Config`'s arguments (gemm.cuh), and which part of the full rate it reaches."""
 
     kernel: ClassVar[str] = "gemm"
-    beside: ClassVar[int] = 1
     tokens: int
     row_blocks: int  # of 64 rows a warpgroup, 0: one warpgroup; of few rows: 2 where warpgroups have their own
     stage_tiles: int
@@ -62,7 +60,7 @@ class Tile:
 
     def constant(self, ending: int, types: int = 0) -> dict[str, object] | None:
         numbers = (self.tokens, self.row_blocks, self.stage_tiles, self.stages, self.step_tiles, self.ahead, ending)
-        pairs: dict[str, object] = {"PAIRS": 1} if self.ctas(ending) == 2 else {}
+        pairs: dict[str, object] = {"PAIRS": 1} if self.row_blocks == 0 else {}
         return {"GEMM_VARIANT": ",".join(map(str, numbers)), **pairs}
 
     def rows(self, ending: int) -> int:
@@ -70,6 +68,9 @@ class Tile:
 
     def ctas(self, ending: int) -> int:
         return 2 if ending == RESIDUAL and self.row_blocks == 0 else 1
+
+    def beside(self, ending: int) -> int:
+        return 2 if ending != RESIDUAL and self.row_blocks == 0 else 1
 
     def shared(self, ending: int) -> int:
         """`Config::SHARED`: where it is little, the next launch's blocks have room beside."""
@@ -91,7 +92,7 @@ class SlabTile:
     kernel: ClassVar[str] = "slab_gemm"
     threads: ClassVar[int] = 384
     tokens: int
-    beside: int
+    cluster: int  # CTAs
     rate: float  # measured on an H200, fixed costs apart
 
     def constant(self, ending: int, types: int) -> dict[str, object] | None:
@@ -103,8 +104,8 @@ class SlabTile:
         if stages < 3:
             return None
         slots = min(4, (room - stages * stage) // slot)
-        numbers = (self.tokens, stages, slots, ending, types, self.beside)
-        pairs: dict[str, object] = {"PAIRS": 1} if self.beside == 2 else {}
+        numbers = (self.tokens, stages, slots, ending, types, self.cluster)
+        pairs: dict[str, object] = {"PAIRS": 1} if self.cluster == 2 else {}
         return {"SLAB_VARIANT": ",".join(map(str, numbers)), **pairs}
 
     def rows(self, ending: int) -> int:
@@ -112,6 +113,9 @@ class SlabTile:
 
     def ctas(self, ending: int) -> int:
         return 1
+
+    def beside(self, ending: int) -> int:
+        return self.cluster
 
     def shared(self, ending: int) -> int:
         return SHARED
@@ -124,12 +128,13 @@ WIDE_TILES = (
     Tile(136, 2, 2, 4, 2, 2, 0.85),
     Tile(160, 2, 2, 4, 1, 2, 0.85),
 )
-NARROW_TILES = (Tile(64, 0, 4, 3, 2, 2, 0.6), Tile(72, 1, 4, 8, 2, 4, 0.4), Tile(128, 2, 4, 5, 1, 8, 0.6))
+NARROW_TILES = (Tile(32, 0, 4, 4, 2, 2, 0.5), Tile(72, 1, 4, 8, 2, 4, 0.4), Tile(128, 2, 4, 5, 1, 8, 0.6))
 SLAB_TILES = (SlabTile(64, 1, 0.4), SlabTile(128, 1, 0.6), SlabTile(232, 2, 0.78), SlabTile(256, 2, 0.8))
 
 
 def tile_count(tile: AnyTile, ending: int, rows: int, octets: int) -> int:
-    return math.ceil(rows / tile.rows(ending) / tile.beside) * tile.beside * math.ceil(octets * 8 / tile.tokens)
+    beside = tile.beside(ending)
+    return math.ceil(rows / tile.rows(ending) / beside) * beside * math.ceil(octets * 8 / tile.tokens)
 
 
 def tile_clocks(tile: AnyTile, ending: int, rows: int, k: int, octets: int, sms: int) -> float:
@@ -230,5 +235,6 @@ class Product:
             return self._steps[key].on(2 * work)  # a tile a pair
         # few tiles of row tiles: the other SMs have the weights brought into L2
         spread = tile.kernel == "gemm" and 2 * work <= self.sms
-        most = self.sms // tile.beside * tile.beside
-        return self._steps[key].on(self.sms if spread else min(most, work))
+        beside = tile.beside(self.ending)
+        most = self.sms // beside * beside
+        return self._steps[key].on(most if spread else min(most, work))

@@ -171,22 +171,18 @@ class Prefill:
         def step(kernel: Any, threads: int, *arguments: ctypes.Structure) -> Step:
             return Step(self.launcher, kernel, threads, *arguments)
 
-        self.embed = step(
-            self._kernel("embed", EMBEDDING_TYPE=weights.embedding_type),
-            128,
-            Embed(
-                ids=at["ids"],
-                stream=self.stream.pointer,
-                head_start=start["HEAD", c.layers],
-                table=self.embedding.pointer,
-                norm=vector["blk.0.attn_norm.weight"],
-                residual=at["residual"],
-                out=at["x"],
-                squares=at["squares"],
-                best=at["best"],
-            ),
-            piece,
+        self.embed_arguments = Embed(
+            stream=self.stream.pointer,
+            head_start=start["HEAD", c.layers],
+            table=self.embedding.pointer,
+            norm=vector["blk.0.attn_norm.weight"],
+            residual=at["residual"],
+            out=at["x"],
+            squares=at["squares"],
+            best=at["best"],
         )
+        embed = self._kernel("embed", EMBEDDING_TYPE=weights.embedding_type)
+        self.embed = step(embed, 128, self.embed_arguments, piece)
         self.layers: list[_Layer] = []
         cache = attention_constants(weights)
         for layer, recurrent in enumerate(c.recurrent):
@@ -286,7 +282,7 @@ class Prefill:
             lead = state.length % PREFILL_CHUNK
             count = min(len(tokens) - done, self.piece_tokens - lead)
             last = done + count == len(tokens)
-            self.buffers["ids"].write(tokens[done : done + count])
+            self._give(tokens[done : done + count])
             every = want.every_row or bool(want.features) or want.hidden
             for layer in self._piece(state.length - lead, lead, lead + count, every, last):
                 for number, wanted in enumerate(want.features):
@@ -295,6 +291,15 @@ class Prefill:
             state.length += count
             done += count
             yield PieceRows(lead, count, last)
+
+    def _give(self, ids: np.ndarray) -> None:
+        """Tokens of the next piece: few are an argument of the launch, which saves a copy."""
+        arguments = self.embed_arguments
+        if few := len(ids) <= PREFILL_CHUNK:
+            ctypes.memmove(arguments.few, ids.ctypes.data, ids.nbytes)
+        else:
+            self.buffers["ids"].write(ids)
+        arguments.ids = None if few else self.buffers["ids"].pointer
 
     def _take(self, state: DeviceSequence) -> None:
         """Have the launches read and write this state. An agent's next turn is short: nothing is set twice."""

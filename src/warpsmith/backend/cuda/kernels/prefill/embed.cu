@@ -9,7 +9,7 @@
 #include "large/embedding.cuh"
 
 struct Embed {
-    const int* ids;         // of tokens lead .. end
+    const int* ids;         // of tokens lead .. end; null: they are `few`
     const u8* stream;       // row tiles and tied: the LM head's rows are the table
     const u64* head_start;  // [HEAD_TILES] where each of the head's row tiles begins
     const u8* table;        // else its own rows
@@ -18,6 +18,7 @@ struct Embed {
     u8* out;
     float* squares;  // [HIDDEN / 64][tokens]
     u64* best;       // [8] of the head, which begin anew
+    int few[CHUNK];
 };
 
 // Eight channels from k on, a multiple of 8.
@@ -51,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(128)
     const int token = blockIdx.x;
     if (token == 0 && threadIdx.x < 8) a.best[threadIdx.x] = 0;
     const bool live = token >= p.lead && token < p.end;
-    const int id = live ? a.ids[token - p.lead] : 0;
+    const int id = !live ? 0 : a.ids ? a.ids[token - p.lead] : a.few[token - p.lead];
     for (int k = threadIdx.x * 8; k < HIDDEN; k += 1024) {
         float v[8] = {};
         if (live) embedding(a, id, k, v);

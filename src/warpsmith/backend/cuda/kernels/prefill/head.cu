@@ -18,15 +18,18 @@ struct Head {
 };
 
 constexpr int TILES = HIDDEN / 32, BATCH = 8;  // tiles whose weights are on their way together
+constexpr int EARLY = 4;  // warps whose first unit is asked for before the launch before has ended
 
 extern "C" __global__ void __launch_bounds__(512, 1)
     head(const __grid_constant__ Head a, const __grid_constant__ Piece p) {
     extern __shared__ __align__(16) u8 memory[];
     __shared__ float scales[HEAD_OCTETS * 8];
     let_next_start();
-    wait_for_previous();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, octet = a.first / 8,
               octets = (a.first + a.count + 7) / 8 - octet;
+    if (const int unit = warp * gridDim.x + blockIdx.x; warp < EARLY && unit < HEAD_TILES)
+        for (int i = lane; i < TILES * 8; i += 32) prefetch(a.stream + __ldg(a.start + unit) + i * 128);
+    wait_for_previous();
     for (int i = threadIdx.x; i < TILES * octets * 32; i += 512) {  // [tile][octet][512 bytes]
         const int tile = i / (octets * 32), inside = i % (octets * 32);
         copy16((uint4*)memory + tile * (HEAD_OCTETS * 32) + inside,
