@@ -34,9 +34,12 @@ CONTEXT = 8192 + 128
 EVERY_TYPE = {"attn_qkv": "Q5_K", "attn_gate": "Q8_0", "ssm_alpha": "BF16", "ssm_beta": "BF16", "ssm_out": "Q8_0",
               "attn_q": "Q4_K", "attn_k": "Q5_K", "attn_v": "Q6_K", "attn_output": "Q5_K", "ffn_down": "Q6_K",
               "output": "Q6_K"}  # fmt: skip
+ROW_TILES = ("bf16", "q8_0", "q4_0")
 CASES = [
     ("0.8B", "bf16", ("f16", "f16")),  # ratio 1, row tiles
     ("4B", "bf16", ("f16", "f16")),  # ratio 2
+    ("0.8B", "q8_0", ("f16", "f16")),
+    ("4B", "q4_0", ("f16", "f16")),
     ("0.8B", "types", ("q8_0", "q8_0")),  # ratio 1, slabs
     ("4B", "types", ("q4_0", "q4_0")),
     ("27B", "types", ("f16", "f16")),  # ratio 3
@@ -46,7 +49,8 @@ CASES = [
 
 def model_of(size: str, recipe: str) -> tuple[Config, dict[str, Tensor]]:
     whole = SIZES[size]
-    config = dataclasses.replace(whole, layers=2, recurrent=(True, False), vocab=2048, tied=False, context=CONTEXT)
+    tied = whole.tied and recipe in ROW_TILES
+    config = dataclasses.replace(whole, layers=2, recurrent=(True, False), vocab=2048, tied=tied, context=CONTEXT)
     tensors = {}
     for name, shape in expected_shapes(config).items():
         kind = tensor_type("q4_k_m" if recipe == "types" else recipe, name, shape, whole.layers, config.tied)
@@ -60,7 +64,7 @@ def model_of(size: str, recipe: str) -> tuple[Config, dict[str, Tensor]]:
 def load(size: str, recipe: str, caches: tuple[str, str]) -> tuple[CudaBackend, ReferenceBackend]:
     config, tensors = model_of(size, recipe)
     try:
-        if recipe == "bf16":
+        if recipe in ROW_TILES:
             profile = dataclasses.replace(load_profiles()["h200"], largest_tree=1)
             cuda = CudaBackend(config, tensors, context=CONTEXT, profile=profile)
         else:
@@ -96,7 +100,7 @@ def test_every_position_and_state(size: str, recipe: str, caches: tuple[str, str
             check_errors(cuda, errors, bound, count)
 
 
-@pytest.mark.parametrize(("size", "recipe", "caches"), [CASES[0], CASES[5]])
+@pytest.mark.parametrize(("size", "recipe", "caches"), [*CASES[:4], CASES[-1]])
 def test_8192_tokens_in_pieces(size: str, recipe: str, caches: tuple[str, str]) -> None:
     """Against one-token passes from 8,128 on, and cut elsewhere."""
     cuda, _ = load(size, recipe, caches)

@@ -58,7 +58,7 @@ def label(prompts: Prefill, launch: Launch) -> tuple[str, float]:
     places = (ctypes.c_void_p * 2).from_address(launch.arguments)
     gemm, span = Gemm.from_address(places[0]), Span.from_address(places[1])
     variant = str(extra["SLAB_VARIANT" if name == "slab_gemm" else "GEMM_VARIANT"])
-    ending = int(variant.split(",")[-3 if name == "slab_gemm" else -1])
+    ending = int(variant.split(",")[-3 if name == "slab_gemm" else -2])
     rows = gemm.row_groups * (64 if ending == SILU else 32) + gemm.gate_rows
     return f"{name} {variant}: {rows} x {gemm.k_tiles * 32}", 2.0 * rows * gemm.k_tiles * 32 * span.octets * 8
 

@@ -236,10 +236,10 @@ class Prefill:
                 logits=self.logits.pointer,
                 best=at["best"],
             )
-            steps = {
-                octets: step(self._kernel("head", octets * c.hidden * 16, HEAD_OCTETS=octets), 512, arguments, piece)
-                for octets in {1, head_octets(c)}
-            }
+            steps = {}
+            for name, extra in weights.heads():
+                octets = int(str(extra["HEAD_OCTETS"]))
+                steps[octets] = step(self._kernel(name, octets * c.hidden * 16, **extra), 512, arguments, piece)
             self.head = RowTileHead(head_octets(c), arguments, self.buffers["best"], steps, self.sms)
         else:
             self.head = SlabHead(product("HEAD", c.layers, c.vocab, x=at["x"]), self.asked)
