@@ -17,6 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
+OPTIONS = {"EVERY_LANE_ARRIVES": 1}  # racecheck follows lanes, not what one of them does for its warp
 TOOLKIT = "/usr/local/cuda/bin"
 
 
@@ -31,7 +32,7 @@ def run_trees() -> None:
 
     model = tiny_model()
     config = read_config(model)
-    backend = CudaBackend(config, model.tensors, context=256, options={"EVERY_LANE_ARRIVES": 1})
+    backend = CudaBackend(config, model.tensors, context=256, options=OPTIONS)
     random = np.random.default_rng(0)
     state = backend.new_state(256)
     token = int(backend.prefill(state, random.integers(0, config.vocab, 20).tolist()).argmax[-1])
@@ -80,13 +81,13 @@ def read_some(backend_type, recipe: str, value_heads: int, **others) -> None:
     shape = {"layers": 2, "recurrent": (True, False), "hidden": 256, "ffn": 512, "vocab": 256, "tied": False}
     heads = {"heads": 4, "kv_heads": 2, "key_heads": 2, "value_heads": value_heads}
     config = replace(SIZES["4B"], **shape, **heads)
-    backend = backend_type(config, random_model(config, recipe), context=256, **others)
+    backend = backend_type(config, random_model(config, recipe), context=256, options=OPTIONS, **others)
     ids = np.random.default_rng(1).integers(0, config.vocab, 160)
     state = backend.new_state(256)
     for first, end in ((0, 1), (1, 64), (64, 160)):
         backend.prefill(state, ids[first:end], Want("logits", every_row=first == 64, features=(0,), hidden=first == 64))
     backend.prefill(backend.new_state(256), ids)
-    print(f"{backend_type.__name__} {others}: {len(ids)} tokens", flush=True)
+    print(f"{backend_type.__name__}, {recipe}: {len(ids)} tokens", flush=True)
 
 
 def run_large() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from warpsmith.backend.base import (
     ARGMAX,
+    PREFILL_CHUNK,
     Backend,
     Batch,
     BlockDraft,
@@ -22,6 +23,7 @@ from warpsmith.backend.base import (
     State,
     Want,
     check_batch,
+    check_ids,
     check_room,
     check_tokens,
     drafted,
@@ -163,6 +165,7 @@ class CudaBackend(Backend):
                 rope=self.rope,
                 logits=self.logits,
                 sms=self.chip.sms,
+                options=self.options,
             )
 
     # -- the contract ---------------------------------------------------------------------------------------------
@@ -208,12 +211,14 @@ class CudaBackend(Backend):
         check_room(state, len(ids))
         if self._prompts is not None:
             assert isinstance(state, CudaState)
-            prompt = np.asarray(ids)
-            check_tokens(self.config, prompt)
+            if len(ids) <= PREFILL_CHUNK:
+                check_ids(self.config, ids)
+            else:
+                check_tokens(self.config, np.asarray(ids))
             state.drafted = None
             self._decoder.let_go_of_ring()
             self._launches += 1
-            return self._prompts.run(state, prompt, want, self.tokens_of)
+            return self._prompts.run(state, ids, want, self.tokens_of)
         parts = []
         for start in range(0, len(ids), self.largest_tree):
             chunk = ids[start : start + self.largest_tree]

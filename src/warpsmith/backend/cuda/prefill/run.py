@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ import numpy as np
 
 from warpsmith.backend.base import PREFILL_CHUNK, Output, Want, join_outputs
 from warpsmith.backend.cuda.build.compiler import build
-from warpsmith.backend.cuda.memory.driver import Buffer, Device
+from warpsmith.backend.cuda.memory.driver import Buffer, Device, Pinned
 from warpsmith.backend.cuda.prefill.heads import RowTileHead, SlabHead
 from warpsmith.backend.cuda.prefill.kept import Kept
 from warpsmith.backend.cuda.prefill.plan import (
@@ -86,7 +86,9 @@ class Prefill:
         logits: Buffer,
         sms: int,
         piece: int = PIECE,
+        options: Mapping[str, object] | None = None,
     ) -> None:
+        """`options`: what every build is told besides, for measuring and checking."""
         self.device, self.weights, self.architecture, self.sms = device, weights, architecture, sms
         self.piece_tokens = piece
         self.stream, self.embedding, self.vectors, self.rope, self.logits = stream, embedding, vectors, rope, logits
@@ -94,7 +96,7 @@ class Prefill:
         self.launcher = Launcher(device)
         self._kernels: dict[tuple[str, tuple[tuple[str, object], ...]], Any] = {}
         self._images: dict[tuple[str, tuple[tuple[str, object], ...]], Future[bytes]] = {}
-        self._start_builds()
+        self._start_builds(options or {})
 
         self.capacity = (piece + OVERRUN) // 8
         self.attention_in = 2 * (c.heads + c.kv_heads) * c.head_dim
@@ -112,10 +114,10 @@ class Prefill:
 
     # -- kernels --------------------------------------------------------------------------------------------------
 
-    def _start_builds(self) -> None:
+    def _start_builds(self, options: Mapping[str, object]) -> None:
         """All at once, side by side."""
         pool = ThreadPoolExecutor(8)
-        model = header(self.weights)
+        model = header(self.weights) | dict(options)
         for name, extra in kernels_of(self.weights):
             job = pool.submit(build, f"prefill/{name}.cu", self.architecture, model | extra)
             self._images[name, tuple(extra.items())] = job
@@ -240,7 +242,9 @@ class Prefill:
             for name, extra in weights.heads():
                 octets = int(str(extra["HEAD_OCTETS"]))
                 steps[octets] = step(self._kernel(name, octets * c.hidden * 16, **extra), 512, arguments, piece)
-            self.head = RowTileHead(head_octets(c), arguments, self.buffers["best"], steps, self.sms)
+            best = self.buffers["best"]
+            fetched = Pinned(self.device, np.uint32, best.nbytes // 4)
+            self.head = RowTileHead(head_octets(c), arguments, best, fetched, steps, self.sms)
         else:
             self.head = SlabHead(product("HEAD", c.layers, c.vocab, x=at["x"]), self.asked)
         self.rows_arguments = Rows(residual=at["residual"], squares=at["squares"])
@@ -266,7 +270,7 @@ class Prefill:
                 first += count
             if want.hidden:
                 hidden.write(0, piece.first, piece.count, normed=True)
-        output = join_outputs(parts)
+        output = parts[0] if len(parts) == 1 and parts[0].logits is None else join_outputs(parts)
         output.features, output.hidden = features.rows(), hidden.rows()
         return output
 
@@ -296,7 +300,7 @@ class Prefill:
         """Tokens of the next piece: few are an argument of the launch, which saves a copy."""
         arguments = self.embed_arguments
         if few := len(ids) <= PREFILL_CHUNK:
-            ctypes.memmove(arguments.few, ids.ctypes.data, ids.nbytes)
+            ctypes.memmove(arguments.few, ids.tobytes(), ids.nbytes)
         else:
             self.buffers["ids"].write(ids)
         arguments.ids = None if few else self.buffers["ids"].pointer

@@ -140,7 +140,7 @@ __device__ __forceinline__ void send(const Gemm& a, const Span& s, u32 out, cons
                 copied_out();
             }
             __syncwarp();
-            if (lane == 0) barrier_arrive(at.leave + g * 16 + 8);
+            if (arrives()) barrier_arrive(at.leave + g * 16 + 8);
         }
     }
 }
@@ -232,10 +232,7 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
                 if (group * C::HALF + n < octets) early[n] = residual[n * 64];
         }
         u32 before = 0;
-        const auto release = [&] {  // for all who bring into this stage
-            if (C::TWO_ROWS && lane < 2) tell_in(lane, at.empty + before * 8);
-            if (!C::TWO_ROWS && lane == 0) barrier_arrive(at.empty + before * 8);
-        };
+        const auto release = [&] { release_stage<C>(at.empty + before * 8); };
         for (int k0 = 0; k0 < steps; k0 += U) {
 #pragma unroll
             for (int v = 0; v < S; v++) {
@@ -343,9 +340,9 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
                 }
                 show_to_copies();
                 __syncwarp();
-                if (lane == 0) barrier_arrive(at.leave + group * 16);
+                if (arrives()) barrier_arrive(at.leave + group * 16);
             }
-            if (lane == 0) barrier_arrive(at.scales + scaled.slot * 16 + 8);
+            if (arrives()) barrier_arrive(at.scales + scaled.slot * 16 + 8);
             scaled.step<2>();
         } else {
             if constexpr (C::TWICE) {
@@ -401,11 +398,13 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Span& s) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::STAGES; i++) {
             barrier_init(at.full + i * 8, 1 + C::W_WARPS);
-            barrier_init(at.empty + i * 8, C::SPLIT ? 4 : 4 * C::WGS * C::CLUSTER);
+            barrier_init(at.empty + i * 8, (C::SPLIT ? 4 : 4 * C::WGS * C::CLUSTER) * ARRIVALS);
         }
-        for (int i = 0; i < 2; i++) barrier_init(at.leave + i * 16, 4), barrier_init(at.leave + i * 16 + 8, 1);
-        for (int i = 0; i < 2; i++)
-            barrier_init(at.scales + i * 16, 1), barrier_init(at.scales + i * 16 + 8, 4 * C::WGS);
+        for (int i = 0; i < 2; i++) {
+            barrier_init(at.leave + i * 16, 4 * ARRIVALS), barrier_init(at.leave + i * 16 + 8, ARRIVALS);
+            barrier_init(at.scales + i * 16, ARRIVALS);
+            barrier_init(at.scales + i * 16 + 8, 4 * C::WGS * ARRIVALS);
+        }
         show_barriers();
     }
     if (C::CLUSTER == 2)
