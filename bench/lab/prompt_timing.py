@@ -155,7 +155,9 @@ __device__ __forceinline__ void mark() {
             at = text.index(wait, text.index("void bring_x"))
             text = text[:at] + marked + text[at + len(wait) :]
         elif name.startswith("prefill/") and name.endswith(".cu"):
-            text = text.replace(wait, "{ wait_for_previous(); if (threadIdx.x < 128) mark(); }")  # it may be in a branch
+            text = text.replace(
+                wait, "{ wait_for_previous(); if (threadIdx.x < 128) mark(); }"
+            )  # it may be in a branch
             text = with_stamps(text)
         out[name] = text
     return out
