@@ -306,14 +306,17 @@ def test_a_prompt_goes_on_where_another_ended(pair, before: int, count: int) -> 
     assert error(*logits) < SOME_LAYERS * scatter(1, SHAPE.hidden)
 
 
-def test_a_prompt_goes_on_after_decoding(pair) -> None:
-    logits = []
+@pytest.mark.parametrize("steps", [8, 9])  # a commit leaves the state in other buffers
+def test_a_prompt_goes_on_after_decoding(pair, steps: int) -> None:
+    logits, states = [], []
     for backend in pair:
         state = backend.new_state(512)
         backend.prefill(state, ids(6, 90))
-        plain_run(backend, state, ids(8, 9))
-        logits.append(backend.prefill(state, ids(7, 120), LOGITS).logits.numpy())
-    assert error(*logits) < SOME_LAYERS
+        plain_run(backend, state, ids(8, steps))
+        logits.append(backend.prefill(state, ids(7, 12), LOGITS).logits.numpy())
+        states.append(state)
+    errors = {"logits": error(*logits), **state_errors(pair[0], *states)}
+    check_errors(pair[0], errors, SOME_LAYERS, 12)
 
 
 def test_decoding_goes_on_after_a_prompt(pair) -> None:

@@ -33,7 +33,8 @@ class AnyTile(Protocol):
     def rate(self) -> float: ...
     @property
     def threads(self) -> int: ...
-    def beside(self, ending: int) -> int:
+    @property
+    def beside(self) -> int:
         """CTAs that have the same tokens and share them out."""
 
     def rows(self, ending: int) -> int: ...
@@ -50,6 +51,7 @@ class Tile:
     type's number in a file."""
 
     kernel: ClassVar[str] = "gemm"
+    beside: ClassVar[int] = 1
     tokens: int
     row_blocks: int  # of 64 rows a warpgroup, 0: one warpgroup; of few rows: 2 where warpgroups have their own
     stage_tiles: int
@@ -65,7 +67,7 @@ class Tile:
     def constant(self, ending: int, types: int) -> dict[str, object] | None:
         steps = (self.stage_tiles, self.stages, self.step_tiles, self.ahead)
         numbers = (self.tokens, self.row_blocks, *steps, ending, types)
-        pairs: dict[str, object] = {"PAIRS": 1} if self.row_blocks == 0 else {}
+        pairs: dict[str, object] = {"PAIRS": 1} if self.ctas(ending) == 2 else {}
         return {"GEMM_VARIANT": ",".join(map(str, numbers)), **pairs}
 
     def rows(self, ending: int) -> int:
@@ -73,9 +75,6 @@ class Tile:
 
     def ctas(self, ending: int) -> int:
         return 2 if ending == RESIDUAL and self.row_blocks == 0 else 1
-
-    def beside(self, ending: int) -> int:
-        return 2 if ending != RESIDUAL and self.row_blocks == 0 else 1
 
     def shared(self, ending: int, types: int) -> int:
         """`Config::SHARED`: where it is little, the next launch's blocks have room beside."""
@@ -97,7 +96,7 @@ class SlabTile:
     kernel: ClassVar[str] = "slab_gemm"
     threads: ClassVar[int] = 384
     tokens: int
-    cluster: int  # CTAs
+    beside: int
     rate: float  # measured on an H200, fixed costs apart
 
     def constant(self, ending: int, types: int) -> dict[str, object] | None:
@@ -109,8 +108,8 @@ class SlabTile:
         if stages < 3:
             return None
         slots = min(4, (room - stages * stage) // slot)
-        numbers = (self.tokens, stages, slots, ending, types, self.cluster)
-        pairs: dict[str, object] = {"PAIRS": 1} if self.cluster == 2 else {}
+        numbers = (self.tokens, stages, slots, ending, types, self.beside)
+        pairs: dict[str, object] = {"PAIRS": 1} if self.beside == 2 else {}
         return {"SLAB_VARIANT": ",".join(map(str, numbers)), **pairs}
 
     def rows(self, ending: int) -> int:
@@ -118,9 +117,6 @@ class SlabTile:
 
     def ctas(self, ending: int) -> int:
         return 1
-
-    def beside(self, ending: int) -> int:
-        return self.cluster
 
     def shared(self, ending: int, types: int) -> int:
         return SHARED
@@ -141,8 +137,7 @@ SLAB_TILES = (SlabTile(64, 1, 0.4), SlabTile(128, 1, 0.6), SlabTile(232, 2, 0.78
 
 
 def tile_count(tile: AnyTile, ending: int, rows: int, octets: int) -> int:
-    beside = tile.beside(ending)
-    return math.ceil(rows / tile.rows(ending) / beside) * beside * math.ceil(octets * 8 / tile.tokens)
+    return math.ceil(rows / tile.rows(ending) / tile.beside) * tile.beside * math.ceil(octets * 8 / tile.tokens)
 
 
 def tile_clocks(tile: AnyTile, ending: int, rows: int, k: int, octets: int, sms: int) -> float:
@@ -244,6 +239,5 @@ class Product:
             return self._steps[key].on(2 * work)  # a tile a pair
         # few tiles of row tiles: the other SMs have the weights brought into L2
         spread = tile.kernel == "gemm" and 2 * work <= self.sms
-        beside = tile.beside(self.ending)
-        most = self.sms // beside * beside
+        most = self.sms // tile.beside * tile.beside
         return self._steps[key].on(most if spread else min(most, work))

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-from weakref import ref
 
 import numpy as np
 
@@ -103,7 +102,7 @@ class Prefill:
         self.buffers = {name: device.zeros(nbytes) for name, nbytes in buffer_bytes(c, piece).items()}
         self.piece = Piece(capacity=self.capacity)
         self.whole, self.tail, self.asked = (Span(capacity=self.capacity) for _ in range(3))
-        self._taken: Callable[[], DeviceSequence | None] = lambda: None  # the state that launches have
+        self._taken: tuple[int, ...] = ()  # where the state is that launches have
         self._queries: dict[tuple[int, int], Queries] = {}
         self._programs: dict[Shape, list[Launch | int]] = {}
         self._plan()
@@ -306,10 +305,12 @@ class Prefill:
         arguments.ids = None if few else self.buffers["ids"].pointer
 
     def _take(self, state: DeviceSequence) -> None:
-        """Have the launches read and write this state. An agent's next turn is short: nothing is set twice."""
-        if self._taken() is state:
+        """Have the launches read and write this state. An agent's next turn is short: nothing is set twice. A commit
+        leaves a state in other buffers."""
+        taken = (state.delta.pointer, state.history.pointer, state.keys.pointer, state.values.pointer, state.context)
+        if self._taken == taken:
             return
-        self._taken = ref(state)
+        self._taken = taken
         c = self.config
         deltas = attentions = 0
         for layer in self.layers:

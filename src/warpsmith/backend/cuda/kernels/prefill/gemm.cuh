@@ -12,8 +12,7 @@
 // tokens: both warpgroups have the same 64 rows and take turns at stages (SPLIT). Few: so do two CTAs of a cluster,
 // with one warpgroup each (PAIR). Many: each warpgroup has rows of its own, and two sets of sums (TWICE). The order of
 // sums is a matrix's own and never depends on the number of tokens. Bytes: weights once for every tile of tokens,
-// activations once for every tile of rows, mostly from L2. Many rows and few tokens: all CTAs want the same activations
-// at the same time, so two of a cluster bring half of them each, for both (TWO_ROWS).
+// activations once for every tile of rows, mostly from L2.
 //
 // What ptxas wants of the consumers' code, or it gives them the launch's 168 registers (C7512, spills): no wait for
 // bulk stores, no trap in a branch. The build must have neither spills nor C75xx.
@@ -57,8 +56,8 @@ struct Config {
                          SHARED = OUT_AT + OUT;
     // Steps in k of a round, which the loop unrolls.
     static constexpr int U = TWICE ? 2 * TS / G : NB / MB > TS / G ? NB / MB : TS / G;
-    static constexpr bool SCALED = ENDING != RESIDUAL, TWO_ROWS = WGS == 1 && ENDING != RESIDUAL;
-    static constexpr int CLUSTER = PAIR || TWO_ROWS ? 2 : 1, ITEM_GROUPS = TWO_ROWS ? 2 * GROUPS : GROUPS;
+    static constexpr bool SCALED = ENDING != RESIDUAL, TWO_ROWS = false;
+    static constexpr int CLUSTER = PAIR ? 2 : 1, ITEM_GROUPS = GROUPS;
     static constexpr int BATCH = NB >= 8 ? 1 : 4;  // octets of the residual that are asked for together
     static_assert(SHARED <= 232448 / CTAS - (CTAS - 1) * 1024, "");
     static_assert(STAGES >= (SPLIT && !PAIR ? 4 : 2) && (!TWICE || U * G % (2 * TS) == 0), "");
@@ -387,7 +386,7 @@ __device__ __forceinline__ void ask_for_residual(const Gemm& a, const Span& s) {
 template <class C>
 __device__ __forceinline__ void multiply(const Gemm& a, const Span& s) {
     let_next_start();
-    const int busy = Work<C>(a, s).tiles * C::CLUSTER;
+    const int busy = Work<C>(a, s).tiles;
     if (!C::PAIR && (int)blockIdx.x >= busy) {
         ask_for_all<C>(a, blockIdx.x - busy, gridDim.x - busy);
         return;
@@ -398,7 +397,7 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Span& s) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::STAGES; i++) {
             barrier_init(at.full + i * 8, 1 + C::W_WARPS);
-            barrier_init(at.empty + i * 8, (C::SPLIT ? 4 : 4 * C::WGS * C::CLUSTER) * ARRIVALS);
+            barrier_init(at.empty + i * 8, (C::SPLIT ? 4 : 4 * C::WGS) * ARRIVALS);
         }
         for (int i = 0; i < 2; i++) {
             barrier_init(at.leave + i * 16, 4 * ARRIVALS), barrier_init(at.leave + i * 16 + 8, ARRIVALS);
@@ -407,7 +406,7 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Span& s) {
         }
         show_barriers();
     }
-    if (C::CLUSTER == 2)
+    if (C::PAIR)
         sync_cluster();
     else
         __syncthreads();
@@ -428,5 +427,6 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Span& s) {
         take_registers<C::CONSUMER_REGISTERS>();
         consume<C>(a, s, base, at);
     }
-    if (C::TWO_ROWS) leave_cluster();  // nobody tells this one anything any more
+    // Each has waited for what the other one stores into it, but racecheck wants to see both end together.
+    if (C::PAIR && ARRIVALS > 1) leave_cluster();
 }
