@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 from warpsmith.backend.cuda.large.formats import SLAB_BYTES, SLABS
 from warpsmith.backend.cuda.memory.driver import Device, check
-from warpsmith.backend.cuda.prefill.structures import Gemm, Span
+from warpsmith.backend.cuda.prefill.structures import Gemm, Piece, Span
 from warpsmith.backend.cuda.weights.formats import FORMATS, Bf16
 
 PLAIN, SILU, RESIDUAL, LOGITS = range(4)  # Ending of product.cuh
@@ -157,6 +157,7 @@ class Launch:
     function: Any
     arguments: int
     call: tuple[int, int, int, None]  # the same as addresses
+    changes: bool  # arguments are others for every piece
 
 
 class Launcher:
@@ -169,13 +170,23 @@ class Launcher:
         self._configs: dict[tuple[int, int, int], Any] = {}
 
     @cached_property
-    def _driver(self) -> Callable[..., int]:
+    def driver(self) -> Any:
         library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
         library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
-        return library.cuLaunchKernelEx
+        library.cuGraphExecKernelNodeSetParams_v2.argtypes = [ctypes.c_void_p] * 3
+        library.cuGraphLaunch.argtypes = [ctypes.c_void_p] * 2
+        return library
+
+    @cached_property
+    def _queue(self) -> Callable[..., int]:
+        return self.driver.cuLaunchKernelEx
 
     def launch(self, each: Launch) -> None:
-        if code := self._driver(*each.call):
+        if code := self._queue(*each.call):
+            self.check(code)
+
+    def check(self, code: int) -> None:
+        if code:
             check((self.device.cu.CUresult(code),))
 
     def config(self, grid: int, threads: int, shared: int) -> Any:
@@ -201,11 +212,13 @@ class Step:
         self.launcher, self.kernel, self.threads, self.arguments = launcher, kernel, threads, arguments
         self._pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
         self._address = ctypes.addressof(self._pointers)
+        self._changes = any(isinstance(argument, Piece) for argument in arguments)
 
     def on(self, grid: int) -> Launch:
         config = self.launcher.config(grid, self.threads, self.kernel.shared_bytes)
         function = self.kernel.function
-        return Launch(config, function, self._address, (config.getPtr(), int(function), self._address, None))
+        call = (config.getPtr(), int(function), self._address, None)
+        return Launch(config, function, self._address, call, self._changes)
 
 
 class Product:

@@ -40,6 +40,7 @@ from warpsmith.backend.cuda.prefill.plan import (
     segments_of,
 )
 from warpsmith.backend.cuda.prefill.products import SILU, Launch, Launcher, Product, Step
+from warpsmith.backend.cuda.prefill.replay import Replay
 from warpsmith.backend.cuda.prefill.streams import ENDINGS, SLOTS, PromptStream, head_octets
 from warpsmith.backend.cuda.prefill.structures import (
     Attention,
@@ -54,6 +55,8 @@ from warpsmith.backend.cuda.prefill.structures import (
 )
 from warpsmith.backend.cuda.shape import HEAD_DIM, STATE_DIM, chunks_of
 from warpsmith.model.weights import expected_shapes
+
+MOST_REPLAYS = 32  # shapes of short pieces whose launches are kept as graphs
 
 ReadTokens = Callable[[int, Want], Output]
 
@@ -105,6 +108,7 @@ class Prefill:
         self._taken: tuple[int, ...] = ()  # where the state is that launches have
         self._queries: dict[tuple[int, int], Queries] = {}
         self._programs: dict[Shape, list[Launch | int]] = {}
+        self._replays: dict[Shape, Replay] = {}  # of what few tokens do
         self._plan()
 
     @property
@@ -333,14 +337,26 @@ class Prefill:
         self.whole.first, self.whole.octets = 0, octets
         self.tail.first, self.tail.octets = octets - 1, 1
         shape = Shape(octets, segments_of(base + end), every, last)
-        if shape not in self._programs:
+        known = shape in self._programs
+        if not known:
             self._programs[shape] = list(self._program(shape))
-        launch = self.launcher.launch
+        if known and octets * 8 <= PREFILL_CHUNK and not every:
+            self._again(shape)
+            return
         for each in self._programs[shape]:
             if isinstance(each, int):
                 yield each
             else:
-                launch(each)
+                self.launcher.launch(each)
+
+    def _again(self, shape: Shape) -> None:
+        """Queue a short piece of a shape that has come before, so that it may well come again."""
+        if shape not in self._replays:
+            if len(self._replays) == MOST_REPLAYS:
+                del self._replays[next(iter(self._replays))]
+            launches = [each for each in self._programs[shape] if not isinstance(each, int)]
+            self._replays[shape] = Replay(self.launcher, launches)
+        self._replays[shape].queue()
 
     def _program(self, shape: Shape) -> Iterator[Launch | int]:
         """The launches of a piece, and the number of each layer after its last."""
