@@ -289,6 +289,22 @@ def test_pieces_give_the_same_bits_as_one(pair) -> None:
     assert same_state(SHAPE, whole, cut)
 
 
+def test_what_comes_again_has_the_same_bits(pair) -> None:
+    """The first time launches are queued one by one, then as a graph, with other states and at other positions."""
+    cuda, _ = pair
+    turns = {}
+    for again in range(3):
+        for before, count in ((0, 64), (64, 64), (0, 20), (130, 3), (500, 7)):
+            state, prompt = cuda.new_state(640), ids(3, before + count)
+            if before:
+                cuda.prefill(state, prompt[:before])
+            logits = cuda.prefill(state, prompt[before:], LOGITS).logits.numpy()
+            first, known = turns.setdefault((before, count), (logits, state))
+            np.testing.assert_array_equal(logits, first, err_msg=f"{count} tokens after {before}, {again} times before")
+            assert same_state(SHAPE, state, known)
+    assert cuda._prompts._replays
+
+
 def test_the_last_row_is_the_same_whatever_else_is_wanted(pair) -> None:
     cuda, _ = pair
     rows = cuda.prefill(cuda.new_state(512), ids(5, 200), EVERY).logits.numpy()
