@@ -15,6 +15,7 @@ from warpsmith.backend.cuda.build.profiles import load_profiles
 from warpsmith.backend.cuda.memory.caches import CACHE_ROWS
 from warpsmith.backend.cuda.rows import CudaRows
 from warpsmith.backend.reference import ReferenceBackend, ops
+from warpsmith.backend.reference.backend import ReferenceState
 from warpsmith.backend.reference.mixers import ChunkMixer
 from warpsmith.backend.tree import Tree
 from warpsmith.errors import NoDevice
@@ -178,22 +179,45 @@ def check_model(cuda, reference, count: int, bound: float = SOME_LAYERS) -> None
     check_errors(cuda, errors, bound, count)
 
 
-def state_errors(cuda, state, expected) -> dict[str, float]:
-    """Of all that a prompt leaves: DeltaNet states, last inputs of the convolution, keys and values."""
+def state_on_device(cuda, state) -> dict[str, np.ndarray]:
+    """All that a prompt leaves, as the reference has it: [layers] of DeltaNet states, last inputs of the convolution
+    (oldest first), keys and values."""
     c, count = cuda.config, state.length
     delta = state.delta.read(np.float32, (len(c.recurrent_layers), c.value_heads, 128, 128)).transpose(0, 1, 3, 2)
-    errors = {"delta": error(delta, np.stack([expected.layers[i].delta for i in c.recurrent_layers]))}
     history = state.history.read(np.float32, (len(c.recurrent_layers), 4, c.conv_channels))
-    kept = range(max(0, count - 3), count)
-    known = np.stack([expected.layers[i].conv[-len(kept) :] for i in c.recurrent_layers])
-    errors["history"] = error(history[:, [i % 4 for i in kept]], known)
+    found = {"delta": delta, "conv": history[:, [i % 4 for i in range(max(0, count - 3), count)]]}
     for name, kind in zip(("keys", "values"), cuda.cache_types, strict=True):
         cached = CACHE_ROWS[kind]
         shape = (len(c.attention_layers), c.kv_heads, state.context, cached.row_bytes)
-        rows = cached.decode(getattr(state, name).read(np.uint8, shape)[:, :, :count]).transpose(0, 2, 1, 3)
-        known = np.stack([getattr(expected.layers[i], name)[:count] for i in c.attention_layers])
-        errors[name] = error(rows, known)
+        rows = getattr(state, name).read(np.uint8, shape)[:, :, :count]
+        found[name] = cached.decode(rows).transpose(0, 2, 1, 3)
+    return found
+
+
+def state_errors(cuda, state, expected) -> dict[str, float]:
+    errors = {}
+    for name, got in state_on_device(cuda, state).items():
+        known = np.stack([getattr(expected.layers[i], name) for i in layers_with(cuda.config, name)])
+        if name == "conv":
+            known = known[:, -got.shape[1] :]
+        elif name != "delta":
+            known = known[:, : state.length]
+        errors[name] = error(got, known)
     return errors
+
+
+def layers_with(config: Config, name: str) -> list[int]:
+    return list(config.recurrent_layers if name in ("delta", "conv") else config.attention_layers)
+
+
+def handed_over(cuda, state, reference) -> ReferenceState:
+    """A state of the reference that goes on where the device's is."""
+    other = reference.new_state(state.context)
+    other.length = state.length
+    for name, rows in state_on_device(cuda, state).items():
+        for layer, one in zip(layers_with(cuda.config, name), rows, strict=True):
+            getattr(other.layers[layer], name)[: len(one)] = one
+    return other
 
 
 # An error of e of a value moves a quant to the next step s with a probability of e / s, which makes a root mean square
@@ -234,6 +258,25 @@ def test_any_cut_at_multiples_of_64_gives_the_same_bits(pair) -> None:
         assert same_state(SHAPE, whole, cut), (count, cuts)
 
 
+@pytest.mark.slow
+def test_every_cut_of_every_length_to_600_gives_the_same_bits(pair) -> None:
+    """In two, and where states are the same too, so by induction in any number of parts."""
+    cuda, _ = pair
+    prompt, rest, begun = ids(3, 600), cuda.new_state(640), cuda.new_state(640)
+    starts = {}
+    for cut in range(64, 600, 64):
+        cuda.prefill(begun, prompt[cut - 64 : cut])
+        starts[cut] = cuda.snapshot(begun)
+    for count in range(65, 601):
+        whole = cuda.new_state(640)
+        logits = cuda.prefill(whole, prompt[:count], LOGITS).logits.numpy()
+        for cut in range(64, count, 64):
+            cuda.restore(rest, starts[cut])
+            got = cuda.prefill(rest, prompt[cut:count], LOGITS).logits.numpy()
+            np.testing.assert_array_equal(got, logits, err_msg=f"{count} tokens cut at {cut}")
+            assert count % 64 > 1 or same_state(SHAPE, whole, rest), (count, cut)
+
+
 def test_pieces_give_the_same_bits_as_one(pair) -> None:
     """4,000 tokens take two pieces; three prompts take others."""
     cuda, _ = pair
@@ -244,6 +287,22 @@ def test_pieces_give_the_same_bits_as_one(pair) -> None:
         last = cuda.prefill(cut, prompt[low:high], LOGITS).logits.numpy()
     np.testing.assert_array_equal(last, logits)
     assert same_state(SHAPE, whole, cut)
+
+
+def test_what_comes_again_has_the_same_bits(pair) -> None:
+    """The first time launches are queued one by one, then as a graph, with other states and at other positions."""
+    cuda, _ = pair
+    turns = {}
+    for again in range(3):
+        for before, count in ((0, 64), (64, 64), (0, 20), (130, 3), (500, 7)):
+            state, prompt = cuda.new_state(640), ids(3, before + count)
+            if before:
+                cuda.prefill(state, prompt[:before])
+            logits = cuda.prefill(state, prompt[before:], LOGITS).logits.numpy()
+            first, known = turns.setdefault((before, count), (logits, state))
+            np.testing.assert_array_equal(logits, first, err_msg=f"{count} tokens after {before}, {again} times before")
+            assert same_state(SHAPE, state, known)
+    assert cuda._prompts._replays
 
 
 def test_the_last_row_is_the_same_whatever_else_is_wanted(pair) -> None:
@@ -263,14 +322,17 @@ def test_a_prompt_goes_on_where_another_ended(pair, before: int, count: int) -> 
     assert error(*logits) < SOME_LAYERS * scatter(1, SHAPE.hidden)
 
 
-def test_a_prompt_goes_on_after_decoding(pair) -> None:
-    logits = []
+@pytest.mark.parametrize("steps", [8, 9])  # a commit leaves the state in other buffers
+def test_a_prompt_goes_on_after_decoding(pair, steps: int) -> None:
+    logits, states = [], []
     for backend in pair:
         state = backend.new_state(512)
         backend.prefill(state, ids(6, 90))
-        plain_run(backend, state, ids(8, 9))
-        logits.append(backend.prefill(state, ids(7, 120), LOGITS).logits.numpy())
-    assert error(*logits) < SOME_LAYERS
+        plain_run(backend, state, ids(8, steps))
+        logits.append(backend.prefill(state, ids(7, 12), LOGITS).logits.numpy())
+        states.append(state)
+    errors = {"logits": error(*logits), **state_errors(pair[0], *states)}
+    check_errors(pair[0], errors, SOME_LAYERS, 12)
 
 
 def test_decoding_goes_on_after_a_prompt(pair) -> None:

@@ -18,17 +18,25 @@ from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.memory.layout import Layout
 from warpsmith.backend.cuda.prefill import plan, products, structures
 from warpsmith.backend.cuda.prefill.streams import SLOTS, PromptStream, RowTiles, SlabStream
+from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.convert import tensor_type
 from warpsmith.errors import NoDevice
 from warpsmith.model.config import SIZES
 from warpsmith.model.weights import expected_shapes
 
 
-def slabs_of(size: str, recipe: str, caches: tuple[str, str] = ("f16", "f16")) -> SlabStream:
+def stored_in(size: str, recipe: str) -> dict[str, str]:
     config = SIZES[size]
     shapes = expected_shapes(config)
-    stored = {n: tensor_type(recipe, n, shape, config.layers, config.tied).name for n, shape in shapes.items()}
-    return SlabStream(LargeLayout(config, 132, stored, caches))
+    return {n: tensor_type(recipe, n, shape, config.layers, config.tied).name for n, shape in shapes.items()}
+
+
+def slabs_of(size: str, recipe: str, caches: tuple[str, str] = ("f16", "f16")) -> SlabStream:
+    return SlabStream(LargeLayout(SIZES[size], 132, stored_in(size, recipe), caches))
+
+
+def rows_of(size: str, recipe: str) -> RowTiles:
+    return RowTiles(Layout(SIZES[size], 132, stored_in(size, recipe)))
 
 
 LAYOUT = Layout(SIZES["0.8B"], 132)
@@ -63,6 +71,8 @@ def check_claims(
 KERNELS = plan.kernels_of(ROW_TILES)
 BUILDS = [(ROW_TILES, *kernel) for kernel in KERNELS] + [(Q4_K_M, *kernel) for kernel in plan.kernels_of(Q4_K_M)]
 BUILDS += [(Q8_0, n, e) for n, e in plan.kernels_of(Q8_0) if n == "slab_gemm"][:4]
+SCALED = [rows_of("0.8B", recipe) for recipe in ("q8_0", "q4_0")]
+BUILDS += [(s, n, e) for s in SCALED for n, e in plan.kernels_of(s) if n in ("gemm", "head", "embed")]
 CACHED = [slabs_of("27B", "q4_k_m", caches) for caches in (("q8_0", "q4_0"), ("q4_0", "q8_0"), ("f16", "q8_0"))]
 BUILDS += [(s, n, e) for s in CACHED for n, e in plan.kernels_of(s) if n in ("attention_flash", "attention_rows")]
 NAMES = [
@@ -130,13 +140,20 @@ def test_the_host_knows_what_attention_takes(stream: PromptStream) -> None:
         check_claims("attention_flash", extra, [f"SHARED_HERE == {plan.flash_shared(groups, stream)}"], stream)
 
 
-PRODUCTS = [(t, e) for e in range(3) for t in (products.NARROW_TILES if e == 2 else products.WIDE_TILES)]
+Q8, Q4 = (TYPES[name].ggml_id for name in ("Q8_0", "Q4_0"))
+PRODUCTS = [(t, e, products.BF16) for e in range(3) for t in (products.NARROW_TILES if e == 2 else products.WIDE_TILES)]
+PRODUCTS += [
+    (t, e, kind)
+    for e, kind in ((0, Q8), (1, Q4), (2, Q8), (2, Q4))
+    for t in (products.SCALED_NARROW_TILES if e == 2 else products.SCALED_WIDE_TILES)
+]
 
 
-@pytest.mark.parametrize(("tile", "ending"), PRODUCTS)
-def test_the_host_knows_what_a_tile_takes(tile: products.Tile, ending: int) -> None:
-    numbers = {"SHARED": tile.shared(ending), "THREADS": tile.threads, "ROWS": tile.rows(ending), "N": tile.tokens}
-    check_claims("gemm", tile.constant(ending) or {}, [f"Chosen::{n} == {v}" for n, v in numbers.items()])
+@pytest.mark.parametrize(("tile", "ending", "kind"), PRODUCTS)
+def test_the_host_knows_what_a_tile_takes(tile: products.Tile, ending: int, kind: int) -> None:
+    shared = tile.shared(ending, kind)
+    numbers = {"SHARED": shared, "THREADS": tile.threads, "ROWS": tile.rows(ending), "N": tile.tokens}
+    check_claims("gemm", tile.constant(ending, kind) or {}, [f"Chosen::{n} == {v}" for n, v in numbers.items()])
 
 
 # -- where things lie -------------------------------------------------------------------------------------------------
@@ -253,12 +270,13 @@ def test_every_number_of_tokens_has_a_tile() -> None:
 def test_only_models_that_fit_the_steps_suit() -> None:
     assert ROW_TILES.suits("sm_90a")
     assert not ROW_TILES.suits("sm_86")
-    stored = {"blk.0.ffn_down.weight": "Q8_0"}
+    assert rows_of("0.8B", "q8_0").suits("sm_90a")
+    stored = {"blk.0.attn_qkv.weight": "Q8_0"}  # beside BF16 in one matrix
     assert not RowTiles(Layout(SIZES["0.8B"], 132, stored)).suits("sm_90a")
 
 
 def test_variants_are_numbers() -> None:
     for tile in (*products.WIDE_TILES, *products.NARROW_TILES):
-        constant = tile.constant(products.PLAIN)
+        constant = tile.constant(products.PLAIN, products.BF16)
         assert constant is not None
-        assert re.fullmatch(r"(\d+,){6}\d", str(constant["GEMM_VARIANT"]))
+        assert re.fullmatch(r"(\d+,){7}\d+", str(constant["GEMM_VARIANT"]))

@@ -58,7 +58,7 @@ def label(prompts: Prefill, launch: Launch) -> tuple[str, float]:
     places = (ctypes.c_void_p * 2).from_address(launch.arguments)
     gemm, span = Gemm.from_address(places[0]), Span.from_address(places[1])
     variant = str(extra["SLAB_VARIANT" if name == "slab_gemm" else "GEMM_VARIANT"])
-    ending = int(variant.split(",")[-3 if name == "slab_gemm" else -1])
+    ending = int(variant.split(",")[-3 if name == "slab_gemm" else -2])
     rows = gemm.row_groups * (64 if ending == SILU else 32) + gemm.gate_rows
     return f"{name} {variant}: {rows} x {gemm.k_tiles * 32}", 2.0 * rows * gemm.k_tiles * 32 * span.octets * 8
 
@@ -155,7 +155,9 @@ __device__ __forceinline__ void mark() {
             at = text.index(wait, text.index("void bring_x"))
             text = text[:at] + marked + text[at + len(wait) :]
         elif name.startswith("prefill/") and name.endswith(".cu"):
-            text = text.replace(wait, "wait_for_previous(); if (threadIdx.x < 128) mark();")
+            text = text.replace(
+                wait, "{ wait_for_previous(); if (threadIdx.x < 128) mark(); }"
+            )  # it may be in a branch
             text = with_stamps(text)
         out[name] = text
     return out

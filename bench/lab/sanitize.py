@@ -1,13 +1,14 @@
-"""The CUDA kernels under compute-sanitizer: one small model through everything the backend does.
+"""The CUDA kernels under compute-sanitizer: small models through everything the backend does.
 
-PYTHONPATH=src python bench/lab/sanitize.py [memcheck racecheck synccheck]
+PYTHONPATH=src python bench/lab/sanitize.py [memcheck racecheck synccheck] [--parts forward prompts slabs large]
 
-Runs itself once under each tool (all three if none is named) and fails if one of them finds anything. Needs a GPU and
-compute-sanitizer, which comes with the CUDA toolkit.
+Runs each part (all if none is named) once under each tool (the same), as a process of its own, and fails if one of them
+finds anything. Needs a GPU and compute-sanitizer, which comes with the CUDA toolkit.
 """
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -16,11 +17,11 @@ from dataclasses import replace
 import numpy as np
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
+OPTIONS = {"EVERY_LANE_ARRIVES": 1}  # racecheck follows lanes, not what one of them does for its warp
 TOOLKIT = "/usr/local/cuda/bin"
-WORK = "--work"  # given to the process that is watched
 
 
-def work() -> None:
+def run_trees() -> None:
     """A prompt, trees of every build, commits, decoding on the device, a snapshot: on a model of four layers."""
     from warpsmith.backend.base import LOGITS
     from warpsmith.backend.cuda.backend import CudaBackend
@@ -31,7 +32,7 @@ def work() -> None:
 
     model = tiny_model()
     config = read_config(model)
-    backend = CudaBackend(config, model.tensors, context=256, options={"EVERY_LANE_ARRIVES": 1})
+    backend = CudaBackend(config, model.tensors, context=256, options=OPTIONS)
     random = np.random.default_rng(0)
     state = backend.new_state(256)
     token = int(backend.prefill(state, random.integers(0, config.vocab, 20).tolist()).argmax[-1])
@@ -47,24 +48,46 @@ def work() -> None:
 
 
 def read_prompts() -> None:
-    """Prompts through their own kernels, over row tiles and over slabs: one token, some, a cut, all logits."""
+    """Prompts of BF16 through their own kernels, with every tile of the products in turn."""
+    from warpsmith.backend.cuda.backend import CudaBackend
+    from warpsmith.backend.cuda.build.profiles import load_profiles
+    from warpsmith.backend.cuda.prefill import streams
+    from warpsmith.backend.cuda.prefill.products import NARROW_TILES, WIDE_TILES
+
+    fewest = replace(load_profiles()["h200"], largest_tree=1)  # prompts need no kernels of trees
+    for i, tile in enumerate(WIDE_TILES):
+        streams.WIDE_TILES, streams.NARROW_TILES = (tile,), NARROW_TILES[i % len(NARROW_TILES) :][:1]
+        read_some(CudaBackend, "bf16", 4, profile=fewest)
+
+
+def read_prompts_of_slabs() -> None:
+    """The same of K-quants, over caches of blocks."""
+    from warpsmith.backend.cuda.large.backend import LargeBackend
+    from warpsmith.backend.cuda.prefill import streams
+    from warpsmith.backend.cuda.prefill.products import SLAB_TILES
+
+    for tile, cache in zip(SLAB_TILES, ("f16", "q8_0", "q4_0", "f16"), strict=True):
+        streams.SLAB_TILES = (tile,)
+        read_some(LargeBackend, "q4_k_m", 6, cache_type_k=cache, cache_type_v=cache)
+
+
+def read_some(backend_type, recipe: str, value_heads: int, **others) -> None:
+    """A layer of either kind. One token, the rest of a chunk, a chunk and a half with all logits; then all at once."""
     from large_timing import random_model
 
     from warpsmith.backend.base import Want
-    from warpsmith.backend.cuda.backend import CudaBackend
-    from warpsmith.backend.cuda.large.backend import LargeBackend
     from warpsmith.model.config import SIZES
 
-    shape = {"layers": 4, "recurrent": (True, True, True, False), "hidden": 512, "ffn": 1024, "vocab": 2048}
-    heads = {"heads": 4, "kv_heads": 2, "key_heads": 2}
-    for backend_type, recipe, value_heads in ((CudaBackend, "bf16", 4), (LargeBackend, "q4_k_m", 6)):
-        config = replace(SIZES["4B"], **shape, **heads, value_heads=value_heads, tied=False)
-        backend = backend_type(config, random_model(config, recipe), context=1024)
-        state = backend.new_state(1024)
-        ids = np.random.default_rng(1).integers(0, config.vocab, 800)
-        for first, end in ((0, 1), (1, 64), (64, 200), (200, 720)):
-            backend.prefill(state, ids[first:end], Want("logits", every_row=first == 64))
-            print(f"{backend_type.__name__}: {end} tokens", flush=True)
+    shape = {"layers": 2, "recurrent": (True, False), "hidden": 256, "ffn": 512, "vocab": 256, "tied": False}
+    heads = {"heads": 4, "kv_heads": 2, "key_heads": 2, "value_heads": value_heads}
+    config = replace(SIZES["4B"], **shape, **heads)
+    backend = backend_type(config, random_model(config, recipe), context=256, options=OPTIONS, **others)
+    ids = np.random.default_rng(1).integers(0, config.vocab, 160)
+    state = backend.new_state(256)
+    for first, end in ((0, 1), (1, 64), (64, 160)):
+        backend.prefill(state, ids[first:end], Want("logits", every_row=first == 64, features=(0,), hidden=first == 64))
+    backend.prefill(backend.new_state(256), ids)
+    print(f"{backend_type.__name__}, {recipe}: {len(ids)} tokens", flush=True)
 
 
 def run_large() -> None:
@@ -115,22 +138,32 @@ def run_large() -> None:
     print("draft: the MTP head", flush=True)
 
 
+PARTS = {"forward": run_trees, "prompts": read_prompts, "slabs": read_prompts_of_slabs, "large": run_large}
+
+
 def main() -> int:
-    if sys.argv[1:] == [WORK]:
-        work()
-        read_prompts()
-        run_large()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tools", nargs="*", metavar="tool", help=", ".join(TOOLS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--watched", action="store_true", help=argparse.SUPPRESS)  # the process under the tool
+    given = parser.parse_args()
+    if given.watched:
+        for part in given.parts:
+            PARTS[part]()
         return 0
+    if unknown := set(given.tools) - set(TOOLS):
+        parser.error(f"no such tool: {', '.join(unknown)}")
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=TOOLKIT)
     if sanitizer is None:
         print("compute-sanitizer was not found: install the CUDA toolkit", file=sys.stderr)
         return 1
     failed = []
-    for tool in sys.argv[1:] or TOOLS:
-        print(f"== {tool}", flush=True)
-        command = [sanitizer, "--tool", tool, "--error-exitcode", "1", sys.executable, __file__, WORK]
-        if subprocess.run(command).returncode != 0:
-            failed.append(tool)
+    for tool in given.tools or TOOLS:
+        for part in given.parts:
+            print(f"== {tool}, {part}", flush=True)
+            watched = [sys.executable, __file__, "--watched", "--parts", part]
+            if subprocess.run([sanitizer, "--tool", tool, "--error-exitcode", "1", *watched]).returncode != 0:
+                failed.append(f"{tool} of {part}")
     print(f"errors under {', '.join(failed)}" if failed else "clean")
     return 1 if failed else 0
 

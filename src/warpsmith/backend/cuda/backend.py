@@ -12,6 +12,7 @@ import numpy as np
 
 from warpsmith.backend.base import (
     ARGMAX,
+    PREFILL_CHUNK,
     Backend,
     Batch,
     BlockDraft,
@@ -22,6 +23,7 @@ from warpsmith.backend.base import (
     State,
     Want,
     check_batch,
+    check_ids,
     check_room,
     check_tokens,
     drafted,
@@ -163,6 +165,7 @@ class CudaBackend(Backend):
                 rope=self.rope,
                 logits=self.logits,
                 sms=self.chip.sms,
+                options=self.options,
             )
 
     # -- the contract ---------------------------------------------------------------------------------------------
@@ -208,7 +211,10 @@ class CudaBackend(Backend):
         check_room(state, len(ids))
         if self._prompts is not None:
             assert isinstance(state, CudaState)
-            check_tokens(self.config, np.asarray(ids))
+            if len(ids) <= PREFILL_CHUNK:
+                check_ids(self.config, ids)
+            else:
+                check_tokens(self.config, np.asarray(ids))
             state.drafted = None
             self._decoder.let_go_of_ring()
             self._launches += 1

@@ -172,6 +172,10 @@ class Buffer:
         """Queue a copy; the source must stay as it is until an event after it has happened."""
         check(self.device.cu.cuMemcpyHtoDAsync(self.pointer + offset, source.address, nbytes, 0))
 
+    def fetch(self, to: Pinned, nbytes: int) -> None:
+        """Queue a copy to the host, which is there when the device has been waited for."""
+        check(self.device.cu.cuMemcpyDtoHAsync(to.address, self.pointer, nbytes, 0))
+
 
 class Pinned:
     """Host memory that stays in place: the device reads it or writes into it while the host goes on."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from warpsmith.backend.cuda.memory.driver import Buffer
+from warpsmith.backend.cuda.memory.driver import Buffer, Pinned
 from warpsmith.backend.cuda.prefill.products import Launch, Product, Step
 from warpsmith.backend.cuda.prefill.structures import Head, Span
 from warpsmith.backend.tree import MAX_NODES
@@ -18,7 +16,8 @@ class RowTileHead:
 
     octets: int  # of tokens that it takes at once
     arguments: Head
-    found: Buffer  # the best of the tokens of an octet
+    found: Buffer  # the best of the tokens of an octet, ranked
+    fetched: Pinned  # the same, on the host
     steps: dict[int, Step]
     sms: int
 
@@ -28,7 +27,9 @@ class RowTileHead:
 
     def best(self, token: int) -> int | None:
         """The best token after the only launch of a piece, of an octet; see kernels/sample/ranked.cuh."""
-        return int(~self.found.read(np.uint32, (16,))[token % 8 * 2])
+        self.found.fetch(self.fetched, self.found.nbytes)
+        self.found.device.synchronize()
+        return int(~self.fetched.array[token % 8 * 2])
 
 
 @dataclass

@@ -9,7 +9,7 @@ from warpsmith.model.config import Config
 
 PIECE = 2048  # tokens that run together
 OVERRUN = 256  # tokens that a product's last tile may read past a piece
-SHORT, SHORTS, LONG = 512, 16, 2048  # keys whose attention is one part (attention.cuh)
+SHORT, SHORTS, LONG = 512, 15, 2048  # keys whose attention is one part (attention.cuh)
 PARTS_BYTES = 128 << 20  # of attention's parts; more queries than fit take turns
 PREP_SHARED, SLICE = 105_216, 16  # of delta_prep.cu and delta_scan.cu
 SHORT_SHARED, SHORT_CTAS = 126_720, 4  # of delta_short.cu, and CTAs that share a head

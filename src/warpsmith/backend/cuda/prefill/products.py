@@ -12,11 +12,14 @@ from typing import Any, ClassVar, Protocol
 
 from warpsmith.backend.cuda.large.formats import SLAB_BYTES, SLABS
 from warpsmith.backend.cuda.memory.driver import Device, check
-from warpsmith.backend.cuda.prefill.structures import Gemm, Span
+from warpsmith.backend.cuda.prefill.structures import Gemm, Piece, Span
+from warpsmith.backend.cuda.weights.formats import FORMATS, Bf16
 
 PLAIN, SILU, RESIDUAL, LOGITS = range(4)  # Ending of product.cuh
 SHARED = 232_448  # bytes of shared memory a block may ask for
 BLOCK_K = 256  # k of a slab
+ROW_BYTES = {kind.type.ggml_id: kind.type.row_bytes(32) for kind in FORMATS}  # of 32 k, by the type's number in a file
+BF16 = Bf16.type.ggml_id
 
 
 class AnyTile(Protocol):
@@ -38,13 +41,14 @@ class AnyTile(Protocol):
     def ctas(self, ending: int) -> int:
         """That share a tile, and K."""
 
-    def shared(self, ending: int) -> int: ...
+    def shared(self, ending: int, types: int) -> int: ...
     def constant(self, ending: int, types: int) -> dict[str, object] | None: ...
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Over row tiles: `Config`'s arguments (gemm.cuh), and which part of the full rate it reaches."""
+    """Over row tiles: `Config`'s arguments (gemm.cuh), and which part of the full rate it reaches. `types`: the one
+    type's number in a file."""
 
     kernel: ClassVar[str] = "gemm"
     beside: ClassVar[int] = 1
@@ -60,8 +64,9 @@ class Tile:
     def threads(self) -> int:
         return 256 if self.row_blocks == 0 else 384
 
-    def constant(self, ending: int, types: int = 0) -> dict[str, object] | None:
-        numbers = (self.tokens, self.row_blocks, self.stage_tiles, self.stages, self.step_tiles, self.ahead, ending)
+    def constant(self, ending: int, types: int) -> dict[str, object] | None:
+        steps = (self.stage_tiles, self.stages, self.step_tiles, self.ahead)
+        numbers = (self.tokens, self.row_blocks, *steps, ending, types)
         pairs: dict[str, object] = {"PAIRS": 1} if self.ctas(ending) == 2 else {}
         return {"GEMM_VARIANT": ",".join(map(str, numbers)), **pairs}
 
@@ -71,11 +76,11 @@ class Tile:
     def ctas(self, ending: int) -> int:
         return 2 if ending == RESIDUAL and self.row_blocks == 0 else 1
 
-    def shared(self, ending: int) -> int:
+    def shared(self, ending: int, types: int) -> int:
         """`Config::SHARED`: where it is little, the next launch's blocks have room beside."""
         n, residual, both = self.tokens, ending == RESIDUAL, self.row_blocks == 2
-        ring = self.row_blocks == 0 or (both and not residual)
-        stage = n * 64 * self.stage_tiles + (self.rows(ending) * 64 * self.stage_tiles if ring else 0)
+        ring = self.row_blocks == 0 or (both and not residual) or types != BF16
+        stage = (n * 64 + (self.rows(ending) * ROW_BYTES[types] if ring else 0)) * self.stage_tiles
         sums = -(-n // 16) * 2048 * (1 + self.row_blocks) if residual and not both else 0
         squares = n * 16 * (2 if both else 1) if residual else 0
         results = 0 if residual or both else self.rows(ending) // (64 if ending == SILU else 32) * n * 64
@@ -113,7 +118,7 @@ class SlabTile:
     def ctas(self, ending: int) -> int:
         return 1
 
-    def shared(self, ending: int) -> int:
+    def shared(self, ending: int, types: int) -> int:
         return SHARED
 
 
@@ -124,7 +129,10 @@ WIDE_TILES = (
     Tile(136, 2, 2, 4, 2, 2, 0.85),
     Tile(160, 2, 2, 4, 1, 2, 0.85),
 )
-NARROW_TILES = (Tile(64, 0, 4, 3, 2, 2, 0.6), Tile(72, 1, 4, 8, 2, 4, 0.4), Tile(128, 2, 4, 5, 1, 8, 0.6))
+NARROW_TILES = (Tile(32, 0, 4, 4, 2, 2, 0.5), Tile(72, 1, 4, 8, 2, 4, 0.4), Tile(128, 2, 4, 5, 1, 8, 0.6))
+# Blocks with scales come through shared memory, which has no room for more.
+SCALED_WIDE_TILES = (Tile(64, 0, 2, 5, 2, 2, 0.6), Tile(128, 2, 2, 5, 2, 2, 0.8), Tile(136, 2, 2, 5, 2, 2, 0.8))
+SCALED_NARROW_TILES = (Tile(32, 0, 4, 4, 2, 2, 0.5), Tile(128, 2, 4, 4, 2, 2, 0.6))
 SLAB_TILES = (SlabTile(64, 1, 0.4), SlabTile(128, 1, 0.6), SlabTile(232, 2, 0.78), SlabTile(256, 2, 0.8))
 
 
@@ -149,6 +157,7 @@ class Launch:
     function: Any
     arguments: int
     call: tuple[int, int, int, None]  # the same as addresses
+    changes: bool  # arguments are others for every piece
 
 
 class Launcher:
@@ -161,13 +170,23 @@ class Launcher:
         self._configs: dict[tuple[int, int, int], Any] = {}
 
     @cached_property
-    def _driver(self) -> Callable[..., int]:
+    def driver(self) -> Any:
         library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
         library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
-        return library.cuLaunchKernelEx
+        library.cuGraphExecKernelNodeSetParams_v2.argtypes = [ctypes.c_void_p] * 3
+        library.cuGraphLaunch.argtypes = [ctypes.c_void_p] * 2
+        return library
+
+    @cached_property
+    def _queue(self) -> Callable[..., int]:
+        return self.driver.cuLaunchKernelEx
 
     def launch(self, each: Launch) -> None:
-        if code := self._driver(*each.call):
+        if code := self._queue(*each.call):
+            self.check(code)
+
+    def check(self, code: int) -> None:
+        if code:
             check((self.device.cu.CUresult(code),))
 
     def config(self, grid: int, threads: int, shared: int) -> Any:
@@ -193,11 +212,13 @@ class Step:
         self.launcher, self.kernel, self.threads, self.arguments = launcher, kernel, threads, arguments
         self._pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
         self._address = ctypes.addressof(self._pointers)
+        self._changes = any(isinstance(argument, Piece) for argument in arguments)
 
     def on(self, grid: int) -> Launch:
         config = self.launcher.config(grid, self.threads, self.kernel.shared_bytes)
         function = self.kernel.function
-        return Launch(config, function, self._address, (config.getPtr(), int(function), self._address, None))
+        call = (config.getPtr(), int(function), self._address, None)
+        return Launch(config, function, self._address, call, self._changes)
 
 
 class Product:
@@ -214,6 +235,7 @@ class Product:
         sms: int,
     ) -> None:
         self.kernels, self.launcher, self.ending, self.gemm, self.sms = kernels, launcher, ending, gemm, sms
+        self.types = types
         self.builds = {t: constant for t in tiles if (constant := t.constant(ending, types)) is not None}
         groups = gemm.row_groups + -(-gemm.gate_rows // 32)
         self.rows, self.k = groups * (64 if ending == SILU else 32), gemm.k_tiles * 32
@@ -223,7 +245,7 @@ class Product:
         tile = min(self.builds, key=lambda t: tile_clocks(t, self.ending, self.rows, self.k, octets, self.sms))
         key = (tile, ctypes.addressof(span))
         if key not in self._steps:
-            kernel = self.kernels(tile.kernel, tile.shared(self.ending), self.builds[tile])
+            kernel = self.kernels(tile.kernel, tile.shared(self.ending, self.types), self.builds[tile])
             self._steps[key] = Step(self.launcher, kernel, tile.threads, self.gemm, span)
         work = tile_count(tile, self.ending, self.rows, octets)
         if tile.ctas(self.ending) == 2:
@@ -231,4 +253,4 @@ class Product:
         # few tiles of row tiles: the other SMs have the weights brought into L2
         spread = tile.kernel == "gemm" and 2 * work <= self.sms
         most = self.sms // tile.beside * tile.beside
-        return self._steps[key].on(self.sms if spread else min(most, work))
+        return self._steps[key].on(most if spread else min(most, work))

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-from weakref import ref
 
 import numpy as np
 
 from warpsmith.backend.base import PREFILL_CHUNK, Output, Want, join_outputs
 from warpsmith.backend.cuda.build.compiler import build
-from warpsmith.backend.cuda.memory.driver import Buffer, Device
+from warpsmith.backend.cuda.memory.driver import Buffer, Device, Pinned
 from warpsmith.backend.cuda.prefill.heads import RowTileHead, SlabHead
 from warpsmith.backend.cuda.prefill.kept import Kept
 from warpsmith.backend.cuda.prefill.plan import (
@@ -41,6 +40,7 @@ from warpsmith.backend.cuda.prefill.plan import (
     segments_of,
 )
 from warpsmith.backend.cuda.prefill.products import SILU, Launch, Launcher, Product, Step
+from warpsmith.backend.cuda.prefill.replay import Replay
 from warpsmith.backend.cuda.prefill.streams import ENDINGS, SLOTS, PromptStream, head_octets
 from warpsmith.backend.cuda.prefill.structures import (
     Attention,
@@ -55,6 +55,8 @@ from warpsmith.backend.cuda.prefill.structures import (
 )
 from warpsmith.backend.cuda.shape import HEAD_DIM, STATE_DIM, chunks_of
 from warpsmith.model.weights import expected_shapes
+
+MOST_REPLAYS = 32  # shapes of short pieces whose launches are kept as graphs
 
 ReadTokens = Callable[[int, Want], Output]
 
@@ -86,7 +88,9 @@ class Prefill:
         logits: Buffer,
         sms: int,
         piece: int = PIECE,
+        options: Mapping[str, object] | None = None,
     ) -> None:
+        """`options`: what every build is told besides, for measuring and checking."""
         self.device, self.weights, self.architecture, self.sms = device, weights, architecture, sms
         self.piece_tokens = piece
         self.stream, self.embedding, self.vectors, self.rope, self.logits = stream, embedding, vectors, rope, logits
@@ -94,16 +98,17 @@ class Prefill:
         self.launcher = Launcher(device)
         self._kernels: dict[tuple[str, tuple[tuple[str, object], ...]], Any] = {}
         self._images: dict[tuple[str, tuple[tuple[str, object], ...]], Future[bytes]] = {}
-        self._start_builds()
+        self._start_builds(options or {})
 
         self.capacity = (piece + OVERRUN) // 8
         self.attention_in = 2 * (c.heads + c.kv_heads) * c.head_dim
         self.buffers = {name: device.zeros(nbytes) for name, nbytes in buffer_bytes(c, piece).items()}
         self.piece = Piece(capacity=self.capacity)
         self.whole, self.tail, self.asked = (Span(capacity=self.capacity) for _ in range(3))
-        self._taken: Callable[[], DeviceSequence | None] = lambda: None  # the state that launches have
+        self._taken: tuple[int, ...] = ()  # where the state is that launches have
         self._queries: dict[tuple[int, int], Queries] = {}
         self._programs: dict[Shape, list[Launch | int]] = {}
+        self._replays: dict[Shape, Replay] = {}  # of what few tokens do
         self._plan()
 
     @property
@@ -112,10 +117,10 @@ class Prefill:
 
     # -- kernels --------------------------------------------------------------------------------------------------
 
-    def _start_builds(self) -> None:
+    def _start_builds(self, options: Mapping[str, object]) -> None:
         """All at once, side by side."""
         pool = ThreadPoolExecutor(8)
-        model = header(self.weights)
+        model = header(self.weights) | dict(options)
         for name, extra in kernels_of(self.weights):
             job = pool.submit(build, f"prefill/{name}.cu", self.architecture, model | extra)
             self._images[name, tuple(extra.items())] = job
@@ -171,22 +176,18 @@ class Prefill:
         def step(kernel: Any, threads: int, *arguments: ctypes.Structure) -> Step:
             return Step(self.launcher, kernel, threads, *arguments)
 
-        self.embed = step(
-            self._kernel("embed", EMBEDDING_TYPE=weights.embedding_type),
-            128,
-            Embed(
-                ids=at["ids"],
-                stream=self.stream.pointer,
-                head_start=start["HEAD", c.layers],
-                table=self.embedding.pointer,
-                norm=vector["blk.0.attn_norm.weight"],
-                residual=at["residual"],
-                out=at["x"],
-                squares=at["squares"],
-                best=at["best"],
-            ),
-            piece,
+        self.embed_arguments = Embed(
+            stream=self.stream.pointer,
+            head_start=start["HEAD", c.layers],
+            table=self.embedding.pointer,
+            norm=vector["blk.0.attn_norm.weight"],
+            residual=at["residual"],
+            out=at["x"],
+            squares=at["squares"],
+            best=at["best"],
         )
+        embed = self._kernel("embed", EMBEDDING_TYPE=weights.embedding_type)
+        self.embed = step(embed, 128, self.embed_arguments, piece)
         self.layers: list[_Layer] = []
         cache = attention_constants(weights)
         for layer, recurrent in enumerate(c.recurrent):
@@ -240,11 +241,13 @@ class Prefill:
                 logits=self.logits.pointer,
                 best=at["best"],
             )
-            steps = {
-                octets: step(self._kernel("head", octets * c.hidden * 16, HEAD_OCTETS=octets), 512, arguments, piece)
-                for octets in {1, head_octets(c)}
-            }
-            self.head = RowTileHead(head_octets(c), arguments, self.buffers["best"], steps, self.sms)
+            steps = {}
+            for name, extra in weights.heads():
+                octets = int(str(extra["HEAD_OCTETS"]))
+                steps[octets] = step(self._kernel(name, octets * c.hidden * 16, **extra), 512, arguments, piece)
+            best = self.buffers["best"]
+            fetched = Pinned(self.device, np.uint32, best.nbytes // 4)
+            self.head = RowTileHead(head_octets(c), arguments, best, fetched, steps, self.sms)
         else:
             self.head = SlabHead(product("HEAD", c.layers, c.vocab, x=at["x"]), self.asked)
         self.rows_arguments = Rows(residual=at["residual"], squares=at["squares"])
@@ -270,7 +273,7 @@ class Prefill:
                 first += count
             if want.hidden:
                 hidden.write(0, piece.first, piece.count, normed=True)
-        output = join_outputs(parts)
+        output = parts[0] if len(parts) == 1 and parts[0].logits is None else join_outputs(parts)
         output.features, output.hidden = features.rows(), hidden.rows()
         return output
 
@@ -286,7 +289,7 @@ class Prefill:
             lead = state.length % PREFILL_CHUNK
             count = min(len(tokens) - done, self.piece_tokens - lead)
             last = done + count == len(tokens)
-            self.buffers["ids"].write(tokens[done : done + count])
+            self._give(tokens[done : done + count])
             every = want.every_row or bool(want.features) or want.hidden
             for layer in self._piece(state.length - lead, lead, lead + count, every, last):
                 for number, wanted in enumerate(want.features):
@@ -296,11 +299,22 @@ class Prefill:
             done += count
             yield PieceRows(lead, count, last)
 
+    def _give(self, ids: np.ndarray) -> None:
+        """Tokens of the next piece: few are an argument of the launch, which saves a copy."""
+        arguments = self.embed_arguments
+        if few := len(ids) <= PREFILL_CHUNK:
+            ctypes.memmove(arguments.few, ids.tobytes(), ids.nbytes)
+        else:
+            self.buffers["ids"].write(ids)
+        arguments.ids = None if few else self.buffers["ids"].pointer
+
     def _take(self, state: DeviceSequence) -> None:
-        """Have the launches read and write this state. An agent's next turn is short: nothing is set twice."""
-        if self._taken() is state:
+        """Have the launches read and write this state. An agent's next turn is short: nothing is set twice. A commit
+        leaves a state in other buffers."""
+        taken = (state.delta.pointer, state.history.pointer, state.keys.pointer, state.values.pointer, state.context)
+        if self._taken == taken:
             return
-        self._taken = ref(state)
+        self._taken = taken
         c = self.config
         deltas = attentions = 0
         for layer in self.layers:
@@ -323,14 +337,26 @@ class Prefill:
         self.whole.first, self.whole.octets = 0, octets
         self.tail.first, self.tail.octets = octets - 1, 1
         shape = Shape(octets, segments_of(base + end), every, last)
-        if shape not in self._programs:
+        known = shape in self._programs
+        if not known:
             self._programs[shape] = list(self._program(shape))
-        launch = self.launcher.launch
+        if known and octets * 8 <= PREFILL_CHUNK and not every:
+            self._again(shape)
+            return
         for each in self._programs[shape]:
             if isinstance(each, int):
                 yield each
             else:
-                launch(each)
+                self.launcher.launch(each)
+
+    def _again(self, shape: Shape) -> None:
+        """Queue a short piece of a shape that has come before, so that it may well come again."""
+        if shape not in self._replays:
+            if len(self._replays) == MOST_REPLAYS:
+                del self._replays[next(iter(self._replays))]
+            launches = [each for each in self._programs[shape] if not isinstance(each, int)]
+            self._replays[shape] = Replay(self.launcher, launches)
+        self._replays[shape].queue()
 
     def _program(self, shape: Shape) -> Iterator[Launch | int]:
         """The launches of a piece, and the number of each layer after its last."""

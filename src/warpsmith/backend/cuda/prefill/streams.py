@@ -13,10 +13,13 @@ from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.memory.caches import CACHE_ROWS, CacheRows
 from warpsmith.backend.cuda.memory.layout import Layout
 from warpsmith.backend.cuda.prefill.products import (
+    BF16,
     LOGITS,
     NARROW_TILES,
     PLAIN,
     RESIDUAL,
+    SCALED_NARROW_TILES,
+    SCALED_WIDE_TILES,
     SHARED,
     SILU,
     SLAB_TILES,
@@ -24,7 +27,7 @@ from warpsmith.backend.cuda.prefill.products import (
     AnyTile,
 )
 from warpsmith.backend.cuda.shape import WIDE, tiles_of
-from warpsmith.backend.cuda.weights.formats import Bf16
+from warpsmith.backend.cuda.weights.formats import Bf16, Format
 from warpsmith.model.config import Config
 
 SLOTS = ("MIX_IN", "MIX_OUT", "MLP_IN", "MLP_OUT")  # the matrices of a layer, in the order of either stream
@@ -38,7 +41,7 @@ class Matrix:
     k: int
     row_tiles: int
     tiles: Sequence[AnyTile]
-    types: int = 0  # slabs: a bit each
+    types: int = 0  # slabs: a bit each; row tiles: the one type's number in a file
     second: int = 0
     third: int = 0
     part_types: int = 0
@@ -72,19 +75,23 @@ class PromptStream(Protocol):
 
 
 class RowTiles:
-    """BF16 in the stream of row tiles."""
+    """BF16, Q8_0 and Q4_0 in the stream of row tiles."""
+
+    embedding_type = EMBEDDINGS.index(Bf16.type.name)  # not asked for: rows are looked up in the stream's formats
 
     def __init__(self, layout: Layout) -> None:
-        self.layout, self.config, self.embedding_type = layout, layout.config, EMBEDDINGS.index(Bf16.type.name)
+        self.layout, self.config = layout, layout.config
         self.key_rows = self.value_rows = CACHE_ROWS["f16"]
         self._stages = {(stage.slot, stage.layer): stage for stage in layout.schedule.weight_stages}
         self._starts: dict[tuple[str, int | None], np.ndarray] = {}
+        self._formats: dict[tuple[str, int | None], set[Format]] = {}
+        for held in layout.stream.parts:
+            self._formats.setdefault((held.stage.slot, held.stage.layer), set()).add(held.format)
 
     def suits(self, architecture: str) -> bool:
-        """All matrices in BF16, widths of whole steps, on sm_90a."""
-        c, stream = self.config, self.layout.stream
-        formats = [*(held.format for held in stream.parts), stream.embedding_format]
-        fits = all(isinstance(each, Bf16) for each in formats)  # the one their loader is written for
+        """One type a matrix, widths of whole steps, on sm_90a."""
+        c = self.config
+        fits = all(len(formats) == 1 for formats in self._formats.values())
         widths = c.hidden % 256 == 0 and c.ffn % 512 == 0 and c.value_dim % 512 == 0 and c.heads % 2 == 0
         return architecture == "sm_90a" and fits and widths
 
@@ -92,11 +99,15 @@ class RowTiles:
         return self.layout.schedule.vectors()
 
     def numbers(self) -> dict[str, int | bool]:
-        return {"SLABS": False, "TIED": self.config.tied, "HEAD_TILES": tiles_of(self.config.vocab, WIDE)}
+        embedding = self.layout.stream.embedding_format.type.ggml_id
+        tiles = tiles_of(self.config.vocab, WIDE)
+        return {"SLABS": False, "TIED": self.config.tied, "HEAD_TILES": tiles, "EMBEDDING_FORMAT": embedding}
 
     def matrix(self, slot: str, layer: int) -> Matrix:
-        stage = self._stages[slot, None if slot == "HEAD" else layer]
-        return Matrix(stage.k, stage.tiles, NARROW_TILES if ENDINGS[slot] == RESIDUAL else WIDE_TILES)
+        place = slot, None if slot == "HEAD" else layer
+        stage, (held, *_) = self._stages[place], self._formats[place]
+        wide, narrow = (SCALED_WIDE_TILES, SCALED_NARROW_TILES) if held.quantised else (WIDE_TILES, NARROW_TILES)
+        return Matrix(stage.k, stage.tiles, narrow if ENDINGS[slot] == RESIDUAL else wide, held.type.ggml_id)
 
     def starts(self, slot: str, layer: int) -> np.ndarray:
         stream = self.layout.stream
@@ -111,7 +122,8 @@ class RowTiles:
         return self._starts[slot, None if slot == "HEAD" else layer]
 
     def heads(self) -> list[tuple[str, dict[str, object]]]:
-        return [("head", {"HEAD_OCTETS": octets}) for octets in sorted({1, head_octets(self.config)})]
+        kind = self.matrix("HEAD", 0).types
+        return [("head", {"HEAD_OCTETS": n, "HEAD_TYPE": kind}) for n in sorted({1, head_octets(self.config)})]
 
 
 class SlabStream:
@@ -129,7 +141,7 @@ class SlabStream:
         return self.layout.vectors()
 
     def numbers(self) -> dict[str, int | bool]:
-        return {"SLABS": True, "TIED": False, "HEAD_TILES": 0}
+        return {"SLABS": True, "TIED": False, "HEAD_TILES": 0, "EMBEDDING_FORMAT": BF16}  # it has its own types
 
     def matrix(self, slot: str, layer: int) -> Matrix:
         stage = self.layout.stages[self._number(slot, layer)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, ClassVar
+
+from warpsmith.backend.base import PREFILL_CHUNK
 
 
 def _fields(pointers: str, ints: str = "") -> list[tuple[str, Any]]:
@@ -25,7 +27,10 @@ class Piece(ctypes.Structure):
 class Embed(ctypes.Structure):
     """`Embed` of prefill/embed.cu."""
 
-    _fields_ = _fields("ids stream head_start table norm residual out squares best")
+    _fields_: ClassVar = [
+        *_fields("ids stream head_start table norm residual out squares best"),
+        ("few", ctypes.c_int * PREFILL_CHUNK),
+    ]
 
 
 class Gemm(ctypes.Structure):

@@ -14,6 +14,15 @@ __device__ __forceinline__ void wait_on(u32 b, u32 parity) {
     while (!barrier_done(b, parity))
         asm volatile("{ .reg .pred p; setp.gt.s64 p, %0, 2000000000; @p trap; }" ::"l"(clock64() - start));
 }
+// Lanes of a warp that come to a barrier for all of it, when all have done their part: one. Racecheck follows only what
+// each of them does for itself.
+#ifdef EVERY_LANE_ARRIVES
+constexpr int ARRIVALS = 32;
+#else
+constexpr int ARRIVALS = 1;
+#endif
+__device__ __forceinline__ bool arrives() { return threadIdx.x % 32 < ARRIVALS; }
+
 __device__ __forceinline__ void copy_in(u32 to, const void* from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(barrier)

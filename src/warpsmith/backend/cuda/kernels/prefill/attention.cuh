@@ -4,14 +4,15 @@
 // at a time; merge joins the segments and gates. A query head's rows and those of the heads that share its keys lie
 // together: row = token * GROUP + head % GROUP, per key head. Keys are taken in tiles of 64 at absolute positions,
 // ascending, and in segments, which are merged in order: short ones where a context begins, so that few queries find
-// work for all SMs, and long ones later, of which there would be too many. Queries read keys and values as the cache
+// work for all SMs (of 132 each one: sixteen segments of eight tiles of rows at 8,192 keys), and long ones later, of
+// which there would be too many. Queries read keys and values as the cache
 // has them, those of their own piece too. Where a prompt is cut, how many tokens there
 // are and which CTA has what does not show in the bits.
 #pragma once
 #include "common/cache.cuh"
 #include "prefill/common.cuh"
 
-constexpr int SHORT = 512, SHORTS = 16, LONG = 2048;  // keys of a segment; how many are short
+constexpr int SHORT = 512, SHORTS = 15, LONG = 2048;  // keys of a segment; how many are short
 __device__ __forceinline__ int segment_start(int segment) {
     return segment < SHORTS ? segment * SHORT : SHORTS * SHORT + (segment - SHORTS) * LONG;
 }

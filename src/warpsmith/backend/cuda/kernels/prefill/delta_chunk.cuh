@@ -94,10 +94,19 @@ struct Convolution {
     }
 };
 
+// What a lane of the warp that makes scalars reads of its two tokens.
+struct Gates {
+    float2 beta, alpha;
+    __device__ __forceinline__ void load(const Delta& a, const Piece& p, int chunk, int head) {
+        const float* from = a.gates + chunk * CHUNK + threadIdx.x % 32 * 2;
+        beta = *(const float2*)(from + (size_t)head * p.capacity * 8);
+        alpha = *(const float2*)(from + (size_t)(VALUE_HEADS + head) * p.capacity * 8);
+    }
+};
 // One warp: norms' factors (of q: rows [first, first + count)), beta, and the running sum of the log decays; a lane has
 // two tokens.
-__device__ __forceinline__ void make_scalars(const Delta& a, const Piece& p, Scalars& s, int chunk, int head, int first,
-                                             int count) {
+__device__ __forceinline__ void make_scalars(const Delta& a, const Piece& p, Scalars& s, const Gates& gates, int chunk,
+                                             int head, int first, int count) {
     const int lane = threadIdx.x % 32;
     const float shift = __ldg(a.vectors + DELTA_MIX_DT + head), factor = __ldg(a.vectors + DELTA_MIX_A + head);
     float decay[2];
@@ -109,9 +118,8 @@ __device__ __forceinline__ void make_scalars(const Delta& a, const Piece& p, Sca
         const float k = (s.squares[1][0][row] + s.squares[1][1][row]) + (s.squares[1][2][row] + s.squares[1][3][row]);
         if (row >= first && row < first + count) s.rq[row] = inverse_root(q + 1e-6f) * QUERY_SCALE;
         s.rk[row] = inverse_root(k + 1e-6f);
-        s.beta[row] = live ? sigmoid(a.gates[(size_t)head * p.capacity * 8 + token]) : 0.0f;
-        decay[i] =
-            live ? factor * softplus(a.gates[(size_t)(VALUE_HEADS + head) * p.capacity * 8 + token] + shift) : 0.0f;
+        s.beta[row] = live ? sigmoid(i ? gates.beta.y : gates.beta.x) : 0.0f;
+        decay[i] = live ? factor * softplus((i ? gates.alpha.y : gates.alpha.x) + shift) : 0.0f;
     }
     float total = decay[0] + decay[1];
 #pragma unroll

@@ -47,8 +47,10 @@ extern "C" __global__ void __launch_bounds__(256, 2)
         half_of_v.load(a, p, chunk);
         half_of_v.run(p, chunk, rows_of(s.v, warp / 2, nullptr));
     }
+    Gates gates = {};
+    if (warp == 0) gates.load(a, p, chunk, head);
     __syncthreads();
-    if (warp == 0) make_scalars(a, p, scalars, chunk, head, 0, CHUNK);
+    if (warp == 0) make_scalars(a, p, scalars, gates, chunk, head, 0, CHUNK);
 
     // K K^T by the first four warps, Q K^T by the others: 16 rows each, columns up to the diagonal.
     const int m = warp % 4, half = warp / 4;

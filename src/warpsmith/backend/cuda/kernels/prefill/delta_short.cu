@@ -98,6 +98,8 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(256, 2
     // Two octets of k (first four warps) and v for everybody; two of q.
     of_keys_or_values.load(a, p, 0);
     of_queries.load(a, p, 0);
+    Gates gates = {};
+    if (warp == 0) gates.load(a, p, 0, head);
     // z of this warp's columns; the last inputs of the convolution: q and k (the first CTA) and v (the second), a
     // channel a thread.
     const size_t tile_pieces = (size_t)p.capacity * 32;
@@ -138,7 +140,7 @@ extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(256, 2
             float* zeros = s.x + (i / 2 * 32 + lane / 2) * X_ROW + i / 2 * 32 + 16;
             *(float4*)(zeros + lane % 2 * 8 + i % 2 * 4) = {0.0f, 0.0f, 0.0f, 0.0f};
         }
-        make_scalars(a, p, scalars, 0, head, m * 16, 16);
+        make_scalars(a, p, scalars, gates, 0, head, m * 16, 16);
     }
     const int tiles = TILES + 1 + m, first_tile = warp == 0 ? tiles : warp - 1;
     float products[2][2][4] = {};

@@ -4,12 +4,15 @@
 // product. Layout: f32 and bf16 tiles (common.cuh). Tokens before the piece and behind it, up to a multiple of eight,
 // are zeros. Grid: a CTA of 128 threads a token; a thread has eight channels at a time. Bytes: 2 read and 6 written a
 // channel.
+#include "formats/bf16.cuh"
+#include "formats/q4_0.cuh"
+#include "formats/q8_0.cuh"
 #include "prefill/common.cuh"
 // after the model's numbers
 #include "large/embedding.cuh"
 
 struct Embed {
-    const int* ids;         // of tokens lead .. end
+    const int* ids;         // of tokens lead .. end; null: they are `few`
     const u8* stream;       // row tiles and tied: the LM head's rows are the table
     const u64* head_start;  // [HEAD_TILES] where each of the head's row tiles begins
     const u8* table;        // else its own rows
@@ -18,6 +21,7 @@ struct Embed {
     u8* out;
     float* squares;  // [HIDDEN / 64][tokens]
     u64* best;       // [8] of the head, which begin anew
+    int few[CHUNK];
 };
 
 // Eight channels from k on, a multiple of 8.
@@ -27,20 +31,19 @@ __device__ __forceinline__ void embedding(const Embed& a, int id, int k, float (
 #pragma unroll
         for (int i = 0; i < 8; i++) x[i] = embedding_value(row, k + i);
     } else {
-        uint4 v;
-        if constexpr (TIED) {  // see formats/bf16.cuh
-            constexpr int CHUNKS = chunks_of(HIDDEN);
-            const int lane = id % 8 * 4 + k % 32 / 8, warp = k / (CHUNKS * 32), chunk = k % (CHUNKS * 32) / 32;
-            const u8* row_tile = a.stream + __ldg(a.head_start + id / WIDE);
-            const uint4* at = (const uint4*)(row_tile + (chunk * WARPS + warp) * 1024) + lane;
-            const uint4 early = __ldg(at), late = __ldg(at + 32);
-            v = id % WIDE >= 8 ? uint4{early.y, early.w, late.y, late.w} : uint4{early.x, early.z, late.x, late.z};
-        } else {
-            v = __ldg((const uint4*)(a.table + ((size_t)id * HIDDEN + k) * 2));
-        }
-        const u32 pair[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int i = 0; i < 4; i++) x[2 * i] = bf16_low(pair[i]), x[2 * i + 1] = bf16_high(pair[i]);
+        Formats<Bf16, Q8_0, Q4_0>::with(EMBEDDING_FORMAT, [&](auto format) {
+            typedef decltype(format) Format;
+            Eight v;
+            if constexpr (TIED) {
+                constexpr int CHUNKS = chunks_of(HIDDEN);
+                const int lane = id % 8 * 4 + k % 32 / 8, warp = k / (CHUNKS * 32), chunk = k % (CHUNKS * 32) / 32;
+                const u8* row_tile = a.stream + __ldg(a.head_start + id / WIDE);
+                v = Format::embed(row_tile + chunk * Format::chunk_bytes(WIDE), warp, lane, id % WIDE / 8);
+            } else {
+                v = Format::look_up(a.table, (size_t)id * HIDDEN + k);
+            }
+            *(float4*)x = v.low, *(float4*)(x + 4) = v.high;
+        });
     }
 }
 
@@ -51,9 +54,9 @@ extern "C" __global__ void __launch_bounds__(128)
     const int token = blockIdx.x;
     if (token == 0 && threadIdx.x < 8) a.best[threadIdx.x] = 0;
     const bool live = token >= p.lead && token < p.end;
-    const int id = live ? a.ids[token - p.lead] : 0;
+    const int id = !live ? 0 : a.ids ? a.ids[token - p.lead] : a.few[token - p.lead];
     for (int k = threadIdx.x * 8; k < HIDDEN; k += 1024) {
-        float v[8] = {};
+        __align__(16) float v[8] = {};
         if (live) embedding(a, id, k, v);
         float square = 0.0f;
 #pragma unroll

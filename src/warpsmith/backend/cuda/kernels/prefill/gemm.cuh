@@ -6,7 +6,8 @@
 // commit, wait for the step before, load weights of a later step into the registers that have come free. Weights come
 //     LDG   16 bytes a lane from L2, some steps ahead;
 //     RING  through shared memory, with the activations of the same stage; two blocks of 64 rows a warpgroup, or few
-//           tokens: most bytes on their way, and before the launch that makes the activations has ended.
+//           tokens: most bytes on their way, and before the launch that makes the activations has ended; or blocks with
+//           scales, which are widened between the loads and the products.
 // Where a matrix has few rows, sums of even and of odd stages of 128 k are kept apart and added at the end. Some
 // tokens: both warpgroups have the same 64 rows and take turns at stages (SPLIT). Few: so do two CTAs of a cluster,
 // with one warpgroup each (PAIR). Many: each warpgroup has rows of its own, and two sets of sums (TWICE). The order of
@@ -16,23 +17,27 @@
 // What ptxas wants of the consumers' code, or it gives them the launch's 168 registers (C7512, spills): no wait for
 // bulk stores, no trap in a branch. The build must have neither spills nor C75xx.
 #pragma once
-#include "prefill/bf16.cuh"
 #include "prefill/product.cuh"
+#include "prefill/row_weights.cuh"
 
 enum From { LDG, RING };
 
 // N: tokens of a tile. MB: blocks of 64 rows of a warpgroup; 0: one block, and one warpgroup. TS: tiles of 32 k of a
-// stage. G: of a step. NB: steps whose weights are in registers or on their way.
-template <int N_, int MB_, int TS_, int STAGES_, int G_, int NB_, int ENDING_>
+// stage. G: of a step. NB: steps whose weights are in registers or on their way. TYPE: of weights.
+template <int N_, int MB_, int TS_, int STAGES_, int G_, int NB_, int ENDING_, int TYPE>
 struct Config {
-    typedef Bf16Weights Weights;
+    typedef RowWeights<TYPE> Weights;
+    static constexpr int REGISTERS = 8;  // of a tile: two operands
     static constexpr int N = N_, WGS = MB_ == 0 ? 1 : 2, MB = MB_ == 0 || ENDING_ == RESIDUAL ? 1 : MB_,
                          SETS = MB_ == 0 ? 1 : MB_, TS = TS_, STAGES = STAGES_, G = G_, NB = NB_, ENDING = ENDING_;
-    static constexpr int FROM = MB == 2 || WGS == 1 ? RING : LDG;  // SETS: of sums, a block of rows each, or TWICE
+    static constexpr int FROM = MB == 2 || WGS == 1 || Weights::SCALED ? RING : LDG;
+    // SETS: of sums, a block of rows each, or TWICE.
     static constexpr bool NARROW_UNITS = ENDING == RESIDUAL, TWICE = ENDING == RESIDUAL && MB_ == 2,
                           SPLIT = ENDING == RESIDUAL && !TWICE, PAIR = SPLIT && WGS == 1;
+    static_assert(!SPLIT || PAIR || FROM == LDG, "");
     static constexpr int ROWS = 64 * MB * (SPLIT ? 1 : WGS), UNITS = ROWS / (NARROW_UNITS ? NARROW : WIDE);
-    static constexpr int TILE_BYTES = Weights::tile_bytes(NARROW_UNITS), THREADS = 128 * (WGS + 1),
+    static constexpr int VALUES = Weights::values(NARROW_UNITS), SCALES_OF_TILE = Weights::scales(NARROW_UNITS),
+                         TILE_BYTES = VALUES + SCALES_OF_TILE, THREADS = 128 * (WGS + 1),
                          CONSUMER_REGISTERS = WGS == 1 ? 216 : 232;
     // One warpgroup: a CTA leaves room for one of the next launch, which may begin early.
     static constexpr int CTAS = WGS == 1 ? 2 : 1;
@@ -95,7 +100,14 @@ __device__ __forceinline__ void bring_w(const Gemm& a, const Span& s, u32 ring, 
             if (C::FROM == RING) {
                 if (lane == 0) barrier_expect(sign, EACH * PIECE);
                 __syncwarp();
-                if (lane < EACH) copy_in(to + unit * PIECE, from + (u64)stage * PIECE, PIECE, sign);
+                if (lane < EACH) {
+                    const int tile = stage * C::TS, values = C::TS * C::VALUES, scales = C::TS * C::SCALES_OF_TILE;
+                    const u8* chunk = from + (u64)(tile / 8) * CHUNK_BYTES;
+                    copy_in(to + unit * PIECE, chunk + tile % 8 * C::VALUES, values, sign);
+                    if (scales)
+                        copy_in(to + unit * PIECE + values, chunk + 8 * C::VALUES + tile % 8 * C::SCALES_OF_TILE,
+                                scales, sign);
+                }
             } else {
                 if (lane == 0) barrier_arrive(sign);
                 if (stage * C::TS % 8 == 0) ask();
@@ -127,7 +139,7 @@ __device__ __forceinline__ void send(const Gemm& a, const Span& s, u32 out, cons
                 copied_out();
             }
             __syncwarp();
-            if (lane == 0) barrier_arrive(at.leave + g * 16 + 8);
+            if (arrives()) barrier_arrive(at.leave + g * 16 + 8);
         }
     }
 }
@@ -146,7 +158,7 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
     const int steps = a.k_tiles / G / TURNS;
 
     float acc[C::SETS][N / 2];
-    u32 w[NB][G * C::Weights::REGISTERS];
+    u32 w[NB][G * C::REGISTERS];
 
     // LDG: where this warp's weights are: of the tile that is loaded, and of the next.
     const u8 *from[HALVES], *next[HALVES];
@@ -160,26 +172,36 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
     };
     int rounds_left = steps / U;                                        // until the loads come to the next tile
     StagePlace loading;                                                 // RING: the stage that is loaded from
-    const auto load = [&](u32(&to)[G* C::Weights::REGISTERS], int v) {  // what step v of a round multiplies
+    const auto load = [&](u32(&to)[G* C::REGISTERS], int v) {  // what step v of a round multiplies
         const int u = v / MB, b = v % MB, in_stage = u % GS;
         if constexpr (C::FROM == RING) {
             if (in_stage == 0 && b == 0) wait_on(at.full + loading.slot * 8, loading.parity);
             const u32 unit16 = ((C::PAIR ? 0 : group * 4) + warp) * MB + b,
-                      tile = ring + loading.slot * C::STAGE_BYTES + C::X_BYTES + lane * 16;
+                      units = ring + loading.slot * C::STAGE_BYTES + C::X_BYTES;
 #pragma unroll
-            for (int i = 0; i < G; i++)
-                C::Weights::template load<C::NARROW_UNITS>(
-                    to + i * C::Weights::REGISTERS, [&](u32* d, u32 offset, int half) {
-                        const u32 unit = unit16 * HALVES + half;
-                        load_shared_words(d, tile + (unit * TS + in_stage * G + i) * C::TILE_BYTES + offset);
-                    });
+            for (int i = 0; i < G; i++) {
+                const u32 tile = in_stage * G + i;
+                if constexpr (C::Weights::SCALED) {
+                    constexpr u32 UNIT = TS * C::TILE_BYTES;
+                    const u32 unit = units + unit16 * HALVES * UNIT;
+                    load_scaled<typename C::Weights, C::NARROW_UNITS>(
+                        to + i * C::REGISTERS, unit + tile * C::VALUES,
+                        unit + TS * C::VALUES + tile * C::SCALES_OF_TILE, UNIT);
+                } else {
+                    C::Weights::template load<C::NARROW_UNITS>(
+                        to + i * C::REGISTERS, [&](u32* d, u32 offset, int half) {
+                            const u32 unit = unit16 * HALVES + half;
+                            load_shared_words(d, units + (unit * TS + tile) * C::TILE_BYTES + lane * 16 + offset);
+                        });
+                }
+            }
             if (in_stage == GS - 1 && b == MB - 1) loading.template step<C::STAGES>();
         } else {
             const int tile = u / GS * TURNS * TS + in_stage * G;
 #pragma unroll
             for (int i = 0; i < G; i++)
                 C::Weights::template load<C::NARROW_UNITS>(
-                    to + i * C::Weights::REGISTERS, [&](u32* d, u32 offset, int half) {
+                    to + i * C::REGISTERS, [&](u32* d, u32 offset, int half) {
                         load_once16(d, from[half] + (tile + i) * C::TILE_BYTES + offset);
                     });
             if (v == S - 1) {
@@ -209,9 +231,7 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
                 if (group * C::HALF + n < octets) early[n] = residual[n * 64];
         }
         u32 before = 0;
-        const auto release = [&] {
-            if (lane == 0) barrier_arrive(at.empty + before * 8);
-        };
+        const auto release = [&] { release_stage<C>(at.empty + before * 8); };
         for (int k0 = 0; k0 < steps; k0 += U) {
 #pragma unroll
             for (int v = 0; v < S; v++) {
@@ -319,9 +339,9 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
                 }
                 show_to_copies();
                 __syncwarp();
-                if (lane == 0) barrier_arrive(at.leave + group * 16);
+                if (arrives()) barrier_arrive(at.leave + group * 16);
             }
-            if (lane == 0) barrier_arrive(at.scales + scaled.slot * 16 + 8);
+            if (arrives()) barrier_arrive(at.scales + scaled.slot * 16 + 8);
             scaled.step<2>();
         } else {
             if constexpr (C::TWICE) {
@@ -366,8 +386,9 @@ __device__ __forceinline__ void ask_for_residual(const Gemm& a, const Span& s) {
 template <class C>
 __device__ __forceinline__ void multiply(const Gemm& a, const Span& s) {
     let_next_start();
-    if (!C::PAIR && (int)blockIdx.x >= Work<C>(a, s).tiles) {
-        ask_for_all<C>(a, blockIdx.x - Work<C>(a, s).tiles, gridDim.x - Work<C>(a, s).tiles);
+    const int busy = Work<C>(a, s).tiles;
+    if (!C::PAIR && (int)blockIdx.x >= busy) {
+        ask_for_all<C>(a, blockIdx.x - busy, gridDim.x - busy);
         return;
     }
     extern __shared__ __align__(1024) u8 memory[];
@@ -376,11 +397,13 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Span& s) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::STAGES; i++) {
             barrier_init(at.full + i * 8, 1 + C::W_WARPS);
-            barrier_init(at.empty + i * 8, C::SPLIT ? 4 : 4 * C::WGS);
+            barrier_init(at.empty + i * 8, (C::SPLIT ? 4 : 4 * C::WGS) * ARRIVALS);
         }
-        for (int i = 0; i < 2; i++) barrier_init(at.leave + i * 16, 4), barrier_init(at.leave + i * 16 + 8, 1);
-        for (int i = 0; i < 2; i++)
-            barrier_init(at.scales + i * 16, 1), barrier_init(at.scales + i * 16 + 8, 4 * C::WGS);
+        for (int i = 0; i < 2; i++) {
+            barrier_init(at.leave + i * 16, 4 * ARRIVALS), barrier_init(at.leave + i * 16 + 8, ARRIVALS);
+            barrier_init(at.scales + i * 16, ARRIVALS);
+            barrier_init(at.scales + i * 16 + 8, 4 * C::WGS * ARRIVALS);
+        }
         show_barriers();
     }
     if (C::PAIR)
@@ -404,4 +427,6 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Span& s) {
         take_registers<C::CONSUMER_REGISTERS>();
         consume<C>(a, s, base, at);
     }
+    // Each has waited for what the other one stores into it, but racecheck wants to see both end together.
+    if (C::PAIR && ARRIVALS > 1) leave_cluster();
 }

@@ -3,8 +3,9 @@
 // Maths: logits = (W (x * norm)) / rms(x). A warp multiplies units of 16 rows by up to eight tokens at a time; weights
 // come straight from memory into the mma's registers, activations lie in shared memory as they are in tiles
 // (common.cuh). Given with -D: HEAD_OCTETS, octets of tokens a launch takes; one octet's best logits are found here
-// too, which saves the next token of a prompt a launch. Grid: a CTA of 512 threads an SM. Bytes: all of the head once.
+// too, which saves the next token of a prompt a launch; HEAD_TYPE, of weights. Grid: a CTA of 512 threads an SM. Bytes: all of the head once.
 #include "prefill/common.cuh"
+#include "prefill/row_weights.cuh"
 #include "sample/ranked.cuh"
 
 struct Head {
@@ -17,16 +18,22 @@ struct Head {
     int first, count;      // tokens
 };
 
+typedef RowWeights<HEAD_TYPE> Weights;
 constexpr int TILES = HIDDEN / 32, BATCH = 8;  // tiles whose weights are on their way together
+constexpr int VALUES = Weights::values(false), CHUNK_BYTES = 8 * (VALUES + Weights::scales(false));  // 256 k of a unit
+constexpr int EARLY = 4;  // warps whose first unit is asked for before the launch before has ended
 
 extern "C" __global__ void __launch_bounds__(512, 1)
     head(const __grid_constant__ Head a, const __grid_constant__ Piece p) {
     extern __shared__ __align__(16) u8 memory[];
     __shared__ float scales[HEAD_OCTETS * 8];
     let_next_start();
-    wait_for_previous();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, octet = a.first / 8,
               octets = (a.first + a.count + 7) / 8 - octet;
+    if (const int unit = warp * gridDim.x + blockIdx.x; warp < EARLY && unit < HEAD_TILES)
+        for (int i = lane * 128; i < TILES / 8 * CHUNK_BYTES; i += 32 * 128)
+            prefetch(a.stream + __ldg(a.start + unit) + i);
+    wait_for_previous();
     for (int i = threadIdx.x; i < TILES * octets * 32; i += 512) {  // [tile][octet][512 bytes]
         const int tile = i / (octets * 32), inside = i % (octets * 32);
         copy16((uint4*)memory + tile * (HEAD_OCTETS * 32) + inside,
@@ -44,25 +51,24 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     const u32 x = shared_address(memory) + lane * 4;
     u64 best[2] = {};  // of this lane's rows, two tokens
     for (int unit = warp * gridDim.x + blockIdx.x; unit < HEAD_TILES; unit += 16 * gridDim.x) {
-        const u8* from = a.stream + __ldg(a.start + unit) + lane * 16;
+        const u8* from = a.stream + __ldg(a.start + unit);
         float acc[HEAD_OCTETS][4] = {};
 #pragma unroll 1
         for (int first = 0; first < TILES; first += BATCH) {
-            uint4 w[BATCH][2];
+            Weights::Chunk w;
+            w.load(from + first / 8 * CHUNK_BYTES, lane);
 #pragma unroll
-            for (int i = 0; i < BATCH; i++)
-#pragma unroll
-                for (int j = 0; j < 2; j++) w[i][j] = __ldcs((const uint4*)(from + (first + i) * 1024 + j * 512));
-#pragma unroll
-            for (int i = 0; i < BATCH; i++)
+            for (int i = 0; i < BATCH; i++) {
+                u32 d[8];
+                w.operands(d, i);
 #pragma unroll
                 for (int n = 0; n < HEAD_OCTETS; n++) {
                     if (n >= octets) break;
                     const u32 at = x + ((first + i) * HEAD_OCTETS + n) * 512;
-                    mma(acc[n], w[i][0].x, w[i][0].y, w[i][0].z, w[i][0].w, load_shared4(at), load_shared4(at + 128));
-                    mma(acc[n], w[i][1].x, w[i][1].y, w[i][1].z, w[i][1].w, load_shared4(at + 256),
-                        load_shared4(at + 384));
+                    mma(acc[n], d[0], d[1], d[2], d[3], load_shared4(at), load_shared4(at + 128));
+                    mma(acc[n], d[4], d[5], d[6], d[7], load_shared4(at + 256), load_shared4(at + 384));
                 }
+            }
         }
 #pragma unroll
         for (int n = 0; n < HEAD_OCTETS; n++) {

@@ -52,6 +52,17 @@ struct Barriers {
     u32 full, empty, leave, scales;  // [STAGES], [STAGES], [warpgroups][2], [2][2]
 };
 
+// A stage of activations is free, for all who bring it.
+template <class C>
+__device__ __forceinline__ void release_stage(u32 empty) {
+    if constexpr (C::TWO_ROWS) {
+        if (threadIdx.x % 32 < 2 * ARRIVALS) tell_in(threadIdx.x % 2, empty);
+        if (ARRIVALS > 1) tell_in(threadIdx.x % 2 ^ 1, empty);
+    } else {
+        if (arrives()) barrier_arrive(empty);
+    }
+}
+
 // --- the warps that bring --------------------------------------------------------------------------------------------
 
 template <class C>
@@ -98,7 +109,7 @@ __device__ __forceinline__ void bring_scales(const Gemm& a, const Span& s, u32 s
             store_shared(scales + (place.slot * C::N + token) * 4, inverse_root(sum / HIDDEN + EPS));
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(at.scales + place.slot * 16);
+        if (arrives()) barrier_arrive(at.scales + place.slot * 16);
         place.step<2>();
     }
 }
@@ -149,7 +160,7 @@ __device__ __forceinline__ void add_to_residual(const Gemm& a, const Span& s, u3
     }
     if constexpr (C::PAIR) {
         __syncwarp();
-        if (lane == 0) arrive_in(group ^ 1, given);
+        if (arrives()) arrive_in(group ^ 1, given);
         wait_in_cluster(given, 0);
     } else if (C::SPLIT) {
         sync_some<256>(5);

@@ -83,16 +83,6 @@ struct SlabPlace {
     u32 before;  // the stage of the last step
 };
 
-// A stage of activations is free, for all who bring it.
-template <class C>
-__device__ __forceinline__ void release(u32 empty, int lane) {
-    if constexpr (C::TWO_ROWS) {
-        if (lane < 2) tell_in(lane, empty);
-    } else {
-        if (lane == 0) barrier_arrive(empty);
-    }
-}
-
 template <class C, int T, class Weights>
 __device__ __forceinline__ void multiply_slab_tile(float* acc, Weights& weights, u32 (&w)[2][8], SlabPlace& place,
                                                    u32 ring, const Barriers& at, int lane, bool begun, bool lead) {
@@ -111,7 +101,7 @@ __device__ __forceinline__ void multiply_slab_tile(float* acc, Weights& weights,
         Wgmma<C::N>::mma(acc, w[half] + 4, descriptor(x + 256), true);
         wgmma_commit();
         wgmma_wait<1>();
-        if (half == 0 && (T > 0 || begun)) release<C>(at.empty + place.before * 8, lane);
+        if (half == 0 && (T > 0 || begun)) release_stage<C>(at.empty + place.before * 8);
     }
     if (T == C::DISTANCE - 1 && lead) arrive_some<256>(4);
     place.before = place.stage.slot;
@@ -135,13 +125,13 @@ __device__ __forceinline__ void multiply_slabs(float* acc, SlabPlace& place, u32
         multiply_slab_tile<C, 1>(acc, weights, w, place, ring, at, lane, true, lead);
         multiply_slab_tile<C, 2>(acc, weights, w, place, ring, at, lane, true, lead);
         multiply_slab_tile<C, 3>(acc, weights, w, place, ring, at, lane, true, lead);
-        if (lane == 0) barrier_arrive(slabs_at.empty + place.slot.slot * 8);  // all of it has been in a product
+        if (arrives()) barrier_arrive(slabs_at.empty + place.slot.slot * 8);  // all of it has been in a product
         place.slot.template step<C::SLOTS>();
     }
     wgmma_wait<0>();
 #pragma unroll
     for (int i = 0; i < C::N / 2; i++) asm volatile("" : "+f"(acc[i])::"memory");
-    release<C>(at.empty + place.before * 8, lane);
+    release_stage<C>(at.empty + place.before * 8);
 }
 
 template <class C>
@@ -220,7 +210,7 @@ __device__ __forceinline__ void consume_slabs(const Gemm& a, const Span& s, u32 
                     }
                 }
             }
-            if (lane == 0) barrier_arrive(at.scales + scaled.slot * 16 + 8);
+            if (arrives()) barrier_arrive(at.scales + scaled.slot * 16 + 8);
             scaled.step<2>();
         }
     }
@@ -235,10 +225,11 @@ __device__ __forceinline__ void multiply_slab_matrix(const Gemm& a, const Span& 
     const SlabBarriers slabs_at = {base + 512, base + 640};
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::STAGES; i++)
-            barrier_init(at.full + i * 8, 1), barrier_init(at.empty + i * 8, 8 * C::CLUSTER);
+            barrier_init(at.full + i * 8, 1), barrier_init(at.empty + i * 8, 8 * C::CLUSTER * ARRIVALS);
         for (int i = 0; i < C::SLOTS; i++)
-            barrier_init(slabs_at.full + i * 8, 1), barrier_init(slabs_at.empty + i * 8, 8);
-        for (int i = 0; i < 2; i++) barrier_init(at.scales + i * 16, 1), barrier_init(at.scales + i * 16 + 8, 8);
+            barrier_init(slabs_at.full + i * 8, 1), barrier_init(slabs_at.empty + i * 8, 8 * ARRIVALS);
+        for (int i = 0; i < 2; i++)
+            barrier_init(at.scales + i * 16, ARRIVALS), barrier_init(at.scales + i * 16 + 8, 8 * ARRIVALS);
         show_barriers();
     }
     if (C::TWO_ROWS)

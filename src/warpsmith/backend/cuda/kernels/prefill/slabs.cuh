@@ -5,15 +5,11 @@
 // A lane has rows g and g + 8 of a slab at 16 k of every tile of 64, which belong to one block.
 #pragma once
 #include "large/slab.cuh"
+#include "prefill/widen.cuh"
 
 // A byte of a word as a float, less a whole number.
 __device__ __forceinline__ float byte_less(u32 word, int which, float less) {
     return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 | which)) - (8388608.0f + less);
-}
-// Two numbers that lie in the low bits of halves, times `by` and plus `add`, in bf16.
-__device__ __forceinline__ u32 widened(u32 pair, float by, float add) {
-    const float2 v = unpack_half(pair);
-    return pack_bf16(fmaf(v.x, by, add), fmaf(v.y, by, add));
 }
 
 // load(): what serves all of a slab. tile<T>(): what a tile of 64 k needs. operand<T, J>(): rows g, g + 8 of half 0,

@@ -9,6 +9,18 @@
 template <int N>
 struct Wgmma;
 template <>
+struct Wgmma<32> {
+    static __device__ __forceinline__ void mma(float* d, const u32* a, u64 b, bool keep) {
+        asm volatile(
+            "{ .reg .pred p; setp.ne.b32 p, %21, 0;"
+            "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+            "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+            "}, {%16,%17,%18,%19}, %20, p, 1, 1, 0; }"
+            : SUMS8(0), SUMS8(8)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((u32)keep));
+    }
+};
+template <>
 struct Wgmma<64> {
     static __device__ __forceinline__ void mma(float* d, const u32* a, u64 b, bool keep) {
         asm volatile(
