@@ -145,7 +145,7 @@ struct Vector {
         }
         if (forms & kQ8Per32) {
             for (int b = 0; b < to.k / 32; b++) {
-                const size_t at = static_cast<size_t>(b) * to.n + column;
+                const size_t at = to.small(b, column / 4 * 4, column % 4);
                 to.d32[at] = quantize_run(x + 32 * b, 32, q, sums);
                 place(q, 32, b, column, to, to.q32);
                 to.minus8[at] = -8 * (sums[0] + sums[1]);

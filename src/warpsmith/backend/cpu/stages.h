@@ -55,6 +55,13 @@ public:
     float* scratch(int thread) const { return threads_[thread].floats() + kTile; }
 
 private:
+    // Rows shared out four at a time: types.h says why.
+    template <class Row>
+    void in_fours(int n, const Row& row) {
+        pool_.share((n + 3) / 4, 1, [&](int four) {
+            for (int i = 4 * four; i < n && i < 4 * four + 4; i++) row(i);
+        });
+    }
     static constexpr size_t kTile = 2 * kMaxNodes * kPanel;  // floats
     void pick_top(const float* logits, int vocab, int row, const Want& want) const;
 
