@@ -16,7 +16,7 @@ class Want:
         *,
         tokens: int,
         top: int,
-        first_row: int,
+        rows: Sequence[int],
         features: Sequence[int],
         argmax: NDArray[np.int32] | None,
         top_ids: NDArray[np.int32] | None,
@@ -39,8 +39,9 @@ class Engine:
     def finish(self) -> None: ...
     def unpack_row(self, row: int, out: NDArray[np.float32], /) -> None: ...
     def multiply(self, name: str, x: NDArray[np.float32], out: NDArray[np.float32], /) -> None: ...
-    def chain(self, state: State, tokens: NDArray[np.int32], want: Want, /) -> None: ...
-    def roots(self, states: list[State], tokens: NDArray[np.int32], want: Want, /) -> None: ...
+    def chains(
+        self, states: list[State], lengths: list[int], tokens: NDArray[np.int32], want: Want, /
+    ) -> None: ...
     def trees(
         self,
         states: list[State],

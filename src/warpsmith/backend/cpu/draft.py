@@ -82,7 +82,7 @@ class CpuDraft(BlockDraft):
         native = _cpu.Want(
             tokens=_TOKENS[want.tokens],
             top=want.top,
-            first_row=0,
+            rows=[],
             features=[],
             argmax=output.argmax,
             top_ids=output.top_ids,

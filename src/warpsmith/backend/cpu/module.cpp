@@ -100,14 +100,14 @@ NB_MODULE(_cpu, m) {
 
     nb::class_<Want>(m, "Want")
         .def("__init__",
-             [](Want* self, int tokens, int top, int first_row, std::vector<int> features, Maybe<int32_t> argmax,
+             [](Want* self, int tokens, int top, std::vector<int> rows, std::vector<int> features, Maybe<int32_t> argmax,
                 Maybe<int32_t> top_ids, Maybe<float> top_logits, Maybe<float> logsumexp, Maybe<float> logits,
                 Maybe<float> features_out, Maybe<float> hidden) {
-                 new (self) Want{static_cast<Tokens>(tokens), top, first_row, std::move(features), pointer(argmax),
+                 new (self) Want{static_cast<Tokens>(tokens), top, std::move(rows), std::move(features), pointer(argmax),
                                  pointer(top_ids), pointer(top_logits), pointer(logsumexp), pointer(logits),
                                  pointer(features_out), pointer(hidden)};
              },
-             nb::kw_only(), nb::arg("tokens"), nb::arg("top"), nb::arg("first_row"), nb::arg("features"),
+             nb::kw_only(), nb::arg("tokens"), nb::arg("top"), nb::arg("rows"), nb::arg("features"),
              nb::arg("argmax").none(), nb::arg("top_ids").none(), nb::arg("top_logits").none(),
              nb::arg("logsumexp").none(), nb::arg("logits").none(), nb::arg("features_out").none(),
              nb::arg("hidden").none());
@@ -144,16 +144,24 @@ NB_MODULE(_cpu, m) {
                  const std::lock_guard<std::mutex> lock(self.model.busy);
                  multiply(self.model, *self.work, name, columns, n, to);
              })
-        .def("chain",
-             [](Engine& self, State& state, Array<const int32_t> tokens, const Want& want) {
-                 const int n = static_cast<int>(tokens.size());
+        .def("chains",
+             [](Engine& self, const std::vector<State*>& states, const std::vector<int>& lengths,
+                Array<const int32_t> tokens, const Want& want) {
+                 // a chain a state, one after another in `tokens`; each becomes part of its state
                  const int32_t* ids = tokens.data();
                  nb::gil_scoped_release release;
                  const std::lock_guard<std::mutex> lock(self.model.busy);
-                 const Tree tree = Tree::chain(n);
-                 state.tree.n = 0;
-                 Pass(self.model, *self.work, {{state, tree, state.length}}, true).forward(ids, want);
-                 state.length += n;
+                 std::vector<Part> parts;
+                 for (size_t i = 0; i < states.size(); i++) {
+                     State& state = *states[i];
+                     state.tree = Tree::chain(lengths[i]);
+                     parts.push_back({state, state.tree, state.length});
+                 }
+                 Pass(self.model, *self.work, std::move(parts), true).forward(ids, want);
+                 for (size_t i = 0; i < states.size(); i++) {
+                     states[i]->length += lengths[i];
+                     states[i]->tree.n = 0;
+                 }
              })
         .def("trees",
              [](Engine& self, const std::vector<State*>& states, const std::vector<int>& nodes,
@@ -169,21 +177,6 @@ NB_MODULE(_cpu, m) {
                      parts.push_back({state, state.tree, state.length});
                  }
                  Pass(self.model, *self.work, std::move(parts), false).forward(ids, want);
-             })
-        .def("roots",
-             [](Engine& self, const std::vector<State*>& states, Array<const int32_t> tokens, const Want& want) {
-                 // a token a state, which becomes part of it
-                 const int32_t *ids = tokens.data(), root = 0;
-                 nb::gil_scoped_release release;
-                 const std::lock_guard<std::mutex> lock(self.model.busy);
-                 const Tree tree = Tree::chain(1);
-                 std::vector<Part> parts;
-                 for (State* state : states) {
-                     state->tree.n = 0;
-                     parts.push_back({*state, tree, state->length});
-                 }
-                 Pass(self.model, *self.work, std::move(parts), false).forward(ids, want);
-                 for (State* state : states) Pass::commit(self.model, *self.work, *state, &root, 1);
              })
         .def("commit",
              [](Engine& self, State& state, Array<const int32_t> path) {

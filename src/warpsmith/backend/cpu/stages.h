@@ -21,7 +21,7 @@ constexpr int32_t kNotFinite = -1;  // the argmax of logits that hold an infinit
 struct Want {
     Tokens tokens = Tokens::Argmax;
     int top = 0;
-    int first_row = 0;             // tokens are wanted for rows first_row .. n-1
+    std::vector<int> rows;         // whose tokens are wanted
     std::vector<int> features;     // layers whose output goes to `features_out`
     int32_t* argmax = nullptr;     // [rows]
     int32_t* top_ids = nullptr;    // [rows][top]

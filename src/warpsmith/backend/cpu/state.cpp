@@ -77,21 +77,7 @@ size_t State::snapshot_bytes() const {
     return rows * (row_bytes_[0] + row_bytes_[1]) + recurrent_ * (conv_floats() + delta_floats()) * sizeof(float);
 }
 
-void State::settle() {
-    const int dk = config.key_head_dim, dv = config.value_head_dim, width = delta_width(dv);
-    for (int layer = 0; owes && layer < config.layers; layer++) {
-        if (!config.recurrent[layer]) continue;
-        for (int column = 0; column < config.value_heads * dv; column += width) {
-            const float* owed = owed_update(layer, column / dv);
-            const DeltaUpdate update{owed + 16, owed + 16 + dk + column % dv, owed[0]};
-            kernels_.delta_add(delta(layer) + static_cast<size_t>(column) * dk, dk, width, update);
-        }
-    }
-    owes = false;
-}
-
 void State::save(uint8_t* to) {
-    settle();
     for (int which = 0; which < 2; which++) {
         const size_t run = static_cast<size_t>(length) * row_bytes_[which];
         for (int plane = 0; plane < attention_ * config.kv_heads; plane++, to += run) {
@@ -99,7 +85,19 @@ void State::save(uint8_t* to) {
         }
     }
     copy(to, conv_.data(), conv_.size());
-    copy(to + conv_.size(), delta_.data(), delta_.size());
+    to += conv_.size();
+    const int dk = config.key_head_dim, dv = config.value_head_dim, width = delta_width(dv);
+    const size_t block = static_cast<size_t>(dk) * width;
+    for (int layer = 0; layer < config.layers; layer++) {
+        if (!config.recurrent[layer]) continue;
+        float* state = delta(layer);
+        for (int column = 0; column < config.value_heads * dv; column += width, state += block, to += block * sizeof(float)) {
+            const float* owed = owed_update(layer, column / dv);
+            if (owes) kernels_.delta_add(state, dk, width, {owed + 16, owed + 16 + dk + column % dv, owed[0]});
+            std::memcpy(to, state, block * sizeof(float));
+        }
+    }
+    owes = false;
 }
 
 void State::load(const uint8_t* from, int saved) {

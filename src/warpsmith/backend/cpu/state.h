@@ -3,8 +3,8 @@
 // Keys, and values likewise, per attention layer: [kv head][position] rows of head_dim numbers as f16, f32 or Q8_0
 // blocks; keys and values may be of different types.
 // DeltaNet states, per DeltaNet layer: [value head][dv / width][dk][width] floats (delta_width). They are large beside
-// what a token adds to them: a commit of the root alone owes them its update, and the next pass, which reads them anyway,
-// adds it. Convolution inputs: the last taps-1 rows of channels, that of position p in place p modulo taps-1.
+// what a token adds to them: a commit of the root alone owes them its update, as a chain does its last token's, and the
+// next pass, which reads them anyway, adds it. Convolution inputs: the last taps-1 rows of channels, that of position p in place p modulo taps-1.
 #pragma once
 #include <array>
 #include <vector>
@@ -51,11 +51,10 @@ struct State {
     float* delta(int layer) const { return delta_.floats() + static_cast<size_t>(slot_[layer]) * delta_floats(); }
 
     // Updates of a layer's head: decay, 15 floats of nothing, k, write.
-    float* root_update(int layer, int head) const { return update(1 - current_, layer, head); }  // of the last tree
+    float* next_update(int layer, int head) const { return update(1 - current_, layer, head); }  // of the last pass
     float* owed_update(int layer, int head) const { return update(current_, layer, head); }      // where `owes`
     bool owes = false;  // updates of all layers and heads to `delta`
-    void owe_root() { current_ = 1 - current_, owes = true; }
-    void settle();  // add what is owed
+    void owe_next() { current_ = 1 - current_, owes = true; }
 
     // rows of the last tree
     Tree tree;
