@@ -99,7 +99,10 @@ def test_others_run_while_the_engine_computes(call: str) -> None:
         for _ in range(50):
             state = cpu.new_state(64).native
             trees = ([state], [len(tree)], tree.tokens, tree.parents, want)
-            run, arguments = getattr(cpu._engine, call), trees if call == "trees" else ([state], [len(tree)], tree.tokens, want)
+            run, arguments = (
+                getattr(cpu._engine, call),
+                trees if call == "trees" else ([state], [len(tree)], tree.tokens, want),
+            )
             before = counted
             run(*arguments)
             during += counted - before

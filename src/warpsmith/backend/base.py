@@ -227,8 +227,8 @@ class Backend(ABC):
         """Run and commit a chain of any length; built for throughput."""
 
     def prefill_together(self, batch: Sequence[tuple[State, Sequence[int]]], want: Want = ARGMAX) -> list[Output]:
-        """The `prefill` of some different states, up to `largest_tree` tokens in all: to the bit, and one call where the
-        backend `prefills_together`. Tokens are told of each chain's last row."""
+        """The `prefill` of some different states, up to `largest_tree` tokens in all, to the bit. Where the backend
+        `prefills_together` it is one call. Of each chain the tokens of the last row are told."""
         return [self.prefill(state, ids, want) for state, ids in batch]
 
     @abstractmethod

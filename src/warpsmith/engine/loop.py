@@ -169,35 +169,38 @@ class Generation:
 
     # -- the prompt ---------------------------------------------------------------------------------------------------
 
-    def prefill(self, piece: int) -> int:
-        """Run the next piece of the prompt, of so many tokens at most, and say how many it had; with the last one the
-        first token is decided. The first piece begins with what is known of the prompt already."""
-        began, state = perf_counter(), self.state
-        assert state is not None
+    def piece(self, most: int) -> list[int]:
+        """The tokens of the prompt that are next, so many at most, and no more than up to where it is to be saved. The
+        first piece begins after what is known of the prompt already."""
+        assert self.state is not None
         if self._sequence is None:
-            self._sequence, self._save_at = self.scheduler.prefixes.begin(self.prompt, state, self.kept)
-            self.stats.cached_tokens = state.length
-        start, multiple = state.length, self.backend.prefill_multiple
+            began = perf_counter()
+            self._sequence, self._save_at = self.scheduler.prefixes.begin(self.prompt, self.state, self.kept)
+            self.stats.cached_tokens = self.state.length
+            self.stats.prefill_seconds += perf_counter() - began
+        start, multiple = self.state.length, self.backend.prefill_multiple
         if self.on_prefill is not None:
             self.on_prefill(start)
-        end = min(start + max(multiple, piece - piece % multiple), len(self.prompt))
-        for cut in sorted({*(place for place in self._save_at if start < place < end), end}):
-            self._run_to(cut)
-            if cut in self._save_at:
-                self.scheduler.prefixes.save(self.sequence)
-        self.stats.prefill_seconds += perf_counter() - began
-        return end - start
+        end = start + max(multiple, most - most % multiple)
+        return self.prompt[start : min(end, *(place for place in self._save_at if place > start), len(self.prompt))]
 
-    def _run_to(self, cut: int) -> None:
-        state = self.sequence.state
-        start, last = state.length, cut == len(self.prompt)
-        output = self.backend.prefill(state, self.prompt[start:cut], self.want(self.tokens if last else "none"))
-        run = self._cut([self._choose(output, -1)]) if last else []
+    def ends_with(self, piece: list[int]) -> bool:
+        """Whether it is the last one: with it the first token is decided."""
+        return self.sequence.state.length + len(piece) == len(self.prompt)
+
+    def prefill(self, piece: list[int], output: Output, seconds: float) -> None:
+        """The piece was run and committed, in so many seconds."""
+        began, state = perf_counter(), self.sequence.state
+        start = state.length - len(piece)
+        run = self._cut([self._choose(output, -1)]) if state.length == len(self.prompt) else []
         self._show(output, [-1], run)
         self._observe(start, output, slice(None))
         if self.proposer is not None:
             self.proposer.catch_up(self.sequence.draft, state)
         self._decide(run)
+        if state.length in self._save_at:
+            self.scheduler.prefixes.save(self.sequence)
+        self.stats.prefill_seconds += seconds + perf_counter() - began
 
     @property
     def prefilled(self) -> bool:

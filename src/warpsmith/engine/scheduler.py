@@ -2,8 +2,8 @@
 
 Requests are admitted in the order in which they come, as many as there are states. A state has room for a whole context
 from the start, so nobody who was admitted is ever turned out again. Each step runs one piece of a prompt, or several
-short prompts, and then one forward pass for everybody who is past theirs. Prompts take turns. So an answer waits about
-as long as one piece takes, and no prompt waits for another's end.
+short prompts, together where the backend can, and then one forward pass for everybody who is past theirs. Prompts take
+turns. So an answer waits about as long as one piece takes, and no prompt waits for another's end.
 
 The text of a request does not depend on who runs beside it: prompts may be cut where the pieces are cut
 (`Backend.prefill_multiple`), a forward pass gives every sequence its own bits, and drafts never change a text.
@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from time import perf_counter
 
-from warpsmith.backend.base import ARGMAX, LOGITS, Backend, GrowingTree, Want
+from warpsmith.backend.base import ARGMAX, LOGITS, Backend, GrowingTree, Output, Want
 from warpsmith.draft.base import Others, Proposer
 from warpsmith.engine.capacity import plan
 from warpsmith.engine.loop import Generation
@@ -83,27 +83,51 @@ class Scheduler:
             running = self._each(running, Generation.settle)
             began, tokens = perf_counter(), 0
             while self.prefilling and tokens < self._piece // 2:
-                tokens += self._prefill(self.prefilling[0])
+                tokens += self._prefill()
             for generation in running:
                 generation.stats.decode_seconds += perf_counter() - began  # it had to wait
         if running:
             self._decode(running)
 
-    def _prefill(self, generation: Generation) -> int:
-        """A piece of the prompt whose turn it is; returns how many tokens it had."""
-        began = perf_counter()
-        try:
-            tokens = generation.prefill(self._piece)
-        except BaseException as error:
-            self._fail([generation], error)
+    def _prefill(self) -> int:
+        """A piece of the prompt whose turn it is, and of the next ones what goes into the same pass; returns how many
+        tokens there were."""
+        began, whole, pieces = perf_counter(), self._piece, dict[Generation, list[int]]()
+        most, tokens = whole, 0
+
+        def cut(generation: Generation) -> None:
+            pieces[generation] = generation.piece(most)
+
+        for generation in list(self.prefilling):
+            self._each([generation], cut)
+            tokens = sum(map(len, pieces.values()))
+            most = self.backend.largest_tree - tokens if self.backend.prefills_together else 0
+            if most <= 0:
+                break
+        if not pieces:
             return 0
+        try:
+            outputs = dict(zip(pieces, self._run(pieces), strict=True))
+        except BaseException as error:
+            self._fail(list(pieces), error)
+            return 0
+        seconds = perf_counter() - began
         if tokens >= SHORTEST_PIECE // 4:  # of a shorter one little can be told
-            fast = int(tokens / (perf_counter() - began) * PIECE_SECONDS)
-            self._piece = max(SHORTEST_PIECE, min(fast, LONGEST_PIECE))
-        self.prefilling.popleft()
-        (self.running if generation.prefilled else self.prefilling).append(generation)
-        self._leave_if_done([generation])
+            self._piece = max(SHORTEST_PIECE, min(int(tokens / seconds * PIECE_SECONDS), LONGEST_PIECE))
+        turns = self._each(list(pieces), lambda each: each.prefill(pieces[each], outputs[each], seconds))
+        for generation in turns:
+            if generation.prefilled or len(pieces[generation]) >= whole:  # the others keep their places
+                self.prefilling.remove(generation)
+                (self.running if generation.prefilled else self.prefilling).append(generation)
+        self._leave_if_done(turns)
         return tokens
+
+    def _run(self, pieces: dict[Generation, list[int]]) -> list[Output]:
+        """One pass for these pieces of prompts."""
+        batch = [(each.sequence.state, piece) for each, piece in pieces.items()]
+        tokens = {each.tokens for each, piece in pieces.items() if each.ends_with(piece)}
+        want = next(iter(pieces)).want("logits" if "logits" in tokens else "argmax" if tokens else "none")
+        return self.backend.prefill_together(batch, want) if len(batch) > 1 else [self.backend.prefill(*batch[0], want)]
 
     def _decode(self, running: list[Generation]) -> None:
         """Decide what comes next for each: one token, and one more for each that its draft guessed right.

@@ -286,8 +286,8 @@ class CpuBackend(Backend):
         output = self._output(want, len(ids), len(ids) if want.every_row else 1)
         for start in range(0, len(ids), MAX_NODES):
             rows = slice(start, min(start + MAX_NODES, len(ids)))
-            token_rows, tokens = self._token_rows(want, start, rows.stop, len(ids))
-            native = self._native_want(want, output, token_rows, tokens, rows)
+            token_rows, told = self._token_rows(want, start, rows.stop, len(ids))
+            native = self._native_want(want, output, token_rows, told, rows)
             self._engine.mtp(state.native, ids[rows], past[rows], position + start, native)
         return output
 
@@ -362,9 +362,7 @@ class CpuBackend(Backend):
         return ([end - start - 1], slice(0, 1)) if end == length else ([], slice(0, 0))
 
     @staticmethod
-    def _native_want(
-        want: Want, output: Output, token_rows: Sequence[int], tokens: slice, rows: slice
-    ) -> _cpu.Want:
+    def _native_want(want: Want, output: Output, token_rows: Sequence[int], tokens: slice, rows: slice) -> _cpu.Want:
         """One call's share of `output`: `tokens` are those of the call's `token_rows`, features are of all its rows."""
 
         def part(whole: np.ndarray | Rows | None, piece: slice) -> Any:
