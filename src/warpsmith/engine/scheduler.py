@@ -134,17 +134,24 @@ class Scheduler:
 
         Sequences share the nodes of a pass evenly; how many of its share one uses is for its draft's budget to say."""
         if len(running) > 1:
-            running = self._each(running, Generation.settle)
+            running = self._each(running, Generation.join)
         elif running[0].may_decode():
             return self._leave_if_done(self._each(running, Generation.decode))
-        began, share, nodes = perf_counter(), self.backend.largest_tree // len(running), len(running)
+        else:
+            running[0].stay_alone()
+        began = perf_counter()
+        if len(running) > 1 and self.backend.advances and not any(each.asks for each in running):
+            accept = self._advance(running)
+            forward = perf_counter() - began
+            return self._stepped(self._each(running, accept), began, forward)
+        share, nodes = self.backend.largest_tree // max(1, len(running)), len(running)
 
         def propose(generation: Generation) -> None:
             nonlocal nodes  # of all trees, those to come with one each
             nodes += generation.propose(share, Others(len(running) - 1, nodes - 1)) - 1
 
         turns = self._each(running, propose)
-        drafted = perf_counter()
+        drafted, forward = perf_counter(), 0.0
         if turns and isinstance(turns[0].tree, GrowingTree):  # which is alone
             turns = self._each(turns, Generation.accept)
             forward = turns[0].unseen_seconds if turns else 0.0
@@ -155,25 +162,36 @@ class Scheduler:
             accept = self._forward(turns)
             forward = perf_counter() - drafted
             turns = self._each(turns, accept)
-        seconds, own = perf_counter() - began, sum(generation.own_seconds for generation in turns)
-        nodes = sum(len(each.seen) for each in turns)
+        self._stepped(turns, began, forward)
+
+    def _stepped(self, turns: list[Generation], began: float, forward: float) -> None:
+        """Count the step for each."""
+        seconds, own = perf_counter() - began, sum(each.own_seconds for each in turns)
+        nodes = sum(1 + each.drafted for each in turns)
         for each in turns:
-            others = Others(len(turns) - 1, nodes - len(each.seen))
-            each.stepped(seconds, forward, own - each.own_seconds, others)
+            each.stepped(seconds, forward, own - each.own_seconds, len(turns), nodes)
         self._leave_if_done(turns)
 
     def _forward(self, turns: list[Generation]) -> Callable[[Generation], None]:
         """The pass for all of them; returns what each has to do next."""
-        want = self._want(turns)
+        if self.backend.advances and all(len(each.seen) == 1 for each in turns):
+            return self._advance(turns)
         try:
-            if self.backend.advances and all(len(each.seen) == 1 for each in turns):
-                output = self.backend.advance([(each.sequence.state, each.sequence.ids[-1]) for each in turns], want)
-                rows = {each: row for row, each in enumerate(turns)}
-                return lambda each: each.accept_root(output, rows[each])
-            self.backend.forward([(each.sequence.state, each.seen) for each in turns], want)
+            self.backend.forward([(each.sequence.state, each.seen) for each in turns], self._want(turns))
         except BaseException as error:
             self._fail(turns, error)
         return Generation.accept
+
+    def _advance(self, turns: list[Generation]) -> Callable[[Generation], None]:
+        """The same where nothing is guessed: a token more for each."""
+        output = Output()
+        try:
+            batch = [(each.sequence.state, each.sequence.ids[-1]) for each in turns]
+            output = self.backend.advance(batch, self._want(turns))
+        except BaseException as error:
+            self._fail(turns, error)
+        rows = {each: row for row, each in enumerate(turns)}
+        return lambda each: each.accept_root(output, rows[each])
 
     def _want(self, turns: list[Generation]) -> Want:
         """What all of them need of a forward pass."""

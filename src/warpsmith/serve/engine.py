@@ -27,7 +27,7 @@ from typing import Protocol
 import numpy as np
 
 from warpsmith.backend.sampling import Sampling
-from warpsmith.engine.loop import Constraint, FinishReason, Generation, Step
+from warpsmith.engine.loop import Constraint, FinishReason, Generation
 from warpsmith.engine.stats import Stats
 from warpsmith.engine.text import Text
 from warpsmith.errors import WarpsmithError
@@ -357,7 +357,7 @@ class _Answer:
     def __init__(self, llm: LLM, job: Job) -> None:
         request, tokenizer = job.request, llm.tokenizer
         self.job, self._text = job, Text(tokenizer, request.stop)
-        self._logprobs, self._drafted = _Logprobs(request.top_logprobs), 0
+        self._logprobs = _Logprobs(request.top_logprobs)
         self.generation = Generation(
             llm.scheduler,
             request.prompt,
@@ -365,7 +365,6 @@ class _Answer:
             max_tokens=request.max_tokens,
             stop_ids=frozenset() if request.ignore_eos else tokenizer.eos_ids,
             until=self._text.push,
-            on_step=self._count_drafted,
             kept=request.kept,
             answer_kept=request.answer_kept,
             constraint=request.constraint() if request.constraint else None,
@@ -374,9 +373,6 @@ class _Answer:
         )
         llm.scheduler.add(self.generation)
 
-    def _count_drafted(self, step: Step) -> None:
-        self._drafted = len(step.tree) - 1
-
     def advance(self) -> End | BaseException | None:
         """Tell of what the last step decided; returns how the answer ended, if it did."""
         generation, job = self.generation, self.job
@@ -384,9 +380,8 @@ class _Answer:
             tokens, first = generation.runs.popleft(), job.first_token is None
             if first:
                 job.first_token = perf_counter()
-            step = (self._drafted, len(tokens))
+            step = (generation.drafted, len(tokens))
             job.put(Run(self._text.take(), tokens, self._logprobs.take(), [step]), urgent=first)
-            self._drafted = 0
         if generation.error is not None:
             return generation.error
         if generation.finish_reason is None:
