@@ -397,13 +397,14 @@ def check_chains(backend: Backend, batch: Sequence[tuple[State, Sequence[int]]])
 
 def _check_pass(backend: Backend, parts: Sequence[tuple[State, Sequence[int], int]]) -> None:
     """States, the tokens to be run on each, and how many of them follow one another at most."""
-    nodes = sum(len(tokens) for _, tokens, _ in parts)
+    ids = [token for _, tokens, _ in parts for token in tokens]
+    nodes = len(ids)
     if not 1 <= nodes <= backend.largest_tree:
         raise BadRequest(f"A forward pass takes 1 to {backend.largest_tree} nodes on this device, not {nodes}.")
     if len({id(state) for state, _, _ in parts}) < len(parts):
         raise BadRequest("A forward pass takes one tree of a sequence.", "Run the other in the next pass.")
-    for state, tokens, height in parts:
-        check_ids(backend.config, tokens)
+    check_ids(backend.config, ids)
+    for state, _, height in parts:
         check_room(state, height)
     for state, _, _ in parts:
         state.drafted = None

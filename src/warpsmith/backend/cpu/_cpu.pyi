@@ -17,14 +17,14 @@ class Want:
         tokens: int,
         top: int,
         rows: Sequence[int],
-        features: Sequence[int],
-        argmax: NDArray[np.int32] | None,
-        top_ids: NDArray[np.int32] | None,
-        top_logits: NDArray[np.float32] | None,
-        logsumexp: NDArray[np.float32] | None,
-        logits: NDArray[np.float32] | None,
-        features_out: NDArray[np.float32] | None,
-        hidden: NDArray[np.float32] | None,
+        layers: Sequence[int],
+        argmax: NDArray[np.int32] | None = None,
+        top_ids: NDArray[np.int32] | None = None,
+        top_logits: NDArray[np.float32] | None = None,
+        logsumexp: NDArray[np.float32] | None = None,
+        logits: NDArray[np.float32] | None = None,
+        features: NDArray[np.float32] | None = None,
+        hidden: NDArray[np.float32] | None = None,
     ) -> None: ...
 
 class Engine:
@@ -50,6 +50,7 @@ class Engine:
         /,
     ) -> None: ...
     def commit(self, state: State, path: NDArray[np.int32], /) -> None: ...
+    def save(self, state: State, to: NDArray[np.uint8], /) -> None: ...
     def mtp(
         self, state: State, tokens: NDArray[np.int32], hidden: NDArray[np.float32], position: int, want: Want, /
     ) -> None: ...
@@ -61,7 +62,6 @@ class State:
     @property
     def context(self) -> int: ...
     def snapshot_bytes(self) -> int: ...
-    def save(self, to: NDArray[np.uint8], /) -> None: ...
     def load(self, data: NDArray[np.uint8], length: int, /) -> None: ...
 
 class Draft:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import accumulate
 from statistics import median
 from time import perf_counter
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -51,6 +51,7 @@ CacheType = Literal["f16", "f32", "q8_0"]
 CACHE_BYTES: dict[CacheType, float] = {"f16": 2.0, "f32": 4.0, "q8_0": 34 / 32}  # of one number
 PORTABLE = "portable"  # kernels that need no feature
 _ROOT = np.zeros(1, dtype=np.int32)  # the path of plain decoding
+_WIDE = ("features", "hidden")  # of an output: a row for each token that was run
 _TOKENS = {"none": 0, "argmax": 1, "top": 2, "logits": 3}
 
 
@@ -211,7 +212,7 @@ class CpuBackend(Backend):
     def snapshot(self, state: State) -> Snapshot:
         assert isinstance(state, CpuState)
         data = np.empty(state.native.snapshot_bytes(), dtype=np.uint8)
-        state.native.save(data)
+        self._engine.save(state.native, data)
         return Snapshot(state.length, data.nbytes, data)
 
     def restore(self, state: State, snapshot: Snapshot) -> None:
@@ -237,7 +238,7 @@ class CpuBackend(Backend):
         if listener is not None:
             want = replace(want, features=listener.features)
         for _ in range(count):
-            output = self.prefill(state, [token], want)
+            output = self.advance([(state, token)], want)
             if listener is not None:
                 listener.heard(state.length - 1, output)
             token = next_token(output, 0, sampling, text, state.length)
@@ -364,30 +365,18 @@ class CpuBackend(Backend):
     @staticmethod
     def _native_want(want: Want, output: Output, token_rows: Sequence[int], tokens: slice, rows: slice) -> _cpu.Want:
         """One call's share of `output`: `tokens` are those of the call's `token_rows`, features are of all its rows."""
-
-        def part(whole: np.ndarray | Rows | None, piece: slice) -> Any:
-            array = whole.numpy() if isinstance(whole, Rows) else whole
-            return None if array is None else array[piece]
-
-        return _cpu.Want(
-            tokens=_TOKENS[want.tokens],
-            top=want.top,
-            rows=list(token_rows),
-            features=list(want.features),
-            argmax=part(output.argmax, tokens),
-            top_ids=part(output.top_ids, tokens),
-            top_logits=part(output.top_logits, tokens),
-            logsumexp=part(output.logsumexp, tokens),
-            logits=part(output.logits, tokens),
-            features_out=part(output.features, rows),
-            hidden=part(output.hidden, rows),
-        )
+        share = {
+            name: (value.numpy() if isinstance(value, Rows) else value)[rows if name in _WIDE else tokens]
+            for name, value in vars(output).items()
+            if value is not None
+        }
+        layers = list(want.features)
+        return _cpu.Want(tokens=_TOKENS[want.tokens], top=want.top, rows=list(token_rows), layers=layers, **share)
 
 
 def _own(output: Output, rows: slice, tokens: slice) -> Output:
     """One sequence's part of an output of several."""
-    wide = ("features", "hidden")
-    return Output(**{n: v[rows if n in wide else tokens] for n, v in vars(output).items() if v is not None})
+    return Output(**{n: v[rows if n in _WIDE else tokens] for n, v in vars(output).items() if v is not None})
 
 
 def _allowed_features(asked: Sequence[str] | None) -> list[str]:

@@ -83,13 +83,11 @@ class CpuDraft(BlockDraft):
             tokens=_TOKENS[want.tokens],
             top=want.top,
             rows=[],
-            features=[],
+            layers=[],
             argmax=output.argmax,
             top_ids=output.top_ids,
             top_logits=output.top_logits,
             logsumexp=output.logsumexp,
-            logits=None,
-            features_out=None,
             hidden=hidden,
         )
         features, at = memory.waiting or (None, 0)

@@ -100,17 +100,17 @@ NB_MODULE(_cpu, m) {
 
     nb::class_<Want>(m, "Want")
         .def("__init__",
-             [](Want* self, int tokens, int top, std::vector<int> rows, std::vector<int> features, Maybe<int32_t> argmax,
+             [](Want* self, int tokens, int top, std::vector<int> rows, std::vector<int> layers, Maybe<int32_t> argmax,
                 Maybe<int32_t> top_ids, Maybe<float> top_logits, Maybe<float> logsumexp, Maybe<float> logits,
-                Maybe<float> features_out, Maybe<float> hidden) {
-                 new (self) Want{static_cast<Tokens>(tokens), top, std::move(rows), std::move(features), pointer(argmax),
+                Maybe<float> features, Maybe<float> hidden) {
+                 new (self) Want{static_cast<Tokens>(tokens), top, std::move(rows), std::move(layers), pointer(argmax),
                                  pointer(top_ids), pointer(top_logits), pointer(logsumexp), pointer(logits),
-                                 pointer(features_out), pointer(hidden)};
+                                 pointer(features), pointer(hidden)};
              },
-             nb::kw_only(), nb::arg("tokens"), nb::arg("top"), nb::arg("rows"), nb::arg("features"),
-             nb::arg("argmax").none(), nb::arg("top_ids").none(), nb::arg("top_logits").none(),
-             nb::arg("logsumexp").none(), nb::arg("logits").none(), nb::arg("features_out").none(),
-             nb::arg("hidden").none());
+             nb::kw_only(), nb::arg("tokens"), nb::arg("top"), nb::arg("rows"), nb::arg("layers"),
+             nb::arg("argmax") = nb::none(), nb::arg("top_ids") = nb::none(), nb::arg("top_logits") = nb::none(),
+             nb::arg("logsumexp") = nb::none(), nb::arg("logits") = nb::none(), nb::arg("features") = nb::none(),
+             nb::arg("hidden") = nb::none());
 
     nb::class_<Engine>(m, "Engine")
         .def("__init__",
@@ -187,6 +187,12 @@ NB_MODULE(_cpu, m) {
                  const std::lock_guard<std::mutex> lock(self.model.busy);
                  Pass::commit(self.model, *self.work, state, nodes, n);
              })
+        .def("save",
+             [](Engine& self, State& state, Array<uint8_t> to) {
+                 nb::gil_scoped_release release;
+                 const std::lock_guard<std::mutex> lock(self.model.busy);
+                 state.save(self.model.pool, to.data());
+             })
         .def("mtp",
              [](Engine& self, State& state, Array<const int32_t> tokens, Array<const float> hidden, int position, const Want& want) {
                  const int n = static_cast<int>(tokens.size());
@@ -251,10 +257,6 @@ NB_MODULE(_cpu, m) {
         .def_ro("length", &State::length)
         .def_ro("context", &State::context)
         .def("snapshot_bytes", &State::snapshot_bytes)
-        .def("save", [](State& self, Array<uint8_t> to) {
-            nb::gil_scoped_release release;
-            self.save(to.data());
-        })
         .def("load", [](State& self, Array<const uint8_t> from, int length) {
             nb::gil_scoped_release release;
             self.load(from.data(), length);

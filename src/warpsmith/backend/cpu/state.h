@@ -51,8 +51,8 @@ struct State {
     float* delta(int layer) const { return delta_.floats() + static_cast<size_t>(slot_[layer]) * delta_floats(); }
 
     // Updates of a layer's head: decay, 15 floats of nothing, k, write.
-    float* next_update(int layer, int head) const { return update(1 - current_, layer, head); }  // of the last pass
-    float* owed_update(int layer, int head) const { return update(current_, layer, head); }      // where `owes`
+    float* next_update(int layer, int head) const { return update(1 - current_, slot_[layer], head); }  // of the last pass
+    float* owed_update(int layer, int head) const { return update(current_, slot_[layer], head); }      // where `owes`
     bool owes = false;  // updates of all layers and heads to `delta`
     void owe_next() { current_ = 1 - current_, owes = true; }
 
@@ -68,7 +68,7 @@ struct State {
 
     // A snapshot is every committed byte in one buffer: all keys, all values, then convolution inputs, then states.
     size_t snapshot_bytes() const;
-    void save(uint8_t* to);
+    void save(Pool& pool, uint8_t* to);
     void load(const uint8_t* from, int length);
 
     size_t conv_floats() const { return static_cast<size_t>(config.conv_kernel - 1) * config.channels(); }
@@ -76,8 +76,8 @@ struct State {
 
 private:
     size_t update_floats() const { return 16 + config.key_head_dim + config.value_head_dim; }
-    float* update(int which, int layer, int head) const {
-        return updates_[which].floats() + (static_cast<size_t>(slot_[layer]) * config.value_heads + head) * update_floats();
+    float* update(int which, int slot, int head) const {
+        return updates_[which].floats() + (static_cast<size_t>(slot) * config.value_heads + head) * update_floats();
     }
     uint8_t* kv_row(int layer, int which, int head, int position) const {
         const size_t plane = static_cast<size_t>(slot_[layer]) * config.kv_heads + head;
