@@ -34,6 +34,7 @@ from warpsmith.errors import WarpsmithError
 from warpsmith.llm import LLM
 
 PACE = 0.02  # seconds at least from one time that readers are woken to the next: faster than a screen shows it
+EACH = 0.005  # seconds at least for each of them: what a thousand events a second cost, the model would not have
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,8 @@ class Listener(Protocol):
 class Post:
     """From the worker's thread to the event loop: what all jobs are told, together.
 
-    Between two rounds lies `PACE` at least, unless something is urgent: at a thousand tokens a second a reader who was
-    woken for each of them would take the model's processors away.
+    Between two rounds lie `PACE` and `EACH` for every reader of the first at least, unless something is urgent: at a
+    thousand tokens a second a reader who was woken for each of them would take the model's processors away.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -135,7 +136,9 @@ class Post:
 
     def tell(self, job: Job, urgent: bool) -> None:
         """Wake the job's reader soon. From any thread."""
-        self._told.append(job)
+        if not job.told:
+            job.told = True
+            self._told.append(job)
         if self._hurry or (self._due and not urgent):
             return
         self._due = self._hurry = True
@@ -146,11 +149,14 @@ class Post:
 
     def _round(self) -> None:
         self._hurry = False  # first: what is told from here on may need another round
+        readers = 0
         while self._told:
-            self._told.popleft().news.set()
+            job, readers = self._told.popleft(), readers + 1
+            job.told = False  # first, likewise
+            job.news.set()
         if self._next is not None:
             self._next.cancel()
-        self._next = self.loop.call_later(PACE, self._rest)
+        self._next = self.loop.call_later(max(PACE, EACH * readers), self._rest)
 
     def _rest(self) -> None:
         self._due = False  # first, likewise
@@ -172,6 +178,7 @@ class Job:
         self.news, self._post = news, post
         self._events: deque[Event | BaseException] = deque()
         self.cancelled = False  # nobody waits for it any more
+        self.told = False  # its reader is about to be woken
 
     def cancel(self) -> None:
         self.cancelled = True
