@@ -109,6 +109,8 @@ def test_prompts_together_are_the_prompts_one_by_one(name: str, sizes: list[tupl
     outputs = on.prefill_together(list(zip(together, prompts, strict=True)), EVERYTHING)
     for output, state, prompt in zip(outputs, alone, prompts, strict=True):
         check_same(output, on.prefill(state, prompt, EVERYTHING))
+        assert output.features is not None
+        assert output.features.numpy().base is None, "who keeps a part does not keep the whole"
     roots = [Tree.root(prompt[0]) for prompt in prompts]
     check_same(  # what the states hold, before anything is settled
         on.forward(list(zip(together, roots, strict=True)), EVERYTHING),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import accumulate
 from statistics import median
 from time import perf_counter
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -375,8 +375,13 @@ class CpuBackend(Backend):
 
 
 def _own(output: Output, rows: slice, tokens: slice) -> Output:
-    """One sequence's part of an output of several."""
-    return Output(**{n: v[rows if n in _WIDE else tokens] for n, v in vars(output).items() if v is not None})
+    """One sequence's part of an output of several, copied: who keeps it does not keep what the others' take."""
+    own: dict[str, Any] = {}
+    for name, value in vars(output).items():
+        if value is not None:
+            part = value[rows if name in _WIDE else tokens]
+            own[name] = HostRows(part.numpy().copy()) if isinstance(part, Rows) else part
+    return Output(**own)
 
 
 def _allowed_features(asked: Sequence[str] | None) -> list[str]:
