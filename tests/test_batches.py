@@ -96,6 +96,38 @@ def test_a_token_more_for_each_is_a_forward_and_a_commit_of_each(lengths: list[i
             on.commit(states[0], tree.path(5))
 
 
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@settings(max_examples=12, deadline=None)
+@given(batches(), st.integers(0, 1 << 20))
+def test_prompts_together_are_the_prompts_one_by_one(name: str, sizes: list[tuple[int, int]], seed: int) -> None:
+    on, rng = backend_of(name), np.random.default_rng(seed)
+    assert on.prefills_together == (name == "cpu")
+    prompts = [rng.integers(0, VOCAB, count).tolist() for _, count in sizes]
+    together, alone = ([started(on, length, i) for i, (length, _) in enumerate(sizes)] for _ in range(2))
+    for state in together[::2]:
+        on.snapshot(state)  # which owes nothing from then on
+    outputs = on.prefill_together(list(zip(together, prompts, strict=True)), EVERYTHING)
+    for output, state, prompt in zip(outputs, alone, prompts, strict=True):
+        check_same(output, on.prefill(state, prompt, EVERYTHING))
+        assert output.features is not None
+        assert output.features.numpy().base is None, "who keeps a part does not keep the whole"
+    roots = [Tree.root(prompt[0]) for prompt in prompts]
+    check_same(  # what the states hold, before anything is settled
+        on.forward(list(zip(together, roots, strict=True)), EVERYTHING),
+        on.forward(list(zip(alone, roots, strict=True)), EVERYTHING),
+    )
+    assert all(states_equal(a, b) for a, b in zip(together, alone, strict=True))
+
+
+def test_what_cannot_be_prefilled_together_is_refused() -> None:
+    on = backend_of("cpu")
+    a, b = started(on, 3, 0), started(on, 3, 0)
+    for batch in ([(a, [1]), (a, [2])], [(a, [1]), (b, [])], [(a, [1] * 60), (b, [2] * 5)], [(a, [1]), (b, [VOCAB])]):
+        with pytest.raises(BadRequest):
+            on.prefill_together(batch)
+    assert (a.length, b.length) == (3, 3)
+
+
 def test_so_it_is_beside_a_sequence_whose_keys_are_many() -> None:
     """More than one segment of them: few sequences split their segments among the threads, many do not."""
     for others in (0, 1, 7):

@@ -84,7 +84,7 @@ def test_threads_of_a_core_count_once(tmp_path: Path, processors: Iterable[int],
     assert physical_cores(processors, tmp_path) == cores
 
 
-@pytest.mark.parametrize("call", ["chain", "trees"])
+@pytest.mark.parametrize("call", ["chains", "trees"])
 def test_others_run_while_the_engine_computes(call: str) -> None:
     """A call lets go of the interpreter's lock: where nobody is asked to hand it over, others go on counting."""
     config = small_config(2)
@@ -95,11 +95,14 @@ def test_others_run_while_the_engine_computes(call: str) -> None:
     def compute() -> None:
         nonlocal during
         nodes = slice(0, len(tree))
-        want = cpu._native_want(ARGMAX, cpu._output(ARGMAX, len(tree), len(tree)), 0, nodes, nodes)
+        want = cpu._native_want(ARGMAX, cpu._output(ARGMAX, len(tree), len(tree)), range(len(tree)), nodes, nodes)
         for _ in range(50):
             state = cpu.new_state(64).native
             trees = ([state], [len(tree)], tree.tokens, tree.parents, want)
-            run, arguments = getattr(cpu._engine, call), trees if call == "trees" else (state, tree.tokens, want)
+            run, arguments = (
+                getattr(cpu._engine, call),
+                trees if call == "trees" else ([state], [len(tree)], tree.tokens, want),
+            )
             before = counted
             run(*arguments)
             during += counted - before

@@ -184,9 +184,9 @@ def test_everybody_who_runs_gets_a_token_a_step(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("warpsmith.engine.scheduler.LONGEST_PIECE", 64)
     scheduler = Scheduler(backend_of("cpu"), 256, parallel=4)
     made = [generation(scheduler, 60, seed) for seed in range(4)]
-    for _ in range(4):
+    for _ in range(5):
         scheduler.step()
-    assert decided(made) == [4, 3, 2, 1], "one prompt a step, and a token for those before it"
+    assert decided(made) == [4, 3, 2, 1], "64 tokens of prompts a step, and a token for those who are past theirs"
     scheduler.step()
     assert decided(made) == [5, 4, 3, 2]
 

@@ -198,6 +198,7 @@ class Backend(ABC):
     # splitting a prompt at multiples of this changes no bit; 1: generated tokens leave the bits of prefilled ones, too
     prefill_multiple: int = PREFILL_CHUNK
     advances: bool = False  # whether `advance` is faster than its parts
+    prefills_together: bool = False  # whether `prefill_together` is
     largest_tree: int = MAX_NODES  # nodes that a `forward` takes on this device, of all sequences together
 
     @property
@@ -224,6 +225,11 @@ class Backend(ABC):
     @abstractmethod
     def prefill(self, state: State, ids: Sequence[int], want: Want = ARGMAX) -> Output:
         """Run and commit a chain of any length; built for throughput."""
+
+    def prefill_together(self, batch: Sequence[tuple[State, Sequence[int]]], want: Want = ARGMAX) -> list[Output]:
+        """The `prefill` of some different states, up to `largest_tree` tokens in all, to the bit. Where the backend
+        `prefills_together` it is one call. Of each chain the tokens of the last row are told."""
+        return [self.prefill(state, ids, want) for state, ids in batch]
 
     @abstractmethod
     def forward(self, batch: Batch, want: Want = ARGMAX) -> Output:
@@ -382,20 +388,23 @@ def check_batch(backend: Backend, batch: Batch) -> None:
     _check_pass(backend, [(state, tree.tokens.tolist(), tree.height) for state, tree in batch])
 
 
-def check_roots(backend: Backend, batch: Sequence[tuple[State, int]]) -> None:
-    """The same for `advance`."""
-    _check_pass(backend, [(state, [token], 1) for state, token in batch])
+def check_chains(backend: Backend, batch: Sequence[tuple[State, Sequence[int]]]) -> None:
+    """The same for `prefill_together` and `advance`."""
+    if not all(len(ids) for _, ids in batch):
+        raise BadRequest("There is nothing to prefill.", "Pass at least one token.")
+    _check_pass(backend, [(state, ids, len(ids)) for state, ids in batch])
 
 
-def _check_pass(backend: Backend, parts: Sequence[tuple[State, list[int], int]]) -> None:
+def _check_pass(backend: Backend, parts: Sequence[tuple[State, Sequence[int], int]]) -> None:
     """States, the tokens to be run on each, and how many of them follow one another at most."""
-    nodes = sum(len(tokens) for _, tokens, _ in parts)
+    ids = [token for _, tokens, _ in parts for token in tokens]
+    nodes = len(ids)
     if not 1 <= nodes <= backend.largest_tree:
         raise BadRequest(f"A forward pass takes 1 to {backend.largest_tree} nodes on this device, not {nodes}.")
     if len({id(state) for state, _, _ in parts}) < len(parts):
         raise BadRequest("A forward pass takes one tree of a sequence.", "Run the other in the next pass.")
-    for state, tokens, height in parts:
-        check_ids(backend.config, tokens)
+    check_ids(backend.config, ids)
+    for state, _, height in parts:
         check_room(state, height)
     for state, _, _ in parts:
         state.drafted = None

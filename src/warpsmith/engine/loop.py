@@ -124,8 +124,10 @@ class Generation:
         self._resting = 0  # tokens until the proposer is asked again
         # of the step under way
         self.tree: Tree | GrowingTree
-        self.asks = False  # whether the proposer was asked
-        self._step: Step
+        self.asks = False  # whether the proposer is asked
+        self.drafted = 0  # tokens besides the root
+        self._decided = 0
+        self._step: Step | None = None  # for who wants to see it
         self._draft_seconds = self._verify_seconds = self._commit_seconds = 0.0
         self.unseen_seconds = 0.0  # of the forward pass, where the host did not start it
         host = constraint is not None or on_logits is not None  # somebody here looks at every row
@@ -169,35 +171,38 @@ class Generation:
 
     # -- the prompt ---------------------------------------------------------------------------------------------------
 
-    def prefill(self, piece: int) -> int:
-        """Run the next piece of the prompt, of so many tokens at most, and say how many it had; with the last one the
-        first token is decided. The first piece begins with what is known of the prompt already."""
-        began, state = perf_counter(), self.state
-        assert state is not None
+    def piece(self, most: int) -> list[int]:
+        """The tokens of the prompt that are next, so many at most, and no more than up to where it is to be saved. The
+        first piece begins after what is known of the prompt already."""
+        assert self.state is not None
         if self._sequence is None:
-            self._sequence, self._save_at = self.scheduler.prefixes.begin(self.prompt, state, self.kept)
-            self.stats.cached_tokens = state.length
-        start, multiple = state.length, self.backend.prefill_multiple
+            began = perf_counter()
+            self._sequence, self._save_at = self.scheduler.prefixes.begin(self.prompt, self.state, self.kept)
+            self.stats.cached_tokens = self.state.length
+            self.stats.prefill_seconds += perf_counter() - began
+        start, multiple = self.state.length, self.backend.prefill_multiple
         if self.on_prefill is not None:
             self.on_prefill(start)
-        end = min(start + max(multiple, piece - piece % multiple), len(self.prompt))
-        for cut in sorted({*(place for place in self._save_at if start < place < end), end}):
-            self._run_to(cut)
-            if cut in self._save_at:
-                self.scheduler.prefixes.save(self.sequence)
-        self.stats.prefill_seconds += perf_counter() - began
-        return end - start
+        end = start + max(multiple, most - most % multiple)
+        return self.prompt[start : min(end, *(place for place in self._save_at if place > start), len(self.prompt))]
 
-    def _run_to(self, cut: int) -> None:
-        state = self.sequence.state
-        start, last = state.length, cut == len(self.prompt)
-        output = self.backend.prefill(state, self.prompt[start:cut], self.want(self.tokens if last else "none"))
-        run = self._cut([self._choose(output, -1)]) if last else []
+    def ends_with(self, piece: list[int]) -> bool:
+        """Whether it is the last one: with it the first token is decided."""
+        return self.sequence.state.length + len(piece) == len(self.prompt)
+
+    def prefill(self, piece: list[int], output: Output, seconds: float) -> None:
+        """The piece was run and committed, in so many seconds."""
+        began, state = perf_counter(), self.sequence.state
+        start = state.length - len(piece)
+        run = self._cut([self._choose(output, -1)]) if state.length == len(self.prompt) else []
         self._show(output, [-1], run)
         self._observe(start, output, slice(None))
         if self.proposer is not None:
             self.proposer.catch_up(self.sequence.draft, state)
         self._decide(run)
+        if state.length in self._save_at:
+            self.scheduler.prefixes.save(self.sequence)
+        self.stats.prefill_seconds += seconds + perf_counter() - began
 
     @property
     def prefilled(self) -> bool:
@@ -209,12 +214,19 @@ class Generation:
         """These tokens, and what the proposer observes."""
         return replace(Want() if self.proposer is None else self.proposer.wants, tokens=tokens)
 
+    def join(self) -> None:
+        """Take part in a pass with others: no more decoding by itself, and the proposer may rest."""
+        self.settle()
+        self.asks = self.proposer is not None and not self._rest()
+
+    def stay_alone(self) -> None:
+        self.asks = self.proposer is not None
+
     def propose(self, nodes: int, others: Others) -> int:
         """The root and what may follow it, of so many nodes at most; returns how many there may be."""
         began, proposer, sequence = perf_counter(), self.proposer, self.sequence
         depth, tree = self.limit - self.stats.generated_tokens - 1, None
         unseen = self.unseen and not others.sequences
-        self.asks = proposer is not None and not (others.sequences and self._rest())
         if proposer is not None and self.asks and depth > 0:
             tree = proposer.propose(
                 sequence.draft, Context(sequence.ids, sequence.state, depth, None, nodes, others, unseen)
@@ -261,19 +273,26 @@ class Generation:
         self._decide(run)
         self.backend.commit(state, path)
         self._observe(start, output if self.asks else Output(), path)
-        self._step = Step(tree, path, run)
+        self._took(tree, path, run)
         self._verify_seconds, self._commit_seconds = walked - began, perf_counter() - walked
 
     def accept_root(self, output: Output, row: int) -> None:
         """`accept` for a root alone that is committed: the next token is chosen from this row."""
-        began = perf_counter()
+        began, root = perf_counter(), self.sequence.ids[-1]
         run = self._cut([self._choose(output, row)])
         self._show(output, [row], run)
         self._decide(run)
-        rows = output[row : row + 1] if self.asks else Output()
-        self._observe(self.sequence.state.length - 1, rows, slice(None))
-        self._step = Step(self.seen, [0], run)
+        if self.proposer is not None:
+            rows = output[row : row + 1] if self.asks else Output()
+            self._observe(self.sequence.state.length - 1, rows, slice(None))
+        self._took(root, [0], run)
         self._verify_seconds, self._commit_seconds = perf_counter() - began, 0.0
+
+    def _took(self, tree: Tree | int, path: list[int], run: list[int]) -> None:
+        """What the step under way has come to; a root alone may be told by its token."""
+        self.drafted, self._decided = 0 if isinstance(tree, int) else len(tree) - 1, len(run)
+        if self.on_step is not None:
+            self._step = Step(Tree.root(tree) if isinstance(tree, int) else tree, path, run)
 
     @property
     def seen(self) -> Tree:
@@ -286,20 +305,25 @@ class Generation:
         """Of the step under way: what it took besides the forward pass."""
         return self._draft_seconds + self._verify_seconds + self._commit_seconds
 
-    def stepped(self, seconds: float, forward: float, elsewhere: float, others: Others) -> None:
-        """Count a step of so many seconds, of them those of the forward pass, and those that other sequences took."""
-        step, stats = self._step, self.stats
-        stats.count_step(drafted=len(step.tree) - 1, decided=len(step.decided))
+    def stepped(self, seconds: float, forward: float, elsewhere: float, sequences: int, nodes: int) -> None:
+        """Count a step of so many seconds, of them those of the forward pass, and those that other sequences took; and
+        how many sequences and nodes were in the pass."""
+        stats = self.stats
+        stats.count_step(self.drafted, self._decided)
         stats.draft_seconds += self._draft_seconds
         stats.verify_seconds += forward + self._verify_seconds
         stats.forward_seconds += forward
         stats.commit_seconds += self._commit_seconds
         stats.decode_seconds += seconds
         if self.proposer is not None:
-            told = forward + self._commit_seconds if self.asks else None
-            self.proposer.spent(self.sequence.draft, len(step.decided), seconds - elsewhere, told, others)
+            told, others = (
+                forward + self._commit_seconds if self.asks else None,
+                Others(sequences - 1, nodes - 1 - self.drafted),
+            )
+            self.proposer.spent(self.sequence.draft, self._decided, seconds - elsewhere, told, others)
         if self.on_step is not None:
-            self.on_step(step)
+            assert self._step is not None
+            self.on_step(self._step)
 
     # -- alone: the backend may decode by itself ----------------------------------------------------------------------
 
@@ -319,6 +343,7 @@ class Generation:
         run = self._cut([next(burst.tokens)])
         self._decide(run)
         self.stats.count_step(drafted=0, decided=1)
+        self.drafted = 0
         burst.left, burst.taken = burst.left - 1, burst.taken + 1
         took = perf_counter() - began
         burst.seconds += took
@@ -334,7 +359,7 @@ class Generation:
         run = self._cut([next(self._burst.tokens)])
         self._decide(run)
         self.settle()
-        self._step = Step(self.seen, [0], run)
+        self._took(self.seen, [0], run)
         self._verify_seconds = self._commit_seconds = 0.0
 
     def settle(self) -> None:

@@ -2,8 +2,8 @@
 
 Requests are admitted in the order in which they come, as many as there are states. A state has room for a whole context
 from the start, so nobody who was admitted is ever turned out again. Each step runs one piece of a prompt, or several
-short prompts, and then one forward pass for everybody who is past theirs. Prompts take turns. So an answer waits about
-as long as one piece takes, and no prompt waits for another's end.
+short prompts, together where the backend can, and then one forward pass for everybody who is past theirs. Prompts take
+turns. So an answer waits about as long as one piece takes, and no prompt waits for another's end.
 
 The text of a request does not depend on who runs beside it: prompts may be cut where the pieces are cut
 (`Backend.prefill_multiple`), a forward pass gives every sequence its own bits, and drafts never change a text.
@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from time import perf_counter
 
-from warpsmith.backend.base import ARGMAX, LOGITS, Backend, GrowingTree, Want
+from warpsmith.backend.base import ARGMAX, LOGITS, Backend, GrowingTree, Output, Want
 from warpsmith.draft.base import Others, Proposer
 from warpsmith.engine.capacity import plan
 from warpsmith.engine.loop import Generation
@@ -83,44 +83,75 @@ class Scheduler:
             running = self._each(running, Generation.settle)
             began, tokens = perf_counter(), 0
             while self.prefilling and tokens < self._piece // 2:
-                tokens += self._prefill(self.prefilling[0])
+                tokens += self._prefill()
             for generation in running:
                 generation.stats.decode_seconds += perf_counter() - began  # it had to wait
         if running:
             self._decode(running)
 
-    def _prefill(self, generation: Generation) -> int:
-        """A piece of the prompt whose turn it is; returns how many tokens it had."""
-        began = perf_counter()
-        try:
-            tokens = generation.prefill(self._piece)
-        except BaseException as error:
-            self._fail([generation], error)
+    def _prefill(self) -> int:
+        """A piece of the prompt whose turn it is, and of the next ones what goes into the same pass; returns how many
+        tokens there were."""
+        began, whole, pieces = perf_counter(), self._piece, dict[Generation, list[int]]()
+        most, tokens = whole, 0
+
+        def cut(generation: Generation) -> None:
+            pieces[generation] = generation.piece(most)
+
+        for generation in list(self.prefilling):
+            self._each([generation], cut)
+            tokens = sum(map(len, pieces.values()))
+            most = self.backend.largest_tree - tokens if self.backend.prefills_together else 0
+            if most <= 0:
+                break
+        if not pieces:
             return 0
+        try:
+            outputs = dict(zip(pieces, self._run(pieces), strict=True))
+        except BaseException as error:
+            self._fail(list(pieces), error)
+            return 0
+        seconds = perf_counter() - began
         if tokens >= SHORTEST_PIECE // 4:  # of a shorter one little can be told
-            fast = int(tokens / (perf_counter() - began) * PIECE_SECONDS)
-            self._piece = max(SHORTEST_PIECE, min(fast, LONGEST_PIECE))
-        self.prefilling.popleft()
-        (self.running if generation.prefilled else self.prefilling).append(generation)
-        self._leave_if_done([generation])
+            self._piece = max(SHORTEST_PIECE, min(int(tokens / seconds * PIECE_SECONDS), LONGEST_PIECE))
+        turns = self._each(list(pieces), lambda each: each.prefill(pieces[each], outputs[each], seconds))
+        for generation in turns:
+            if generation.prefilled or len(pieces[generation]) >= whole:  # the others keep their places
+                self.prefilling.remove(generation)
+                (self.running if generation.prefilled else self.prefilling).append(generation)
+        self._leave_if_done(turns)
         return tokens
+
+    def _run(self, pieces: dict[Generation, list[int]]) -> list[Output]:
+        """One pass for these pieces of prompts."""
+        batch = [(each.sequence.state, piece) for each, piece in pieces.items()]
+        tokens = {each.tokens for each, piece in pieces.items() if each.ends_with(piece)}
+        want = next(iter(pieces)).want("logits" if "logits" in tokens else "argmax" if tokens else "none")
+        return self.backend.prefill_together(batch, want) if len(batch) > 1 else [self.backend.prefill(*batch[0], want)]
 
     def _decode(self, running: list[Generation]) -> None:
         """Decide what comes next for each: one token, and one more for each that its draft guessed right.
 
         Sequences share the nodes of a pass evenly; how many of its share one uses is for its draft's budget to say."""
         if len(running) > 1:
-            running = self._each(running, Generation.settle)
+            running = self._each(running, Generation.join)
         elif running[0].may_decode():
             return self._leave_if_done(self._each(running, Generation.decode))
-        began, share, nodes = perf_counter(), self.backend.largest_tree // len(running), len(running)
+        else:
+            running[0].stay_alone()
+        began = perf_counter()
+        if len(running) > 1 and self.backend.advances and not any(each.asks for each in running):
+            accept = self._advance(running)
+            forward = perf_counter() - began
+            return self._stepped(self._each(running, accept), began, forward)
+        share, nodes = self.backend.largest_tree // max(1, len(running)), len(running)
 
         def propose(generation: Generation) -> None:
             nonlocal nodes  # of all trees, those to come with one each
             nodes += generation.propose(share, Others(len(running) - 1, nodes - 1)) - 1
 
         turns = self._each(running, propose)
-        drafted = perf_counter()
+        drafted, forward = perf_counter(), 0.0
         if turns and isinstance(turns[0].tree, GrowingTree):  # which is alone
             turns = self._each(turns, Generation.accept)
             forward = turns[0].unseen_seconds if turns else 0.0
@@ -131,25 +162,36 @@ class Scheduler:
             accept = self._forward(turns)
             forward = perf_counter() - drafted
             turns = self._each(turns, accept)
-        seconds, own = perf_counter() - began, sum(generation.own_seconds for generation in turns)
-        nodes = sum(len(each.seen) for each in turns)
+        self._stepped(turns, began, forward)
+
+    def _stepped(self, turns: list[Generation], began: float, forward: float) -> None:
+        """Count the step for each."""
+        seconds, own = perf_counter() - began, sum(each.own_seconds for each in turns)
+        nodes = sum(1 + each.drafted for each in turns)
         for each in turns:
-            others = Others(len(turns) - 1, nodes - len(each.seen))
-            each.stepped(seconds, forward, own - each.own_seconds, others)
+            each.stepped(seconds, forward, own - each.own_seconds, len(turns), nodes)
         self._leave_if_done(turns)
 
     def _forward(self, turns: list[Generation]) -> Callable[[Generation], None]:
         """The pass for all of them; returns what each has to do next."""
-        want = self._want(turns)
+        if self.backend.advances and all(len(each.seen) == 1 for each in turns):
+            return self._advance(turns)
         try:
-            if self.backend.advances and all(len(each.seen) == 1 for each in turns):
-                output = self.backend.advance([(each.sequence.state, each.sequence.ids[-1]) for each in turns], want)
-                rows = {each: row for row, each in enumerate(turns)}
-                return lambda each: each.accept_root(output, rows[each])
-            self.backend.forward([(each.sequence.state, each.seen) for each in turns], want)
+            self.backend.forward([(each.sequence.state, each.seen) for each in turns], self._want(turns))
         except BaseException as error:
             self._fail(turns, error)
         return Generation.accept
+
+    def _advance(self, turns: list[Generation]) -> Callable[[Generation], None]:
+        """The same where nothing is guessed: a token more for each."""
+        output = Output()
+        try:
+            batch = [(each.sequence.state, each.sequence.ids[-1]) for each in turns]
+            output = self.backend.advance(batch, self._want(turns))
+        except BaseException as error:
+            self._fail(turns, error)
+        rows = {each: row for row, each in enumerate(turns)}
+        return lambda each: each.accept_root(output, rows[each])
 
     def _want(self, turns: list[Generation]) -> Want:
         """What all of them need of a forward pass."""

@@ -27,13 +27,14 @@ from typing import Protocol
 import numpy as np
 
 from warpsmith.backend.sampling import Sampling
-from warpsmith.engine.loop import Constraint, FinishReason, Generation, Step
+from warpsmith.engine.loop import Constraint, FinishReason, Generation
 from warpsmith.engine.stats import Stats
 from warpsmith.engine.text import Text
 from warpsmith.errors import WarpsmithError
 from warpsmith.llm import LLM
 
 PACE = 0.02  # seconds at least from one time that readers are woken to the next: faster than a screen shows it
+EACH = 0.005  # seconds at least for each of them: what a thousand events a second cost, the model would not have
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,8 @@ class Listener(Protocol):
 class Post:
     """From the worker's thread to the event loop: what all jobs are told, together.
 
-    Between two rounds lies `PACE` at least, unless something is urgent: at a thousand tokens a second a reader who was
-    woken for each of them would take the model's processors away.
+    Between two rounds lie `PACE` and `EACH` for every reader of the first at least, unless something is urgent: at a
+    thousand tokens a second a reader who was woken for each of them would take the model's processors away.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -135,7 +136,9 @@ class Post:
 
     def tell(self, job: Job, urgent: bool) -> None:
         """Wake the job's reader soon. From any thread."""
-        self._told.append(job)
+        if not job.told:
+            job.told = True
+            self._told.append(job)
         if self._hurry or (self._due and not urgent):
             return
         self._due = self._hurry = True
@@ -146,11 +149,14 @@ class Post:
 
     def _round(self) -> None:
         self._hurry = False  # first: what is told from here on may need another round
+        readers = 0
         while self._told:
-            self._told.popleft().news.set()
+            job, readers = self._told.popleft(), readers + 1
+            job.told = False  # first, likewise
+            job.news.set()
         if self._next is not None:
             self._next.cancel()
-        self._next = self.loop.call_later(PACE, self._rest)
+        self._next = self.loop.call_later(max(PACE, EACH * readers), self._rest)
 
     def _rest(self) -> None:
         self._due = False  # first, likewise
@@ -172,6 +178,7 @@ class Job:
         self.news, self._post = news, post
         self._events: deque[Event | BaseException] = deque()
         self.cancelled = False  # nobody waits for it any more
+        self.told = False  # its reader is about to be woken
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -357,7 +364,7 @@ class _Answer:
     def __init__(self, llm: LLM, job: Job) -> None:
         request, tokenizer = job.request, llm.tokenizer
         self.job, self._text = job, Text(tokenizer, request.stop)
-        self._logprobs, self._drafted = _Logprobs(request.top_logprobs), 0
+        self._logprobs = _Logprobs(request.top_logprobs)
         self.generation = Generation(
             llm.scheduler,
             request.prompt,
@@ -365,7 +372,6 @@ class _Answer:
             max_tokens=request.max_tokens,
             stop_ids=frozenset() if request.ignore_eos else tokenizer.eos_ids,
             until=self._text.push,
-            on_step=self._count_drafted,
             kept=request.kept,
             answer_kept=request.answer_kept,
             constraint=request.constraint() if request.constraint else None,
@@ -374,9 +380,6 @@ class _Answer:
         )
         llm.scheduler.add(self.generation)
 
-    def _count_drafted(self, step: Step) -> None:
-        self._drafted = len(step.tree) - 1
-
     def advance(self) -> End | BaseException | None:
         """Tell of what the last step decided; returns how the answer ended, if it did."""
         generation, job = self.generation, self.job
@@ -384,9 +387,8 @@ class _Answer:
             tokens, first = generation.runs.popleft(), job.first_token is None
             if first:
                 job.first_token = perf_counter()
-            step = (self._drafted, len(tokens))
+            step = (generation.drafted, len(tokens))
             job.put(Run(self._text.take(), tokens, self._logprobs.take(), [step]), urgent=first)
-            self._drafted = 0
         if generation.error is not None:
             return generation.error
         if generation.finish_reason is None:

@@ -16,15 +16,15 @@ class Want:
         *,
         tokens: int,
         top: int,
-        first_row: int,
-        features: Sequence[int],
-        argmax: NDArray[np.int32] | None,
-        top_ids: NDArray[np.int32] | None,
-        top_logits: NDArray[np.float32] | None,
-        logsumexp: NDArray[np.float32] | None,
-        logits: NDArray[np.float32] | None,
-        features_out: NDArray[np.float32] | None,
-        hidden: NDArray[np.float32] | None,
+        rows: Sequence[int],
+        layers: Sequence[int],
+        argmax: NDArray[np.int32] | None = None,
+        top_ids: NDArray[np.int32] | None = None,
+        top_logits: NDArray[np.float32] | None = None,
+        logsumexp: NDArray[np.float32] | None = None,
+        logits: NDArray[np.float32] | None = None,
+        features: NDArray[np.float32] | None = None,
+        hidden: NDArray[np.float32] | None = None,
     ) -> None: ...
 
 class Engine:
@@ -39,8 +39,7 @@ class Engine:
     def finish(self) -> None: ...
     def unpack_row(self, row: int, out: NDArray[np.float32], /) -> None: ...
     def multiply(self, name: str, x: NDArray[np.float32], out: NDArray[np.float32], /) -> None: ...
-    def chain(self, state: State, tokens: NDArray[np.int32], want: Want, /) -> None: ...
-    def roots(self, states: list[State], tokens: NDArray[np.int32], want: Want, /) -> None: ...
+    def chains(self, states: list[State], lengths: list[int], tokens: NDArray[np.int32], want: Want, /) -> None: ...
     def trees(
         self,
         states: list[State],
@@ -51,6 +50,7 @@ class Engine:
         /,
     ) -> None: ...
     def commit(self, state: State, path: NDArray[np.int32], /) -> None: ...
+    def save(self, state: State, to: NDArray[np.uint8], /) -> None: ...
     def mtp(
         self, state: State, tokens: NDArray[np.int32], hidden: NDArray[np.float32], position: int, want: Want, /
     ) -> None: ...
@@ -62,7 +62,6 @@ class State:
     @property
     def context(self) -> int: ...
     def snapshot_bytes(self) -> int: ...
-    def save(self, to: NDArray[np.uint8], /) -> None: ...
     def load(self, data: NDArray[np.uint8], length: int, /) -> None: ...
 
 class Draft:

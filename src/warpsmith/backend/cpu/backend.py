@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import accumulate
 from statistics import median
 from time import perf_counter
 from typing import Any, Literal
@@ -24,8 +25,8 @@ from warpsmith.backend.base import (
     State,
     Want,
     check_batch,
+    check_chains,
     check_room,
-    check_roots,
     check_snapshot,
     check_tokens,
     keep_drafted,
@@ -50,6 +51,7 @@ CacheType = Literal["f16", "f32", "q8_0"]
 CACHE_BYTES: dict[CacheType, float] = {"f16": 2.0, "f32": 4.0, "q8_0": 34 / 32}  # of one number
 PORTABLE = "portable"  # kernels that need no feature
 _ROOT = np.zeros(1, dtype=np.int32)  # the path of plain decoding
+_WIDE = ("features", "hidden")  # of an output: a row for each token that was run
 _TOKENS = {"none": 0, "argmax": 1, "top": 2, "logits": 3}
 
 
@@ -75,6 +77,7 @@ class CpuBackend(Backend):
 
     name = "cpu"
     advances = True
+    prefills_together = True
     prefill_multiple = 1  # a chain's bits do not depend on where it is cut
 
     def __init__(
@@ -160,9 +163,9 @@ class CpuBackend(Backend):
         for start in range(0, len(tokens), PREFILL_CHUNK):
             piece = tokens[start : start + PREFILL_CHUNK]
             end = start + len(piece)
-            first_row, rows = self._token_rows(want, start, end, len(tokens))
-            native = self._native_want(want, output, first_row, rows, slice(start, end))
-            self._engine.chain(state.native, piece, native)
+            token_rows, rows = self._token_rows(want, start, end, len(tokens))
+            native = self._native_want(want, output, token_rows, rows, slice(start, end))
+            self._engine.chains([state.native], [len(piece)], piece, native)
         return output
 
     def forward(self, batch: Batch, want: Want = ARGMAX) -> Output:
@@ -175,16 +178,30 @@ class CpuBackend(Backend):
             sizes.append(len(tree))
         tokens, parents = (np.concatenate([getattr(t, name) for _, t in batch]) for name in ("tokens", "parents"))
         output, every = self._output(want, len(tokens), len(tokens)), slice(0, len(tokens))
-        self._engine.trees(states, sizes, tokens, parents, self._native_want(want, output, 0, every, every))
+        native = self._native_want(want, output, range(len(tokens)), every, every)
+        self._engine.trees(states, sizes, tokens, parents, native)
         return keep_drafted(batch, output)
 
     def advance(self, batch: Sequence[tuple[State, int]], want: Want = ARGMAX) -> Output:
-        check_roots(self, batch)
+        return self._chains([(state, [token]) for state, token in batch], want)
+
+    def prefill_together(self, batch: Sequence[tuple[State, Sequence[int]]], want: Want = ARGMAX) -> list[Output]:
+        output, ends = self._chains(batch, want), accumulate(len(ids) for _, ids in batch)
+        return [
+            _own(output, slice(end - len(ids), end), slice(i, i + 1))
+            for i, ((_, ids), end) in enumerate(zip(batch, ends, strict=True))
+        ]
+
+    def _chains(self, batch: Sequence[tuple[State, Sequence[int]]], want: Want) -> Output:
+        """Run and commit a chain on each state: rows of everything but tokens, which are those of each chain's end."""
+        check_chains(self, batch)
         self._check_want(want)
-        tokens, every = np.array([token for _, token in batch], dtype=np.int32), slice(0, len(batch))
-        output = self._output(want, len(batch), len(batch))
-        native = self._native_want(want, output, 0, every, every)
-        self._engine.roots([state.native for state, _ in batch], tokens, native)  # type: ignore[attr-defined]
+        lengths = [len(ids) for _, ids in batch]
+        tokens = np.array([token for _, ids in batch for token in ids], dtype=np.int32)
+        output, parts = self._output(want, len(tokens), len(batch)), slice(0, len(batch))
+        last = [end - 1 for end in accumulate(lengths)]
+        native = self._native_want(want, output, last, parts, slice(0, len(tokens)))
+        self._engine.chains([state.native for state, _ in batch], lengths, tokens, native)  # type: ignore[attr-defined]
         return output
 
     def commit(self, state: State, path: Sequence[int]) -> None:
@@ -195,7 +212,7 @@ class CpuBackend(Backend):
     def snapshot(self, state: State) -> Snapshot:
         assert isinstance(state, CpuState)
         data = np.empty(state.native.snapshot_bytes(), dtype=np.uint8)
-        state.native.save(data)
+        self._engine.save(state.native, data)
         return Snapshot(state.length, data.nbytes, data)
 
     def restore(self, state: State, snapshot: Snapshot) -> None:
@@ -221,7 +238,7 @@ class CpuBackend(Backend):
         if listener is not None:
             want = replace(want, features=listener.features)
         for _ in range(count):
-            output = self.prefill(state, [token], want)
+            output = self.advance([(state, token)], want)
             if listener is not None:
                 listener.heard(state.length - 1, output)
             token = next_token(output, 0, sampling, text, state.length)
@@ -270,8 +287,8 @@ class CpuBackend(Backend):
         output = self._output(want, len(ids), len(ids) if want.every_row else 1)
         for start in range(0, len(ids), MAX_NODES):
             rows = slice(start, min(start + MAX_NODES, len(ids)))
-            first, token_rows = self._token_rows(want, start, rows.stop, len(ids))
-            native = self._native_want(want, output, first, token_rows, rows)
+            token_rows, told = self._token_rows(want, start, rows.stop, len(ids))
+            native = self._native_want(want, output, token_rows, told, rows)
             self._engine.mtp(state.native, ids[rows], past[rows], position + start, native)
         return output
 
@@ -339,33 +356,32 @@ class CpuBackend(Backend):
         return output
 
     @staticmethod
-    def _token_rows(want: Want, start: int, end: int, length: int) -> tuple[int, slice]:
-        """Of a chain's piece: the first of its rows whose tokens are wanted, and where they go."""
+    def _token_rows(want: Want, start: int, end: int, length: int) -> tuple[Sequence[int], slice]:
+        """Of a chain's piece: the rows whose tokens are wanted, and where they go."""
         if want.every_row:
-            return 0, slice(start, end)
-        return (end - start - 1, slice(0, 1)) if end == length else (end - start, slice(0, 0))
+            return range(end - start), slice(start, end)
+        return ([end - start - 1], slice(0, 1)) if end == length else ([], slice(0, 0))
 
     @staticmethod
-    def _native_want(want: Want, output: Output, first_row: int, token_rows: slice, rows: slice) -> _cpu.Want:
-        """One call's share of `output`: tokens of the call's rows from `first_row` on, features of all its rows."""
+    def _native_want(want: Want, output: Output, token_rows: Sequence[int], tokens: slice, rows: slice) -> _cpu.Want:
+        """One call's share of `output`: `tokens` are those of the call's `token_rows`, features are of all its rows."""
+        share = {
+            name: (value.numpy() if isinstance(value, Rows) else value)[rows if name in _WIDE else tokens]
+            for name, value in vars(output).items()
+            if value is not None
+        }
+        layers = list(want.features)
+        return _cpu.Want(tokens=_TOKENS[want.tokens], top=want.top, rows=list(token_rows), layers=layers, **share)
 
-        def part(whole: np.ndarray | Rows | None, piece: slice) -> Any:
-            array = whole.numpy() if isinstance(whole, Rows) else whole
-            return None if array is None else array[piece]
 
-        return _cpu.Want(
-            tokens=_TOKENS[want.tokens],
-            top=want.top,
-            first_row=first_row,
-            features=list(want.features),
-            argmax=part(output.argmax, token_rows),
-            top_ids=part(output.top_ids, token_rows),
-            top_logits=part(output.top_logits, token_rows),
-            logsumexp=part(output.logsumexp, token_rows),
-            logits=part(output.logits, token_rows),
-            features_out=part(output.features, rows),
-            hidden=part(output.hidden, rows),
-        )
+def _own(output: Output, rows: slice, tokens: slice) -> Output:
+    """One sequence's part of an output of several, copied: who keeps it does not keep what the others' take."""
+    own: dict[str, Any] = {}
+    for name, value in vars(output).items():
+        if value is not None:
+            part = value[rows if name in _WIDE else tokens]
+            own[name] = HostRows(part.numpy().copy()) if isinstance(part, Rows) else part
+    return Output(**own)
 
 
 def _allowed_features(asked: Sequence[str] | None) -> list[str]:

@@ -82,14 +82,12 @@ class CpuDraft(BlockDraft):
         native = _cpu.Want(
             tokens=_TOKENS[want.tokens],
             top=want.top,
-            first_row=0,
-            features=[],
+            rows=[],
+            layers=[],
             argmax=output.argmax,
             top_ids=output.top_ids,
             top_logits=output.top_logits,
             logsumexp=output.logsumexp,
-            logits=None,
-            features_out=None,
             hidden=hidden,
         )
         features, at = memory.waiting or (None, 0)

@@ -19,6 +19,7 @@
 
 // Pieces of a kernel: a call would send their registers through memory.
 #define WARPSMITH_INLINE inline __attribute__((always_inline))
+#define WARPSMITH_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace warpsmith {
 

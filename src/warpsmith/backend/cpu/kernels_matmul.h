@@ -208,15 +208,14 @@ struct Panel {
             const uint8_t* block = panel + static_cast<size_t>(b) * bytes;
             if (first == 0) fetch(block, bytes);
             const int8_t* q = x.q32 + (static_cast<size_t>(b) * x.padded() + first) * 32;
-            const size_t at = static_cast<size_t>(b) * x.n + first;
             I acc[C];
             WARPSMITH_UNROLL
-            for (int c = 0; c < C; c++) acc[c] = small_offset<T>(x, at + c);
+            for (int c = 0; c < C; c++) acc[c] = small_offset<T>(x, x.small(b, first, c));
             unpack<T>(block, 0, [&](auto j, const W& w) { direct_dots<T, C, kAlone, j>(acc, w, q, 32); });
             const F d = S::load_f16(block);
             WARPSMITH_UNROLL
             for (int c = 0; c < C; c++) {
-                total[c] = S::fma(total[c], S::mul(d, S::set1(x.d32[at + c])), S::to_float(acc[c]));
+                total[c] = S::fma(total[c], S::mul(d, S::set1(x.d32[x.small(b, first, c)])), S::to_float(acc[c]));
             }
         }
         WARPSMITH_UNROLL
@@ -226,10 +225,9 @@ struct Panel {
     template <Type T, bool kTiled, int C>
     static void small_columns(const uint8_t* quads, F d, const Acts& x, int b, int first, float* out, int stride) {
         const int8_t* q = x.q32 + (static_cast<size_t>(b) * x.padded() + first) * 32;
-        const size_t at = static_cast<size_t>(b) * x.n + first;
         I acc[C];
         WARPSMITH_UNROLL
-        for (int c = 0; c < C; c++) acc[c] = small_offset<T>(x, at + c);
+        for (int c = 0; c < C; c++) acc[c] = small_offset<T>(x, x.small(b, first, c));
         if constexpr (kTiled) {
             S::template tile<8>(acc, quads, q);
         } else {
@@ -240,7 +238,7 @@ struct Panel {
         for (int c = 0; c < C; c++) {
             float* to = out + static_cast<size_t>(first + c) * stride;
             const F before = b ? S::load(to) : S::set1(0.0f);
-            S::store(to, S::fma(before, S::mul(d, S::set1(x.d32[at + c])), S::to_float(acc[c])));
+            S::store(to, S::fma(before, S::mul(d, S::set1(x.d32[x.small(b, first, c)])), S::to_float(acc[c])));
         }
     }
 

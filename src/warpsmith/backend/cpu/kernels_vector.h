@@ -145,13 +145,27 @@ struct Vector {
         }
         if (forms & kQ8Per32) {
             for (int b = 0; b < to.k / 32; b++) {
-                const size_t at = static_cast<size_t>(b) * to.n + column;
+                const size_t at = to.small(b, column / 4 * 4, column % 4);
                 to.d32[at] = quantize_run(x + 32 * b, 32, q, sums);
                 place(q, 32, b, column, to, to.q32);
                 to.minus8[at] = -8 * (sums[0] + sums[1]);
                 to.minus128[at] = -128 * (sums[0] + sums[1]);
             }
         }
+    }
+
+    static float dot(const float* x, const float* y, int n) {
+        F sum = S::set1(0.0f);
+        for (int i = 0; i < n; i += L) sum = S::fma(sum, S::load(x + i), S::load(y + i));
+        return S::reduce_add(sum);
+    }
+
+    // Fetch a row of a block of states, if there is one.
+    template <int W>
+    static WARPSMITH_INLINE void fetch_row(const float* block, int row) {
+        if (!block) return;
+        WARPSMITH_UNROLL
+        for (int i = 0; i < W; i += 16) S::prefetch(reinterpret_cast<const uint8_t*>(block + row * W + i));
     }
 
     // An update in registers. It is added by the operations of the step that it comes from.
@@ -165,33 +179,40 @@ struct Vector {
         WARPSMITH_INLINE F add(int i, F state, F k) const { return S::fma(S::mul(decay, state), k, write[i]); }
     };
 
-    // A column block of one head's state S [dk][W]: u = k^T S; d = beta (v - decay u); S <- decay S + k d^T; o = q^T S.
-    // S is what it is once the update that is owed has been added to it.
+    // A column block of one head's state S [dk][W]: d = beta (v - decay k^T S); S' = decay S + k d^T; o = q^T S', which
+    // is decay q^T S + (q k) d, so that one pass over S tells d and o. S is what it is once the update that is owed has
+    // been added to it.
     template <int W, bool kKeep, bool kOutput>
     static void step(float* state, float* after, const DeltaStep& s) {
         constexpr int N = W / L;
-        const float *keys = s.k, *queries = s.q;
+        const float *keys = s.k, *queries = kOutput ? s.q : s.k;
         const int dk = s.dk;
-        F read[N], out[N], write[N];
+        F read[N], asked[N], write[N];  // k^T S, q^T S, d
         WARPSMITH_UNROLL
-        for (int i = 0; i < N; i++) read[i] = out[i] = S::set1(0.0f);
-        if (s.owed) {
-            const Update<W> owed(*s.owed);
+        for (int i = 0; i < N; i++) read[i] = asked[i] = S::set1(0.0f);
+        const auto rows = [&](const auto& row_of) {
             for (int r = 0; r < dk; r++) {
-                const F k = S::set1(keys[r]), old_k = S::set1(s.owed->k[r]);
+                const F k = S::set1(keys[r]), q = S::set1(queries[r]);
+                if (!kKeep) fetch_row<W>(s.next, r);
                 WARPSMITH_UNROLL
                 for (int i = 0; i < N; i++) {
-                    const F now = owed.add(i, S::load(state + r * W + i * L), old_k);
-                    S::store(state + r * W + i * L, now);
+                    const F now = row_of(r, i);
                     read[i] = S::fma(read[i], k, now);
+                    if (kOutput) asked[i] = S::fma(asked[i], q, now);
                 }
             }
+        };
+        if (s.owed) {
+            const Update<W> owed(*s.owed);
+            const float* old_keys = s.owed->k;
+            rows([&](int r, int i) WARPSMITH_INLINE_LAMBDA {
+                float* at = state + r * W + i * L;
+                const F now = owed.add(i, S::load(at), S::set1(old_keys[r]));
+                S::store(at, now);
+                return now;
+            });
         } else {
-            for (int r = 0; r < dk; r++) {
-                const F k = S::set1(keys[r]);
-                WARPSMITH_UNROLL
-                for (int i = 0; i < N; i++) read[i] = S::fma(read[i], k, S::load(state + r * W + i * L));
-            }
+            rows([&](int r, int i) WARPSMITH_INLINE_LAMBDA { return S::load(state + r * W + i * L); });
         }
         const F decay = S::set1(s.decay), beta = S::set1(s.beta);
         WARPSMITH_UNROLL
@@ -200,24 +221,18 @@ struct Vector {
             WARPSMITH_UNROLL
             for (int i = 0; i < N; i++) S::store(s.write + i * L, write[i]);
         }
-        for (int r = 0; r < dk; r++) {
+        if (kOutput) {
+            const F along = S::set1(dot(queries, keys, dk));
+            WARPSMITH_UNROLL
+            for (int i = 0; i < N; i++) S::store(s.out + i * L, S::fma(S::mul(decay, asked[i]), along, write[i]));
+        }
+        for (int r = 0; kKeep && r < dk; r++) {
             const F k = S::set1(keys[r]);
-            const F q = kOutput ? S::set1(queries[r]) : k;
-            // the state is in the first cache by now, and memory has nothing else to do
-            if (s.next) {
-                WARPSMITH_UNROLL
-                for (int i = 0; i < W; i += 16) S::prefetch(reinterpret_cast<const uint8_t*>(s.next + r * W + i));
-            }
+            fetch_row<W>(s.next, r);  // the state is in the first cache by now, and memory has nothing else to do
             WARPSMITH_UNROLL
             for (int i = 0; i < N; i++) {
-                const F now = S::fma(S::mul(decay, S::load(state + r * W + i * L)), k, write[i]);
-                if (kKeep) S::store(after + r * W + i * L, now);
-                if (kOutput) out[i] = S::fma(out[i], q, now);
+                S::store(after + r * W + i * L, S::fma(S::mul(decay, S::load(state + r * W + i * L)), k, write[i]));
             }
-        }
-        if (kOutput) {
-            WARPSMITH_UNROLL
-            for (int i = 0; i < N; i++) S::store(s.out + i * L, out[i]);
         }
     }
 

@@ -100,17 +100,17 @@ NB_MODULE(_cpu, m) {
 
     nb::class_<Want>(m, "Want")
         .def("__init__",
-             [](Want* self, int tokens, int top, int first_row, std::vector<int> features, Maybe<int32_t> argmax,
+             [](Want* self, int tokens, int top, std::vector<int> rows, std::vector<int> layers, Maybe<int32_t> argmax,
                 Maybe<int32_t> top_ids, Maybe<float> top_logits, Maybe<float> logsumexp, Maybe<float> logits,
-                Maybe<float> features_out, Maybe<float> hidden) {
-                 new (self) Want{static_cast<Tokens>(tokens), top, first_row, std::move(features), pointer(argmax),
+                Maybe<float> features, Maybe<float> hidden) {
+                 new (self) Want{static_cast<Tokens>(tokens), top, std::move(rows), std::move(layers), pointer(argmax),
                                  pointer(top_ids), pointer(top_logits), pointer(logsumexp), pointer(logits),
-                                 pointer(features_out), pointer(hidden)};
+                                 pointer(features), pointer(hidden)};
              },
-             nb::kw_only(), nb::arg("tokens"), nb::arg("top"), nb::arg("first_row"), nb::arg("features"),
-             nb::arg("argmax").none(), nb::arg("top_ids").none(), nb::arg("top_logits").none(),
-             nb::arg("logsumexp").none(), nb::arg("logits").none(), nb::arg("features_out").none(),
-             nb::arg("hidden").none());
+             nb::kw_only(), nb::arg("tokens"), nb::arg("top"), nb::arg("rows"), nb::arg("layers"),
+             nb::arg("argmax") = nb::none(), nb::arg("top_ids") = nb::none(), nb::arg("top_logits") = nb::none(),
+             nb::arg("logsumexp") = nb::none(), nb::arg("logits") = nb::none(), nb::arg("features") = nb::none(),
+             nb::arg("hidden") = nb::none());
 
     nb::class_<Engine>(m, "Engine")
         .def("__init__",
@@ -144,16 +144,24 @@ NB_MODULE(_cpu, m) {
                  const std::lock_guard<std::mutex> lock(self.model.busy);
                  multiply(self.model, *self.work, name, columns, n, to);
              })
-        .def("chain",
-             [](Engine& self, State& state, Array<const int32_t> tokens, const Want& want) {
-                 const int n = static_cast<int>(tokens.size());
+        .def("chains",
+             [](Engine& self, const std::vector<State*>& states, const std::vector<int>& lengths,
+                Array<const int32_t> tokens, const Want& want) {
+                 // a chain a state, one after another in `tokens`; each becomes part of its state
                  const int32_t* ids = tokens.data();
                  nb::gil_scoped_release release;
                  const std::lock_guard<std::mutex> lock(self.model.busy);
-                 const Tree tree = Tree::chain(n);
-                 state.tree.n = 0;
-                 Pass(self.model, *self.work, {{state, tree, state.length}}, true).forward(ids, want);
-                 state.length += n;
+                 std::vector<Part> parts;
+                 for (size_t i = 0; i < states.size(); i++) {
+                     State& state = *states[i];
+                     state.tree = Tree::chain(lengths[i]);
+                     parts.push_back({state, state.tree, state.length});
+                 }
+                 Pass(self.model, *self.work, std::move(parts), true).forward(ids, want);
+                 for (size_t i = 0; i < states.size(); i++) {
+                     states[i]->length += lengths[i];
+                     states[i]->tree.n = 0;
+                 }
              })
         .def("trees",
              [](Engine& self, const std::vector<State*>& states, const std::vector<int>& nodes,
@@ -170,21 +178,6 @@ NB_MODULE(_cpu, m) {
                  }
                  Pass(self.model, *self.work, std::move(parts), false).forward(ids, want);
              })
-        .def("roots",
-             [](Engine& self, const std::vector<State*>& states, Array<const int32_t> tokens, const Want& want) {
-                 // a token a state, which becomes part of it
-                 const int32_t *ids = tokens.data(), root = 0;
-                 nb::gil_scoped_release release;
-                 const std::lock_guard<std::mutex> lock(self.model.busy);
-                 const Tree tree = Tree::chain(1);
-                 std::vector<Part> parts;
-                 for (State* state : states) {
-                     state->tree.n = 0;
-                     parts.push_back({*state, tree, state->length});
-                 }
-                 Pass(self.model, *self.work, std::move(parts), false).forward(ids, want);
-                 for (State* state : states) Pass::commit(self.model, *self.work, *state, &root, 1);
-             })
         .def("commit",
              [](Engine& self, State& state, Array<const int32_t> path) {
                  const int n = static_cast<int>(path.size());
@@ -193,6 +186,12 @@ NB_MODULE(_cpu, m) {
                  if (n > 1) release.emplace();  // the root alone takes microseconds, less than to get the lock back
                  const std::lock_guard<std::mutex> lock(self.model.busy);
                  Pass::commit(self.model, *self.work, state, nodes, n);
+             })
+        .def("save",
+             [](Engine& self, State& state, Array<uint8_t> to) {
+                 nb::gil_scoped_release release;
+                 const std::lock_guard<std::mutex> lock(self.model.busy);
+                 state.save(self.model.pool, to.data());
              })
         .def("mtp",
              [](Engine& self, State& state, Array<const int32_t> tokens, Array<const float> hidden, int position, const Want& want) {
@@ -258,10 +257,6 @@ NB_MODULE(_cpu, m) {
         .def_ro("length", &State::length)
         .def_ro("context", &State::context)
         .def("snapshot_bytes", &State::snapshot_bytes)
-        .def("save", [](State& self, Array<uint8_t> to) {
-            nb::gil_scoped_release release;
-            self.save(to.data());
-        })
         .def("load", [](State& self, Array<const uint8_t> from, int length) {
             nb::gil_scoped_release release;
             self.load(from.data(), length);

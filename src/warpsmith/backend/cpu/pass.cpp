@@ -70,7 +70,7 @@ Pass::Pass(Model& model, Workspace& work, std::vector<Part> sequences, bool insi
 }
 
 void Pass::forward(const int32_t* tokens, const Want& want) {
-    w.stages.begin(want, c.vocab, n - want.first_row);
+    w.stages.begin(want, c.vocab, static_cast<int>(want.rows.size()));
     pool.run([&](int thread) {
         embed(tokens, w.x, c.hidden);
         for (int i = 0; i < c.layers; i++) {
@@ -87,11 +87,14 @@ void Pass::forward(const int32_t* tokens, const Want& want) {
         }
         finish(thread, m.output_norm, want);
     });
-    for (const Part& part : parts) part.state.owes = false;  // delta_head has added it
+    for (const Part& part : parts) {
+        part.state.owes = false;  // delta_head has added it
+        if (in_place) part.state.owe_next();
+    }
 }
 
 void Pass::mtp(const int32_t* tokens, const float* hidden, const Want& want) {
-    w.stages.begin(want, c.vocab, n - want.first_row);
+    w.stages.begin(want, c.vocab, static_cast<int>(want.rows.size()));
     pool.run([&](int thread) {
         const int stride = 2 * c.hidden;
         embed(tokens, w.normed, stride);
@@ -149,15 +152,14 @@ void Pass::mlp(int thread, const Layer& l) {
 }
 
 void Pass::finish(int thread, const float* norm, const Want& want) {
-    if (want.tokens == Tokens::None && !want.hidden_out) return;
-    pool.share(n, 1, [&](int row) {
-        const size_t at = static_cast<size_t>(row) * c.hidden;
-        kernels.rms_norm(w.x + at, norm, c.hidden, c.eps, w.normed + at);
-        if (want.hidden_out) std::memcpy(want.hidden_out + at, w.normed + at, c.hidden * sizeof(float));
+    const int count = want.tokens == Tokens::None ? 0 : static_cast<int>(want.rows.size()), hidden = want.hidden_out ? n : 0;
+    if (count + hidden == 0) return;
+    pool.share(count + hidden, 1, [&](int i) {
+        const size_t row = i < count ? want.rows[i] : i - count;
+        float* to = i < count ? w.normed + static_cast<size_t>(i) * c.hidden : want.hidden_out + row * c.hidden;
+        kernels.rms_norm(w.x + row * c.hidden, norm, c.hidden, c.eps, to);
     });
-    if (want.tokens == Tokens::None || want.first_row >= n) return;
-    const float* first = w.normed + static_cast<size_t>(want.first_row) * c.hidden;
-    w.stages.tokens(thread, m.head, first, n - want.first_row, want);
+    if (count) w.stages.tokens(thread, m.head, w.normed, count, want);
 }
 
 }  // namespace warpsmith

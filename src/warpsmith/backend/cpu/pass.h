@@ -2,7 +2,7 @@
 // running the same code with a barrier after each stage. Weights are read once for all tokens; what looks at other
 // tokens (convolution, DeltaNet, attention) is shared out by sequence and head.
 //
-// In place (prefill, decoding, MTP): the tokens are a chain and become part of the state as they are computed.
+// In place (prefill, decoding, MTP): the trees are chains and become part of their states as they are computed.
 // Otherwise (trees): the states stay as they are and each tree's rows are kept aside in its state for `commit`.
 #pragma once
 #include <vector>

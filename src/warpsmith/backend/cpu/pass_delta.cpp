@@ -68,10 +68,11 @@ void Pass::delta_mix(int thread, int index) {
     });
     if (!in_place) return;
     // the rows that the next chunk's convolution looks back on; nobody reads them before the next barrier
-    if (thread == 0) {
-        for (int row = std::max(0, n - (c.conv_kernel - 1)); row < n; row++) {
-            std::memcpy(parts[0].state.conv_row(index, parts[0].state.length + row),
-                        w.qkv + static_cast<size_t>(row) * c.channels(), c.channels() * sizeof(float));
+    for (size_t i = thread; i < parts.size(); i += pool.threads()) {
+        const Part& part = parts[i];
+        for (int node = std::max(0, part.tree.n - (c.conv_kernel - 1)); node < part.tree.n; node++) {
+            std::memcpy(part.state.conv_row(index, part.position + node),
+                        w.qkv + static_cast<size_t>(part.first + node) * c.channels(), c.channels() * sizeof(float));
         }
     }
 }
@@ -105,28 +106,34 @@ void Pass::delta_head(int thread, int index, const Part& sequence, int head) {
     }
     const int width = delta_width(dv);
     const size_t block = static_cast<size_t>(dk) * width;
-    float* root = state.root_update(index, head);
-    root[0] = decay[0];
-    std::memcpy(root + 16, k, dk * sizeof(float));
+    const int kept = in_place ? tree.n - 1 : 0;  // the node whose update may be owed from here on
+    float* update = state.next_update(index, head);
+    update[0] = decay[kept];
+    std::memcpy(update + 16, k + kept * dk, dk * sizeof(float));
     for (int column = 0; column < dv; column += width) {
         float* committed = state.delta(index) + (static_cast<size_t>(head) * dv + column) * dk;
         const auto place = [&](int slot) -> float* {
             if (slot == Tree::kNowhere) return nullptr;
             return slot == Tree::kCommitted ? committed : slots + slot * block;
         };
-        const DeltaUpdate owed = owed_to(state, index, head, column);
+        const DeltaUpdate before = owed_to(state, index, head, column);
+        float* write = update + 16 + dk + column;
         const int last = in_place ? tree.n - 1 : tree.visits.back().node;
-        const auto step = [&](int i) {
+        const auto step = [&](int i, const DeltaUpdate* owed) {
             const int at = i * dv + column;
-            return DeltaStep{dk, width, i == 0 && state.owes ? &owed : nullptr, k + i * dk, q + i * dk, v + at, decay[i],
-                             beta[i], out + at, i == 0 ? root + 16 + dk + column : nullptr,
-                             i == last ? committed + block : nullptr};
+            return DeltaStep{dk, width, owed, k + i * dk, q + i * dk, v + at, decay[i], beta[i], out + at,
+                             in_place || i == 0 ? write : nullptr, i == last ? committed + block : nullptr};
         };
         if (in_place) {
-            for (int i = 0; i < tree.n; i++) kernels.delta_step(committed, committed, step(i));
+            DeltaUpdate owed = before;  // each token's is added on the way through the state that tells the next
+            for (int i = 0; i < tree.n; i++) {
+                kernels.delta_step(committed, nullptr, step(i, i || state.owes ? &owed : nullptr));
+                owed = {k + i * dk, write, decay[i]};
+            }
         } else {
             for (const Tree::Visit& visit : tree.visits) {
-                kernels.delta_step(place(visit.from), place(visit.to), step(visit.node));
+                const DeltaUpdate* owed = visit.node == 0 && state.owes ? &before : nullptr;
+                kernels.delta_step(place(visit.from), place(visit.to), step(visit.node, owed));
             }
         }
     }
@@ -142,7 +149,7 @@ void Pass::commit(Model& model, Workspace& work, State& state, const int32_t* no
     const Tree& tree = state.tree;
     const int keep = c.conv_kernel - 1, dk = c.key_head_dim, dv = c.value_head_dim, width = delta_width(dv);
     const int stride = state.gate_stride();
-    state.owe_root();
+    state.owe_next();
     if (count > 1) {
         std::vector<int> layers;
         for (int i = 0; i < c.layers; i++) {

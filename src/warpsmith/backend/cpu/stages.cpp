@@ -36,7 +36,7 @@ Acts Stages::columns(const float* x, int stride, int width, int n, int forms) {
     acts.k = width, acts.n = n, acts.stride = stride;
     acts.f = const_cast<float*>(x);  // read only from here on
     if (forms & (kQ8Per256 | kQ8Per32)) {
-        pool_.share(n, 1, [&](int row) { kernels_.quantize(x + static_cast<size_t>(row) * stride, row, forms, acts); });
+        in_fours(n, [&](int row) { kernels_.quantize(x + static_cast<size_t>(row) * stride, row, forms, acts); });
     }
     return acts;
 }
@@ -44,7 +44,7 @@ Acts Stages::columns(const float* x, int stride, int width, int n, int forms) {
 Acts Stages::normed(const float* x, int stride, int width, int n, const float* norm, float eps, int forms) {
     Acts acts = room_;
     acts.k = width, acts.n = n, acts.stride = width;
-    pool_.share(n, 1, [&](int row) {
+    in_fours(n, [&](int row) {
         float* to = acts.f + static_cast<size_t>(row) * width;
         kernels_.rms_norm(x + static_cast<size_t>(row) * stride, norm, width, eps, to);
         kernels_.quantize(to, row, forms, acts);

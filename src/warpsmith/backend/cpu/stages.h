@@ -21,7 +21,7 @@ constexpr int32_t kNotFinite = -1;  // the argmax of logits that hold an infinit
 struct Want {
     Tokens tokens = Tokens::Argmax;
     int top = 0;
-    int first_row = 0;             // tokens are wanted for rows first_row .. n-1
+    std::vector<int> rows;         // whose tokens are wanted
     std::vector<int> features;     // layers whose output goes to `features_out`
     int32_t* argmax = nullptr;     // [rows]
     int32_t* top_ids = nullptr;    // [rows][top]
@@ -55,6 +55,13 @@ public:
     float* scratch(int thread) const { return threads_[thread].floats() + kTile; }
 
 private:
+    // Rows shared out four at a time: types.h says why.
+    template <class Row>
+    void in_fours(int n, const Row& row) {
+        pool_.share((n + 3) / 4, 1, [&](int four) {
+            for (int i = 4 * four; i < n && i < 4 * four + 4; i++) row(i);
+        });
+    }
     static constexpr size_t kTile = 2 * kMaxNodes * kPanel;  // floats
     void pick_top(const float* logits, int vocab, int row, const Want& want) const;
 

@@ -77,29 +77,30 @@ size_t State::snapshot_bytes() const {
     return rows * (row_bytes_[0] + row_bytes_[1]) + recurrent_ * (conv_floats() + delta_floats()) * sizeof(float);
 }
 
-void State::settle() {
-    const int dk = config.key_head_dim, dv = config.value_head_dim, width = delta_width(dv);
-    for (int layer = 0; owes && layer < config.layers; layer++) {
-        if (!config.recurrent[layer]) continue;
-        for (int column = 0; column < config.value_heads * dv; column += width) {
-            const float* owed = owed_update(layer, column / dv);
-            const DeltaUpdate update{owed + 16, owed + 16 + dk + column % dv, owed[0]};
-            kernels_.delta_add(delta(layer) + static_cast<size_t>(column) * dk, dk, width, update);
+// Shared out, because most of the time of a copy is spent on its pages, which are new.
+void State::save(Pool& pool, uint8_t* to) {
+    const int planes = attention_ * config.kv_heads, dk = config.key_head_dim, dv = config.value_head_dim;
+    const int width = delta_width(dv), columns = config.value_heads * dv, blocks = recurrent_ * columns / width;
+    const size_t run[2] = {length * row_bytes_[0], length * row_bytes_[1]}, block = static_cast<size_t>(dk) * width;
+    uint8_t* conv = to + planes * (run[0] + run[1]);
+    const auto unit = [&](int i) {
+        if (i < 2 * planes) {
+            const int which = i / planes, plane = i % planes;
+            copy(to + (which ? planes * run[0] : 0) + plane * run[which],
+                 kv_[which].data() + static_cast<size_t>(plane) * context * row_bytes_[which], run[which]);
+            return;
         }
-    }
+        const int b = i - 2 * planes, slot = b * width / columns, column = b * width % columns;
+        float* state = delta_.floats() + b * block;
+        const float* owed = update(current_, slot, column / dv);
+        if (owes) kernels_.delta_add(state, dk, width, {owed + 16, owed + 16 + dk + column % dv, owed[0]});
+        copy(conv + conv_.size() + b * block * sizeof(float), reinterpret_cast<uint8_t*>(state), block * sizeof(float));
+    };
+    pool.run([&](int thread) {
+        if (thread == 0) copy(conv, conv_.data(), conv_.size());
+        pool.share(2 * planes + blocks, 1, unit);
+    });
     owes = false;
-}
-
-void State::save(uint8_t* to) {
-    settle();
-    for (int which = 0; which < 2; which++) {
-        const size_t run = static_cast<size_t>(length) * row_bytes_[which];
-        for (int plane = 0; plane < attention_ * config.kv_heads; plane++, to += run) {
-            copy(to, kv_[which].data() + static_cast<size_t>(plane) * context * row_bytes_[which], run);
-        }
-    }
-    copy(to, conv_.data(), conv_.size());
-    copy(to + conv_.size(), delta_.data(), delta_.size());
 }
 
 void State::load(const uint8_t* from, int saved) {

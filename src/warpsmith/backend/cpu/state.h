@@ -3,8 +3,8 @@
 // Keys, and values likewise, per attention layer: [kv head][position] rows of head_dim numbers as f16, f32 or Q8_0
 // blocks; keys and values may be of different types.
 // DeltaNet states, per DeltaNet layer: [value head][dv / width][dk][width] floats (delta_width). They are large beside
-// what a token adds to them: a commit of the root alone owes them its update, and the next pass, which reads them anyway,
-// adds it. Convolution inputs: the last taps-1 rows of channels, that of position p in place p modulo taps-1.
+// what a token adds to them: a commit of the root alone owes them its update, as a chain does its last token's, and the
+// next pass, which reads them anyway, adds it. Convolution inputs: the last taps-1 rows of channels, that of position p in place p modulo taps-1.
 #pragma once
 #include <array>
 #include <vector>
@@ -51,11 +51,10 @@ struct State {
     float* delta(int layer) const { return delta_.floats() + static_cast<size_t>(slot_[layer]) * delta_floats(); }
 
     // Updates of a layer's head: decay, 15 floats of nothing, k, write.
-    float* root_update(int layer, int head) const { return update(1 - current_, layer, head); }  // of the last tree
-    float* owed_update(int layer, int head) const { return update(current_, layer, head); }      // where `owes`
+    float* next_update(int layer, int head) const { return update(1 - current_, slot_[layer], head); }  // of the last pass
+    float* owed_update(int layer, int head) const { return update(current_, slot_[layer], head); }      // where `owes`
     bool owes = false;  // updates of all layers and heads to `delta`
-    void owe_root() { current_ = 1 - current_, owes = true; }
-    void settle();  // add what is owed
+    void owe_next() { current_ = 1 - current_, owes = true; }
 
     // rows of the last tree
     Tree tree;
@@ -69,7 +68,7 @@ struct State {
 
     // A snapshot is every committed byte in one buffer: all keys, all values, then convolution inputs, then states.
     size_t snapshot_bytes() const;
-    void save(uint8_t* to);
+    void save(Pool& pool, uint8_t* to);
     void load(const uint8_t* from, int length);
 
     size_t conv_floats() const { return static_cast<size_t>(config.conv_kernel - 1) * config.channels(); }
@@ -77,8 +76,8 @@ struct State {
 
 private:
     size_t update_floats() const { return 16 + config.key_head_dim + config.value_head_dim; }
-    float* update(int which, int layer, int head) const {
-        return updates_[which].floats() + (static_cast<size_t>(slot_[layer]) * config.value_heads + head) * update_floats();
+    float* update(int which, int slot, int head) const {
+        return updates_[which].floats() + (static_cast<size_t>(slot) * config.value_heads + head) * update_floats();
     }
     uint8_t* kv_row(int layer, int which, int head, int position) const {
         const size_t plane = static_cast<size_t>(slot_[layer]) * config.kv_heads + head;

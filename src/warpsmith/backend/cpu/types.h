@@ -43,8 +43,9 @@ struct Matrix {
 //   sums    sums of 32 such bytes as 64 * h + l: h of the eight, then l of the eight, laid out like q256 with 16 for 256
 //   sums16  the same for sums of 16: h of the sixteen, then l of the sixteen, 32 for 256
 //   minus32 int32 [k/256][n][16], -32 times the sums of 16 of them (what the offsets of Q6_K and Q3_K take away)
-//   q32     bytes like q256 with 32 for 256, value = d32[k/32][n] * byte
-//   minus8, minus128  int32 [k/32][n], -8 and -128 times the sums of 32 of them
+//   q32     bytes like q256 with 32 for 256, value = d32 * byte; d32 is float [n/4][k/32][4]
+//   minus8, minus128  int32, laid out like d32, -8 and -128 times the sums of 32 of them
+// Four columns are written by one thread: they hardly share a cache line with others.
 struct Acts {
     int k = 0, n = 0, stride = 0;
     float* f = nullptr;
@@ -58,6 +59,10 @@ struct Acts {
     int32_t* minus8 = nullptr;
     int32_t* minus128 = nullptr;
     int padded() const { return n == 1 ? 1 : (n + 3) / 4 * 4; }
+    // Where the scale of a block of 32 is: of column `first`, the first of four, or of one that comes so many after it.
+    size_t small(int block, int first, int after = 0) const {
+        return (static_cast<size_t>(first / 4 + after / 4) * (k / 32) + block) * 4 + after % 4;
+    }
 };
 
 inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
