@@ -3,7 +3,7 @@
 PYTHONPATH=src python bench/lab/large_timing.py 27B [--nodes 1 8 16 22] [--depths 520 32768] [--caches f16 q8_0/q4_0]
     [--profile 1] [--set IN_FLIGHT=3]
 
-With --profile N it also prints where the clocks of one pass over N nodes go, step by step, mean and slowest SM.
+With --profile N ... it also prints where the clocks of one pass over N nodes go, step by step, mean and slowest SM.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from warpsmith.model.synthetic import weight_bytes
 from warpsmith.model.weights import expected_shapes
 
 STEPS, MARKS = 32, 4096
-NAMES = ("wait", "operands", "products", "wait for sums", "work", "done")
+BEFORE = ("wait", "operands", "products", "wait for sums")
+DELTA = ("projections", "convolutions", "walk")
+ATTENTION = ("rows", "wait for rows", "parts", "wait for parts", "merge")
 
 
 def random_model(config: Config, recipe: str) -> dict[str, Tensor]:
@@ -70,23 +72,26 @@ def keep_as(backend: LargeBackend, keys: str, values: str) -> None:
 
 
 def print_profile(backend: LargeBackend, state, nodes: int) -> None:
-    """Six marks a stage, each a clock and the clocks waited for weights since the last one."""
+    """A mark is a clock, and the clocks waited for weights since the last one."""
     c = backend.config
     backend.profile.clear()
     backend.launch(state, some_tree(nodes, c.vocab), ARGMAX)
     backend.device.synchronize()
     marks = backend.profile.read(np.int64, (backend.large.sms, MARKS // 2, 2))
-    took = np.diff(marks[:, :, 0], axis=1)
-    for kind in (True, False):
-        layers = [layer for layer, recurrent in enumerate(c.recurrent) if recurrent is kind]
-        for slot, stage in enumerate(("in", "mix_out", "mlp_in", "mlp_out")):
-            cells = []
-            for step, name in enumerate(NAMES):
-                at = [(layer * 4 + slot) * 6 + step for layer in layers]
-                cells.append(f"{name} {took[:, at].mean():.0f}/{took[:, at].max(axis=0).mean():.0f}")
-                if name == "products":
-                    cells.append(f"of which for weights {marks[:, [i + 1 for i in at], 1].mean():.0f}")
-            print("DeltaNet" if kind else "attention", stage, "  ".join(cells))
+    took, at = np.diff(marks[:, :, 0], axis=1), 0
+    found: dict[tuple[str, str], list[int]] = {}
+    for recurrent in c.recurrent:
+        mixer, own = ("DeltaNet", DELTA) if recurrent else ("attention", ATTENTION)
+        for stage in ("in", "mix_out", "mlp_in", "mlp_out"):
+            for name in (*BEFORE, *(own if stage == "in" else ("work",)), "done"):
+                found.setdefault((f"{mixer} {stage}", name), []).append(at)
+                at += 1
+    for number, ((stage, name), where) in enumerate(found.items()):
+        text = f"{name} {took[:, where].mean():.0f}/{took[:, where].max(axis=0).mean():.0f}"
+        if name == "products":
+            text += f"  of which for weights {marks[:, [i + 1 for i in where], 1].mean():.0f}"
+        print(f"{'' if number == 0 else chr(10)}{stage} " if name == BEFORE[0] else "  ", text, sep="", end="")
+    print()
 
 
 def main() -> None:
@@ -95,7 +100,7 @@ def main() -> None:
     parser.add_argument("--type", default="q4_k_m")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 16, 22])
     parser.add_argument("--depths", type=int, nargs="+", default=[520, 32768])
-    parser.add_argument("--profile", type=int)
+    parser.add_argument("--profile", type=int, nargs="+", default=[])
     parser.add_argument("--caches", nargs="+", default=["f16"], help="types of keys and values, KEYS/VALUES if two")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="constants of the kernels to try")
     given = parser.parse_args()
@@ -126,8 +131,9 @@ def main() -> None:
             decode = partial(backend.launch, state, Tree.chain([5]), ARGMAX, steps=STEPS)
             took = milliseconds(backend, decode, 3) / STEPS
             print(f"  decoding {took:.3f} ms a token, {1e3 / took:.1f} tok/s", flush=True)
-            if given.profile:
-                print_profile(backend, state, given.profile)
+            for nodes in given.profile:
+                print(f"clocks with {nodes} nodes, mean / slowest SM")
+                print_profile(backend, state, nodes)
 
 
 if __name__ == "__main__":

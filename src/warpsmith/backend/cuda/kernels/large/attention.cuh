@@ -76,16 +76,20 @@ __device__ __noinline__ u32 attention_mix(int layer, int deltas, int length, con
         if (item < items.shared) walk.begin();  // what was committed long ago does not wait for this layer's rows
         if (!rows_done) {
             attention_rows(b, layer);
+            b.mark();
             b.step_done();
             b.wait_for_all();
+            b.mark();
             rows_done = true;
         }
         if (item >= items.all) break;
         if (item >= items.shared) walk.begin();
         walk.run();
     }
+    b.mark();
     b.step_done();
     b.wait_for_all();
+    b.mark();
     attention_merge(b);
     return b.steps_done;
 }

@@ -99,28 +99,49 @@ struct Sums {
         : sums(b.p.sums), tiles(table), stride(stage.tile_rows + 1) {}
     __device__ Sums(const Block& b, int rows) : sums(b.p.sums), tiles(b.s.tiles), stride(rows / ROWS + 1) {}
 
-    // Rows `row` .. + 3, a multiple of 4: every part is asked for at once.
-    __device__ float4 at(int node, int row) const {
-        const u16* from = tiles + row / ROWS;
-        const float4* first = (const float4*)(sums + node * ROWS + row % ROWS);
-        int tile[GROUPS], end[GROUPS];
+    // What was asked for: the first two parts of every group, and whether one has more.
+    struct Asked {
         float4 v[GROUPS][2];
+        bool more;
+    };
+    __device__ __forceinline__ const float4* part(int tile, int node, int row) const {
+        return (const float4*)(sums + ((size_t)tile * NODES + node) * ROWS + row % ROWS);
+    }
+    // Rows `row` .. + 3, a multiple of 4: every part is asked for at once.
+    __device__ __forceinline__ void ask(Asked& a, int node, int row) const {
+        const u16* from = tiles + row / ROWS;
+        int tile[GROUPS], end[GROUPS];
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) tile[g] = from[g * stride], end[g] = from[g * stride + 1];
+        a.more = false;
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
-            v[g][0] = __ldcg(first + (size_t)tile[g] * (NODES * ROWS / 4));
-            v[g][1] = tile[g] + 1 < end[g] ? __ldcg(first + (size_t)(tile[g] + 1) * (NODES * ROWS / 4)) : float4{};
+            a.v[g][0] = __ldcg(part(tile[g], node, row));
+            a.v[g][1] = tile[g] + 1 < end[g] ? __ldcg(part(tile[g] + 1, node, row)) : float4{};
+            a.more |= tile[g] + 2 < end[g];
         }
+    }
+    __device__ __forceinline__ float4 total(const Asked& a, int node, int row) const {
         float4 total = {};
+        if (!a.more) {
+#pragma unroll
+            for (int g = 0; g < GROUPS; g++) total = add(add(total, a.v[g][0]), a.v[g][1]);
+            return total;
+        }
+        const u16* from = tiles + row / ROWS;
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
-            total = add(add(total, v[g][0]), v[g][1]);
+            total = add(add(total, a.v[g][0]), a.v[g][1]);
 #pragma unroll 1
-            for (int i = tile[g] + 2; i < end[g]; i++)
-                total = add(total, __ldcg(first + (size_t)i * (NODES * ROWS / 4)));
+            for (int i = from[g * stride] + 2; i < from[g * stride + 1]; i++)
+                total = add(total, __ldcg(part(i, node, row)));
         }
         return total;
+    }
+    __device__ float4 at(int node, int row) const {
+        Asked a;
+        ask(a, node, row);
+        return total(a, node, row);
     }
     static __device__ __forceinline__ float4 add(float4 a, float4 b) {
         return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};

@@ -3,18 +3,20 @@
 // Maths, per value head with state S [dk, dv], f = e^g, rq = dk^-0.5 / |q|, rk = 1 / |k| and q, k, v after the
 // convolution and silu: write = beta (v - f rk k^T S), o = f rq q^T S + rq rk (q^T k) write, S <- f S + k (rk write); y
 // = o weight silu(z), and the sum of squares of o, by which the next projection divides. A unit is 8 columns of S (8 of
-// a head's 128 value channels), a warp's work: a lane has four rows of them in registers. Units are dealt to SMs in
-// order, so an SM has units of few heads; it convolves and norms their q and k itself, for all nodes. A node's state
-// follows from its parent's: in registers if that was the last one walked, else from memory, where a state that is
-// needed again is kept (the order: `prepare_walk`). Bytes: 4 KB of state a unit read, and written when decoding.
+// a head's 128 value channels), a warp's work: lane 8 c + r has rows 4 r .. + 3 of every 32, of columns 2 c and 2 c + 1,
+// in registers. An SM has units of heads that share a key head; it convolves and norms q and k itself, for all nodes. A
+// node's state follows from its parent's: in registers if that was the last one walked, else from where a state that is
+// needed again is kept (the order: `prepare_walk`). All that does not depend on the projection is asked for before its
+// sums are waited for. Bytes: 4 KB of state a unit read, and written when decoding.
 #pragma once
 #include "large/steps.cuh"
 
 constexpr float QUERY_SCALE = 0.08838834764831845f;  // 128 ** -0.5
 
-// Shared memory: rows [node][MIX_ROW]: inputs before the convolution | after it | silu(z) | gates of each head.
-constexpr int AFTER = MIX_CHANNELS, SILU_Z = 2 * MIX_CHANNELS, GATES = SILU_Z + OWN_UNITS * 8;
-enum Gate { FADE, BETA, RK, RQ, QK };
+// A node's row in shared memory: q | k | v, then o in its place | silu(z) | rk write | {rk, rq, rq rk q^T k} | {f, beta}
+// of each head.
+constexpr int MIX_K = STATE_DIM, MIX_V = 2 * STATE_DIM, SILU_Z = MIX_CHANNELS, WRITTEN = SILU_Z + OWN_UNITS * 8,
+              NORMS = WRITTEN + OWN_UNITS * 8, GATES = NORMS + 4;
 
 __device__ __forceinline__ float4 update_state(float4 s, float fade, float4 k, float write) {
     return {fmaf(k.x, write, s.x * fade), fmaf(k.y, write, s.y * fade), fmaf(k.z, write, s.z * fade),
@@ -24,203 +26,310 @@ __device__ __forceinline__ float dot4(float4 a, float4 b) {
     return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, a.w * b.w)));
 }
 
-// Which rows of the projection this SM's channels are: q and k of every head it has a unit of, then v of its units.
+// A part of the units that share a key head, and which rows of the projection their channels are: q, k, then v.
 struct DeltaShare {
-    int first, units, head, heads;
-    __device__ explicit DeltaShare(int sm) {
-        first = first_of(MIX_UNITS, sm), units = first_of(MIX_UNITS, sm + 1) - first;
+    int key_head, first, units, head, heads;  // units from `first` on, in heads `head` .. of those of this key head
+    __device__ explicit DeltaShare(int item) {
+        const int part = item % KEY_PARTS;
+        key_head = item / KEY_PARTS;
+        first = KEY_UNITS * part / KEY_PARTS;
+        units = key_head < KEY_HEADS ? KEY_UNITS * (part + 1) / KEY_PARTS - first : 0;
         head = first / 16, heads = units ? (first + units - 1) / 16 - head + 1 : 0;
     }
-    __device__ int channels() const { return heads * 2 * STATE_DIM + units * 8; }
-    __device__ int row(int channel) const {
-        const int in_heads = heads * 2 * STATE_DIM;
-        if (channel >= in_heads) return 2 * KEY_DIM + first * 8 + channel - in_heads;
-        const int key_head = (head + channel / (2 * STATE_DIM)) % KEY_HEADS, in = channel % (2 * STATE_DIM);
-        return (in < STATE_DIM ? 0 : KEY_DIM - STATE_DIM) + key_head * STATE_DIM + in;
+    __device__ int value_head(int mine) const { return key_head + (head + mine) * KEY_HEADS; }
+    __device__ int unit(int mine) const {
+        const int in = first + mine;
+        return (key_head + in / 16 * KEY_HEADS) * 16 + in % 16;
     }
-    // One SM keeps a channel for later: v belongs to who has it, q and k to who has the first unit of the first head
-    // that reads them.
-    __device__ bool keeps(int channel) const {
-        if (channel >= heads * 2 * STATE_DIM) return true;
-        const int mine = head + channel / (2 * STATE_DIM);
-        return mine < KEY_HEADS && mine * 16 >= first;
+    __device__ int channels() const { return units ? 2 * STATE_DIM + units * 8 : 0; }
+    __device__ int row(int channel) const {
+        if (channel >= MIX_V) return 2 * KEY_DIM + unit((channel - MIX_V) / 8) * 8 + channel % 8;
+        return (channel < MIX_K ? 0 : KEY_DIM - STATE_DIM) + key_head * STATE_DIM + channel;
+    }
+    // One SM keeps a channel for later.
+    __device__ bool keeps(int channel) const { return channel >= MIX_V || first == 0; }
+};
+
+// Inputs of the convolution: [node] before it, [channel] weights, [age - 1] inputs before the tree; then A and dt.
+struct DeltaInputs {
+    float *raw, *conv, *history, *vectors;
+    __device__ explicit DeltaInputs(u8* scratch)
+        : raw((float*)(scratch + MIX_ROWS_BYTES)), conv(raw + NODES * MIX_CHANNELS), history(conv + 4 * MIX_CHANNELS),
+          vectors(history + 3 * MIX_CHANNELS) {}
+};
+
+// What does not depend on the projection.
+__device__ __forceinline__ void ask_inputs(const Block& b, const DeltaShare& share) {
+    const DeltaInputs in(b.scratch);
+    for (int i = threadIdx.x; i < share.channels() / 4 * 7; i += CONSUMERS) {
+        const int what = i % 7, channel = i / 7 * 4, row = share.row(channel);
+        if (what < 4) {
+            copy16(in.conv + (channel + what) * 4, b.vectors + CONV_AT + (row + what) * 4);
+        } else {
+            const int age = what - 3, slot = (b.length - age + HISTORY) % HISTORY;
+            copy16(in.history + (age - 1) * MIX_CHANNELS + channel,
+                   b.p.history + ((size_t)b.deltas * HISTORY + slot) * CONV_CHANNELS + row);
+        }
+    }
+    if ((int)threadIdx.x < share.heads)
+        in.vectors[2 * threadIdx.x] = __ldg(b.vectors + A_AT + share.value_head(threadIdx.x)),
+                           in.vectors[2 * threadIdx.x + 1] = __ldg(b.vectors + DT_AT + share.value_head(threadIdx.x));
+}
+
+// Projections and gates. A thread has four rows of a node at a time, and asks for those of several nodes at once.
+__device__ __forceinline__ void delta_projections(Block& b, const DeltaShare& share) {
+    constexpr int CHANNEL_QUADS = MIX_CHANNELS / 4, Z_QUADS = OWN_UNITS * 2, ALL = CHANNEL_QUADS + Z_QUADS + 2 * OWN_HEADS,
+                  AT_ONCE = NODES > 8 ? 4 : 2;
+    float* rows = (float*)b.scratch;
+    const DeltaInputs in(b.scratch);
+    const Sums<HIDDEN_GROUPS> sums(b, DELTA_ROWS);
+    // Of work `i`: which node; which rows of the projection, or none.
+    const auto row_of = [&](int quad) {
+        if (quad < CHANNEL_QUADS) return quad * 4 < share.channels() ? share.row(quad * 4) : -1;
+        quad -= CHANNEL_QUADS;
+        if (quad < Z_QUADS) return quad < share.units * 2 ? Z_AT + share.unit(quad / 2) * 8 + quad % 2 * 4 : -1;
+        quad -= Z_QUADS;
+        return quad / 2 < share.heads ? GATES_AT + quad % 2 * VALUE_HEADS + share.value_head(quad / 2) : -1;
+    };
+#pragma unroll 1
+    for (int at = threadIdx.x; at < ALL * b.nodes; at += CONSUMERS * AT_ONCE) {
+        typename Sums<HIDDEN_GROUPS>::Asked asked[AT_ONCE];
+        int which[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            const int i = at + j * CONSUMERS;
+            which[j] = i < ALL * b.nodes ? row_of(i % ALL) : -1;
+            if (which[j] >= 0) sums.ask(asked[j], i / ALL, which[j] & ~3);
+        }
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            if (which[j] < 0) continue;
+            const int i = at + j * CONSUMERS, node = i / ALL, quad = i % ALL, row = which[j];
+            const float4 v = sums.total(asked[j], node, row & ~3);
+            float* own = rows + node * MIX_ROW;
+            if (quad < CHANNEL_QUADS) {
+                *(float4*)(in.raw + node * MIX_CHANNELS + quad * 4) = v;
+                if (share.keeps(quad * 4)) {
+                    float* to = b.decoding()
+                                    ? b.p.history + ((size_t)b.deltas * HISTORY + b.length % HISTORY) * CONV_CHANNELS
+                                    : b.p.pending_raw + ((size_t)b.deltas * MAX_NODES + node) * CONV_CHANNELS;
+                    *(float4*)(to + row) = v;
+                }
+            } else if (quad < CHANNEL_QUADS + Z_QUADS) {
+                *(float4*)(own + SILU_Z + (quad - CHANNEL_QUADS) * 4) = {silu(v.x), silu(v.y), silu(v.z), silu(v.w)};
+            } else {
+                const int gate = quad - CHANNEL_QUADS - Z_QUADS, in_four = row & 3;
+                const float x = in_four == 0 ? v.x : in_four == 1 ? v.y : in_four == 2 ? v.z : v.w;
+                own[GATES + (gate ^ 1)] = gate & 1 ? exponential(in.vectors[gate - 1] * softplus(x + in.vectors[gate]))
+                                                   : sigmoid(x);
+            }
+        }
+    }
+}
+
+// Four channels of a node after the convolution.
+__device__ __forceinline__ float4 convolve(const Block& b, const DeltaInputs& in, int node, int channel) {
+    const float4* conv = (const float4*)in.conv + channel;
+    const float4 w[4] = {conv[0], conv[1], conv[2], conv[3]};
+    float4 x[4];
+#pragma unroll
+    for (int age = 0; age < 4; age++) {
+        const int source = b.s.path[node][age];
+        x[age] = *(const float4*)((source >= 0 ? in.raw + source * MIX_CHANNELS
+                                               : in.history + (-1 - source) * MIX_CHANNELS) + channel);
+    }
+    const auto mixed = [&](float4 w, float x0, float x1, float x2, float x3) {
+        return silu(fmaf(w.w, x0, fmaf(w.z, x1, fmaf(w.y, x2, w.x * x3))));
+    };
+    return {mixed(w[0], x[0].x, x[1].x, x[2].x, x[3].x), mixed(w[1], x[0].y, x[1].y, x[2].y, x[3].y),
+            mixed(w[2], x[0].z, x[1].z, x[2].z, x[3].z), mixed(w[3], x[0].w, x[1].w, x[2].w, x[3].w)};
+}
+
+// A warp q and k of a node, and their norms, or v of a few nodes.
+__device__ __forceinline__ void delta_convolutions(Block& b, const DeltaShare& share) {
+    float* rows = (float*)b.scratch;
+    const DeltaInputs in(b.scratch);
+    const int v_quads = share.units * 2 * b.nodes;
+#pragma unroll 1
+    for (int task = b.warp; task < b.nodes + (v_quads + 31) / 32; task += WARPS) {
+        if (task < b.nodes) {
+            float* row = rows + task * MIX_ROW;
+            const float4 q = convolve(b, in, task, b.lane * 4), k = convolve(b, in, task, MIX_K + b.lane * 4);
+            ((float4*)row)[b.lane] = q, ((float4*)(row + MIX_K))[b.lane] = k;
+            const float qq = warp_sum(dot4(q, q)), kk = warp_sum(dot4(k, k)), qk = warp_sum(dot4(q, k));
+            const float rq = inverse_root(qq + 1e-6f) * QUERY_SCALE, rk = inverse_root(kk + 1e-6f);
+            if (b.lane == 0) *(float4*)(row + NORMS) = {rk, rq, qk * rq * rk, 0.0f};
+            if (!b.decoding() && share.first == 0) {
+                const size_t at = ((size_t)b.deltas * KEY_HEADS + share.key_head) * MAX_NODES + task;
+                ((float4*)(b.p.pending_key + at * STATE_DIM))[b.lane] = k;
+            }
+        } else {
+            const int i = (task - b.nodes) * 32 + b.lane, node = i / (OWN_UNITS * 2), quad = i % (OWN_UNITS * 2);
+            if (node < b.nodes && quad < share.units * 2)
+                *(float4*)(rows + node * MIX_ROW + MIX_V + quad * 4) = convolve(b, in, node, MIX_V + quad * 4);
+        }
+    }
+}
+
+// A unit's state, a lane's part of it, and where that lies.
+struct DeltaUnit {
+    float4 s[2][4];
+    float4* at = nullptr;
+
+    __device__ __forceinline__ void load(const Block& b, const DeltaShare& share, int mine) {
+        const int column = share.unit(mine) * 8 + (b.lane >> 3) * 2;
+        at = (float4*)(b.p.delta + ((size_t)b.deltas * VALUE_DIM + column) * STATE_DIM) + (b.lane & 7);
+#pragma unroll
+        for (int c = 0; c < 2; c++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) s[c][j] = __ldcg(at + c * (STATE_DIM / 4) + j * 8);
+    }
+    __device__ __forceinline__ void store() const {
+#pragma unroll
+        for (int c = 0; c < 2; c++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) at[c * (STATE_DIM / 4) + j * 8] = s[c][j];
+    }
+    // To a place where states of branches are kept, or from there.
+    __device__ __forceinline__ void keep(float4* place) const {
+#pragma unroll
+        for (int i = 0; i < 8; i++) place[i * 32] = s[i / 4][i % 4];
+    }
+    __device__ __forceinline__ void fetch(const float4* place) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) s[i / 4][i % 4] = place[i * 32];
     }
 };
 
-// Projections, convolution, gates. A thread has four channels at a time.
-__device__ __forceinline__ void delta_inputs(Block& b, const DeltaShare& share) {
-    float* rows = (float*)b.scratch;
-    const Sums<HIDDEN_GROUPS> sums(b, DELTA_ROWS);
-    const int quads = share.channels() / 4, z_quads = share.units * 2;
-    const float* history = b.p.history + (size_t)b.deltas * HISTORY * CONV_CHANNELS;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < (quads + z_quads) * b.nodes; i += CONSUMERS) {
-        const int node = i / (quads + z_quads), quad = i - node * (quads + z_quads), channel = quad * 4;
-        const bool is_z = quad >= quads;
-        const int row = is_z ? Z_AT + share.first * 8 + (quad - quads) * 4 : share.row(channel);
-        const float4 raw = sums.at(node, row);
-        float* own = rows + node * MIX_ROW;
-        if (is_z) {
-            *(float4*)(own + SILU_Z + (quad - quads) * 4) = {silu(raw.x), silu(raw.y), silu(raw.z), silu(raw.w)};
-        } else {
-            *(float4*)(own + channel) = raw;
-            if (share.keeps(channel)) {
-                float* to = b.decoding()
-                                ? b.p.history + ((size_t)b.deltas * HISTORY + b.length % HISTORY) * CONV_CHANNELS
-                                : b.p.pending_raw + ((size_t)b.deltas * MAX_NODES + node) * CONV_CHANNELS;
-                *(float4*)(to + row) = raw;
-            }
-        }
-    }
-#pragma unroll 1
-    for (int i = threadIdx.x; i < share.heads * b.nodes; i += CONSUMERS) {
-        const int mine = i % share.heads, node = i / share.heads, head = share.head + mine;
-        float* gates = rows + node * MIX_ROW + GATES + mine * 8;
-        const auto one = [&](int row) {
-            const float4 v = sums.at(node, row / 4 * 4);
-            return row % 4 == 0 ? v.x : row % 4 == 1 ? v.y : row % 4 == 2 ? v.z : v.w;
-        };
-        const float beta = one(GATES_AT + head),
-                    alpha = one(GATES_AT + VALUE_HEADS + head) + __ldg(b.vectors + DT_AT + head);
-        gates[BETA] = sigmoid(beta);
-        gates[FADE] = exponential(__ldg(b.vectors + A_AT + head) * softplus(alpha));
-    }
-    b.sync();
-#pragma unroll 2
-    for (int i = threadIdx.x; i < quads * b.nodes; i += CONSUMERS) {
-        const int node = i / quads, channel = (i - node * quads) * 4, row = share.row(channel);
-        const float4* conv = (const float4*)(b.vectors + CONV_AT) + row;
-        const float4 w[4] = {__ldg(conv), __ldg(conv + 1), __ldg(conv + 2), __ldg(conv + 3)};
-        float4 x[4];
+// A lane's part of sixteen rows of q or k.
+struct DeltaRows {
+    float4 q[4], k[4];
+    __device__ __forceinline__ void load(const float* row, int lane) {
+        const float4* from = (const float4*)row + (lane & 7);
 #pragma unroll
-        for (int age = 0; age < 4; age++) {
-            const int source = b.s.path[node][age];
-            x[age] =
-                source >= 0
-                    ? *(const float4*)(rows + source * MIX_ROW + channel)
-                    : __ldcg((const float4*)(history + (b.length + source + HISTORY) % HISTORY * CONV_CHANNELS + row));
-        }
-        const auto mixed = [&](float4 w, float x0, float x1, float x2, float x3) {
-            return silu(fmaf(w.w, x0, fmaf(w.z, x1, fmaf(w.y, x2, w.x * x3))));
-        };
-        *(float4*)(rows + node * MIX_ROW + AFTER + channel) = {
-            mixed(w[0], x[0].x, x[1].x, x[2].x, x[3].x), mixed(w[1], x[0].y, x[1].y, x[2].y, x[3].y),
-            mixed(w[2], x[0].z, x[1].z, x[2].z, x[3].z), mixed(w[3], x[0].w, x[1].w, x[2].w, x[3].w)};
+        for (int j = 0; j < 4; j++) q[j] = from[j * 8], k[j] = from[MIX_K / 4 + j * 8];
     }
-    b.sync();
-#pragma unroll 1
-    for (int i = b.warp; i < share.heads * b.nodes; i += WARPS) {
-        const int mine = i % share.heads, node = i / share.heads;
-        float* row = rows + node * MIX_ROW;
-        const float4 q = ((const float4*)(row + AFTER + mine * 2 * STATE_DIM))[b.lane];
-        const float4 k = ((const float4*)(row + AFTER + mine * 2 * STATE_DIM + STATE_DIM))[b.lane];
-        const float qq = warp_sum(dot4(q, q)), kk = warp_sum(dot4(k, k)), qk = warp_sum(dot4(q, k));
-        const float rq = inverse_root(qq + 1e-6f) * QUERY_SCALE, rk = inverse_root(kk + 1e-6f);
-        if (b.lane == 0) {
-            float* gates = row + GATES + mine * 8;
-            gates[RK] = rk, gates[RQ] = rq, gates[QK] = qk * rq * rk;
-        }
-        if (!b.decoding() && share.keeps(mine * 2 * STATE_DIM)) {
-            const size_t at = ((size_t)b.deltas * KEY_HEADS + share.head + mine) * MAX_NODES + node;
-            ((float4*)(b.p.pending_key + at * STATE_DIM))[b.lane] = k;
-        }
-    }
-    b.sync();
+};
+__device__ __forceinline__ float dot16(const float4 (&a)[4], const float4 (&b)[4]) {
+    const auto more = [](float sum, float4 a, float4 b) {
+        return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, fmaf(a.w, b.w, sum))));
+    };
+    return more(dot4(a[0], b[0]), a[1], b[1]) + more(dot4(a[2], b[2]), a[3], b[3]);
+}
+__device__ __forceinline__ float sum_of_eight(float v) {
+    v += __shfl_xor_sync(~0u, v, 4);
+    v += __shfl_xor_sync(~0u, v, 2);
+    return v + __shfl_xor_sync(~0u, v, 1);
 }
 
-// Sums over the 32 lanes of 2 COUNT numbers each: a lane keeps half of them and gives the others away, and so on.
-template <int COUNT>
-__device__ __forceinline__ void keep_half(float (&v)[16], int lane) {
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        const bool upper = lane & 2 * COUNT;
-        const float give = upper ? v[i] : v[i + COUNT], keep = upper ? v[i + COUNT] : v[i];
-        v[i] = keep + __shfl_xor_sync(~0u, give, 2 * COUNT);
-    }
-}
-// Of sixteen numbers; lane l gets the one with index l / 2.
-__device__ __forceinline__ float sum_sixteen(float (&v)[16], int lane) {
-    keep_half<8>(v, lane);
-    keep_half<4>(v, lane);
-    keep_half<2>(v, lane);
-    keep_half<1>(v, lane);
-    return v[0] + __shfl_xor_sync(~0u, v[0], 1);
-}
-
-__device__ __forceinline__ void delta_unit(Block& b, const DeltaShare& share, int mine) {
+// All nodes of a unit, one after the other: o and what is written to their rows.
+__device__ __forceinline__ void walk_states(const Block& b, const DeltaShare& share, int mine, DeltaUnit& unit) {
     float* rows = (float*)b.scratch;
-    const int unit = share.first + mine, head = unit / 16, in_heads = head - share.head,
-              column = unit * 8;  // of VALUE_DIM
-    float4* state = (float4*)(b.p.delta + ((size_t)b.deltas * VALUE_DIM + column) * STATE_DIM) + b.lane;
-    float4* kept = (float4*)(b.p.branch_state + (size_t)unit * KEPT_STATES * 8 * STATE_DIM) + b.lane;
-    float4 s[8];
-#pragma unroll
-    for (int c = 0; c < 8; c++) s[c] = __ldcg(state + c * (STATE_DIM / 4));
-    const int own = b.lane >> 1 & 7;
-    const float weight = __ldg(b.vectors + GATED_NORM_AT + (column + own) % STATE_DIM);
-#pragma unroll 1
-    for (int i = 0; i < b.nodes; i++) {
+    const int head = (share.first + mine) / 16 - share.head, own = mine * 8 + (b.lane >> 3) * 2;
+    float4* near = (float4*)(b.scratch + MIX_ROWS_BYTES + mine * UNIT_BYTES) + b.lane;
+    float4* far = (float4*)(b.p.branch_state + (size_t)share.unit(mine) * KEPT_STATES * 8 * STATE_DIM) + b.lane;
+    const auto place = [&](int i) {
+        return i < MIX_PLACES ? near + i * (OWN_UNITS * UNIT_BYTES / 16) : far + i * (UNIT_BYTES / 16);
+    };
+    const auto step = [&](int i, const DeltaRows& now, DeltaRows& next) {
         const Visit visit = b.s.visits[i];
-        const int node = visit.node, from = uniform(visit.from + 1) - 1, to = uniform(visit.to + 1) - 1;
-        if (from != HERE) {
+        const int from = uniform(visit.from + 1) - 1, to = uniform(visit.to + 1) - 1;
+        float* row = rows + visit.node * MIX_ROW;
+        const float2 v = *(const float2*)(row + MIX_V + own), gates = *(const float2*)(row + GATES + head * 2);
+        const float4 norms = *(const float4*)(row + NORMS);
+        if (from != HERE) unit.fetch(place(from));
+        const float ks[2] = {dot16(now.k, unit.s[0]), dot16(now.k, unit.s[1])},
+                    qs[2] = {dot16(now.q, unit.s[0]), dot16(now.q, unit.s[1])};
+        if (i + 1 < b.nodes) next.load(rows + b.s.visits[i + 1].node * MIX_ROW, b.lane);
+        const float fade = gates.x, beta = gates.y, rk = norms.x, rq = norms.y, value[2] = {v.x, v.y};
+        float out[2], scaled[2];
 #pragma unroll
-            for (int c = 0; c < 8; c++) s[c] = kept[(from * 8 + c) * (STATE_DIM / 4)];
+        for (int c = 0; c < 2; c++) {
+            const float write = beta * fmaf(-fade, rk * sum_of_eight(ks[c]), value[c]);
+            scaled[c] = write * rk;
+            out[c] = fmaf(norms.z, write, fade * (rq * sum_of_eight(qs[c])));
         }
-        const float* row = rows + node * MIX_ROW;
-        const float4 q = ((const float4*)(row + AFTER + in_heads * 2 * STATE_DIM))[b.lane];
-        const float4 k = ((const float4*)(row + AFTER + in_heads * 2 * STATE_DIM + STATE_DIM))[b.lane];
-        const float* gates = row + GATES + in_heads * 8;
-        const float fade = gates[FADE], rk = gates[RK];
-        const float v = row[AFTER + share.heads * 2 * STATE_DIM + mine * 8 + own], z = row[SILU_Z + mine * 8 + own];
-        float sums[16];
 #pragma unroll
-        for (int c = 0; c < 8; c++) sums[c] = dot4(k, s[c]), sums[c + 8] = dot4(q, s[c]);
-        const float sum = sum_sixteen(sums, b.lane), other = __shfl_xor_sync(~0u, sum, 16);
-        const float ks = b.lane & 16 ? other : sum, qs = b.lane & 16 ? sum : other;
-        const float write = gates[BETA] * fmaf(-fade, rk * ks, v);
-        const float out = fmaf(gates[QK], write, fade * (gates[RQ] * qs)), scaled = write * rk;
+        for (int c = 0; c < 2; c++)
 #pragma unroll
-        for (int c = 0; c < 8; c++) s[c] = update_state(s[c], fade, k, __shfl_sync(~0u, scaled, c * 2));
-        if (to != NOWHERE) {
-#pragma unroll
-            for (int c = 0; c < 8; c++) kept[(to * 8 + c) * (STATE_DIM / 4)] = s[c];
-        }
-        float square = out * out;
-        square += __shfl_xor_sync(~0u, square, 2), square += __shfl_xor_sync(~0u, square, 4),
-            square += __shfl_xor_sync(~0u, square, 8);
-        if (b.lane < 16 && (b.lane & 1) == 0) {
-            b.p.y[activation_at(node, column + own)] = (u16)pack_bf16(out * weight * z, 0.0f);
-            if (!b.decoding()) {
-                const size_t at = ((size_t)b.deltas * BLOCKS + unit / 2) * MAX_NODES + node;
-                b.p.pending_write[at * COLUMNS + unit % 2 * 8 + own] = scaled;
-                if (own == 0 && unit % 2 == 0) b.p.pending_fade[at] = fade;
-            }
-        }
-        if (b.lane == 0) b.p.y_squares[(size_t)node * (VALUE_DIM / 8) + unit] = square;
-    }
-    if (b.decoding()) {
-#pragma unroll
-        for (int c = 0; c < 8; c++) state[c * (STATE_DIM / 4)] = s[c];
-    }
-}
-
-// States of this SM's units, weights and inputs of the convolution: a line of 128 bytes a thread and time.
-__device__ __forceinline__ void prefetch_mix(const Block& b) {
-    const DeltaShare share(b.sm);
-    const float* state = b.p.delta + ((size_t)b.deltas * VALUE_DIM + share.first * 8) * STATE_DIM;
-    for (int i = threadIdx.x; i < share.units * 8 * STATE_DIM / 32; i += CONSUMERS) prefetch(state + i * 32);
-    const float* history = b.p.history + (size_t)b.deltas * HISTORY * CONV_CHANNELS;
-    for (int i = threadIdx.x; i < share.channels() / 8; i += CONSUMERS) {
-        const int row = share.row(i * 8);
-        prefetch(b.vectors + CONV_AT + row * 4);
-        if (i % 4 == 0)
-            for (int age = 0; age < HISTORY; age++) prefetch(history + age * CONV_CHANNELS + row);
-    }
-}
-
-__device__ __forceinline__ void delta_mix(Block& b) {
-    const DeltaShare share(b.sm);
-    delta_inputs(b, share);
+            for (int j = 0; j < 4; j++) unit.s[c][j] = update_state(unit.s[c][j], fade, now.k[j], scaled[c]);
+        if (to != NOWHERE) unit.keep(place(to));
+        if ((b.lane & 7) == 0)
+            *(float2*)(row + MIX_V + own) = {out[0], out[1]}, *(float2*)(row + WRITTEN + own) = {scaled[0], scaled[1]};
+    };
+    DeltaRows even, odd;
+    even.load(rows + b.s.visits[0].node * MIX_ROW, b.lane);
 #pragma unroll 1
-    for (int mine = b.warp; mine < share.units; mine += WARPS) delta_unit(b, share, mine);
+    for (int i = 0; i < b.nodes; i += 2) {
+        step(i, even, odd);
+        if (i + 1 < b.nodes) step(i + 1, odd, even);
+    }
+}
+
+// The unit's results, a lane a node.
+__device__ __forceinline__ void write_results(const Block& b, const DeltaShare& share, int mine,
+                                              const float4 (&weight)[2]) {
+    __syncwarp();
+    if (b.lane >= b.nodes) return;
+    const int node = b.lane, unit = share.unit(mine), head = (share.first + mine) / 16 - share.head;
+    const float* row = (const float*)b.scratch + node * MIX_ROW;
+    const float4 *o = (const float4*)(row + MIX_V) + mine * 2, *z = (const float4*)(row + SILU_Z) + mine * 2,
+                 *written = (const float4*)(row + WRITTEN) + mine * 2;
+    const float4 o0 = o[0], o1 = o[1], z0 = z[0], z1 = z[1];
+    *(uint4*)(b.p.y + activation_at(node, unit * 8)) = {
+        pack_bf16(o0.x * weight[0].x * z0.x, o0.y * weight[0].y * z0.y),
+        pack_bf16(o0.z * weight[0].z * z0.z, o0.w * weight[0].w * z0.w),
+        pack_bf16(o1.x * weight[1].x * z1.x, o1.y * weight[1].y * z1.y),
+        pack_bf16(o1.z * weight[1].z * z1.z, o1.w * weight[1].w * z1.w)};
+    b.p.y_squares[(size_t)node * (VALUE_DIM / 8) + unit] = dot4(o0, o0) + dot4(o1, o1);
+    if (!b.decoding()) {
+        const size_t at = ((size_t)b.deltas * BLOCKS + unit / 2) * MAX_NODES + node;
+        float4* to = (float4*)(b.p.pending_write + at * COLUMNS) + unit % 2 * 2;
+        to[0] = written[0], to[1] = written[1];
+        if (unit % 2 == 0) b.p.pending_fade[at] = row[GATES + head * 2];
+    }
+}
+
+// A DeltaNet layer's mixer. It waits for the projection's sums, and ends the step: states are stored when others need
+// not wait for it. Returns the steps done so far.
+__device__ __noinline__ u32 delta_mix(int deltas, int length, const float* vectors, u32 steps_done) {
+    Block b;
+    b.deltas = deltas, b.length = length, b.vectors = vectors, b.steps_done = steps_done;
+    DeltaUnit unit;
+#pragma unroll 1
+    for (int item = b.sm; item < KEY_HEADS * KEY_PARTS || item == b.sm; item += SMS) {
+        const DeltaShare share(item);
+        const auto take = [&](int mine) {
+            if (b.decoding() && unit.at) unit.store();
+            unit.load(b, share, mine);
+        };
+        b.sync();  // what the scratch holds may still be read
+        ask_inputs(b, share);
+        if (b.warp < share.units) take(b.warp);
+        copies_done();
+        if (item == b.sm) {
+            b.wait_for_all();
+            b.mark();
+        } else {
+            b.sync();
+        }
+        delta_projections(b, share);
+        b.sync();
+        if (item == b.sm) b.mark();
+        delta_convolutions(b, share);
+        b.sync();
+        if (item == b.sm) b.mark();
+#pragma unroll 1
+        for (int mine = b.warp; mine < share.units; mine += WARPS) {
+            if (mine != b.warp) take(mine);
+            const float4* norm = (const float4*)(b.vectors + GATED_NORM_AT) + share.unit(mine) % 16 * 2;
+            const float4 weight[2] = {__ldg(norm), __ldg(norm + 1)};
+            walk_states(b, share, mine, unit);
+            write_results(b, share, mine, weight);
+        }
+    }
+    b.mark();
+    b.step_done();
+    if (b.decoding() && unit.at) unit.store();
+    return b.steps_done;
 }

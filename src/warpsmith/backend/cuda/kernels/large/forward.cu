@@ -81,11 +81,8 @@ enum { IN, OUT, MLP_IN, MLP_OUT };  // a layer's products
 __device__ __forceinline__ void use_sums(Block& b, int done) {
     const int kind = done & 3, layer = done >> 2;
     const bool recurrent = uniform(b.p.recurrent[layer]);
-    if (kind == IN) {
-        if (recurrent)
-            delta_mix(b);
-        else
-            b.steps_done = attention_mix(layer, b.deltas, b.length, b.vectors, b.steps_done);
+    if (kind == IN) {  // attention
+        b.steps_done = attention_mix(layer, b.deltas, b.length, b.vectors, b.steps_done);
     } else if (kind == OUT) {
         if (groups_of(VALUE_DIM) == groups_of(ATTENTION_DIM) || recurrent)
             add_to_residual<groups_of(VALUE_DIM)>(b, b.vectors + MLP_NORM, nullptr);
@@ -107,9 +104,7 @@ __device__ __forceinline__ void use_sums(Block& b, int done) {
 __device__ __forceinline__ void fetch_early(const Block& b, int done) {
     const int kind = done & 3;
     const bool recurrent = uniform(b.p.recurrent[done >> 2]);
-    if (kind == IN && recurrent) {
-        prefetch_mix(b);
-    } else if (kind == OUT || kind == MLP_OUT) {
+    if (kind == OUT || kind == MLP_OUT) {
         const float* norm = b.vectors + (kind == OUT   ? MLP_NORM
                                          : recurrent ? DELTA_VECTORS + MIX_NORM
                                                      : ATTENTION_VECTORS + MIX_NORM);
@@ -123,17 +118,21 @@ __device__ __forceinline__ void fetch_early(const Block& b, int done) {
 __device__ __noinline__ u32 lead_to(int i, int length, int deltas, const float* vectors, u32 steps_done) {
     Block b;
     b.length = length, b.deltas = deltas, b.vectors = vectors, b.steps_done = steps_done;
-    if (i == 0) {
-        embed(b);
+    if (i > 0) load_table(b, i - 1);
+    if ((i & 3) == OUT && uniform(b.p.recurrent[i >> 2])) {
+        b.steps_done = delta_mix(b.deltas, b.length, b.vectors, b.steps_done);
     } else {
-        load_table(b, i - 1);
-        fetch_early(b, i - 1);
-        b.wait_for_all();
-        b.mark();
-        use_sums(b, i - 1);
-        b.mark();
+        if (i == 0) {
+            embed(b);
+        } else {
+            fetch_early(b, i - 1);
+            b.wait_for_all();
+            b.mark();
+            use_sums(b, i - 1);
+            b.mark();
+        }
+        b.step_done();
     }
-    b.step_done();
     b.mark();
     const int kind = i & 3;
     const Source from = kind == OUT       ? Source{b.p.y, false, (bool)uniform(b.p.recurrent[i >> 2])}

@@ -117,11 +117,16 @@ struct Params {
 // Activations of a group of superblocks: 16 steps of 16 k, then the sums of 32 k (rounded, rests):
 // [octet][half][token][8] fp16.
 constexpr int STEP_BYTES = NODES * 32, BLOCK_BYTES = 17 * STEP_BYTES, OPERAND_BYTES = GROUP_BLOCKS * BLOCK_BYTES;
-// DeltaNet: two heads' inputs before and after the convolution, rows of value columns, gates.
-constexpr int MIX_UNITS = VALUE_DIM / 8, OWN_UNITS = (MIX_UNITS + SMS - 1) / SMS, OWN_HEADS = (OWN_UNITS + 14) / 16 + 1;
-constexpr int MIX_CHANNELS = OWN_HEADS * 2 * STATE_DIM + OWN_UNITS * 8,
-              MIX_ROW = 2 * MIX_CHANNELS + OWN_UNITS * 8 + OWN_HEADS * 8;
-constexpr int MIX_BYTES = NODES * MIX_ROW * 4;
+// DeltaNet: an SM has units of 8 value columns whose heads share a key head. A row a node: q, k and v after the
+// convolution, silu(z), what is written, gates; then their inputs before it (which may go when it is done), with its
+// weights and the inputs before the tree.
+constexpr int MIX_UNITS = VALUE_DIM / 8, KEY_UNITS = VALUE_HEADS / KEY_HEADS * 16,
+              KEY_PARTS = larger(1, SMS / KEY_HEADS), OWN_UNITS = (KEY_UNITS + KEY_PARTS - 1) / KEY_PARTS,
+              OWN_HEADS = (OWN_UNITS + 14) / 16 + 1;
+constexpr int MIX_CHANNELS = 2 * STATE_DIM + OWN_UNITS * 8,
+              MIX_ROW = up(MIX_CHANNELS + 2 * OWN_UNITS * 8 + 4 + OWN_HEADS * 2, 32) + 4;  // nodes' banks differ
+constexpr int MIX_ROWS_BYTES = NODES * MIX_ROW * 4,
+              MIX_INPUT_BYTES = ((NODES + 4 + 3) * MIX_CHANNELS + 2 * OWN_HEADS) * 4;
 // Attention: values of some chunks, as they are kept; of some tiles of 16 queries their rows, scores of two chunks,
 // weights in fp16, and what the softmax remembers. Trees of many nodes need fewer chunks ahead.
 constexpr int KEY_ROW = cache_row_bytes(KEY_TYPE), VALUE_ROW = cache_row_bytes(VALUE_TYPE);
@@ -141,8 +146,11 @@ constexpr int ATTENTION_BYTES = FACTORS_AT + QUERY_TILES * 16 * 3 * 4;
 constexpr int HEAD_TILES = up(VOCAB, ROWS) / ROWS, OWN_LOGITS = (HEAD_TILES + SMS - 1) / SMS * ROWS;
 #include "sample/candidates.cuh"
 constexpr int SAMPLE_BYTES = SAMPLES ? (int)sizeof(Candidates) : 0;
-constexpr int SCRATCH_BYTES =
-    up(larger(larger(OPERAND_BYTES, MIX_BYTES), larger(ATTENTION_BYTES, SAMPLE_BYTES)), 128);
+constexpr int OTHERS_BYTES = larger(larger(OPERAND_BYTES, ATTENTION_BYTES), SAMPLE_BYTES);
+constexpr int SCRATCH_BYTES = up(larger(OTHERS_BYTES, MIX_ROWS_BYTES + MIX_INPUT_BYTES), 128);
+// States of branches that have room in the scratch, once the inputs may go; the others are kept in memory.
+constexpr int UNIT_BYTES = 8 * STATE_DIM * 4,
+              MIX_PLACES = (SCRATCH_BYTES - MIX_ROWS_BYTES) / (OWN_UNITS * UNIT_BYTES);
 
 constexpr int SUM_BUFFERS = 2, SUM_BYTES = 2 * 4 * OCTETS * 512;  // of a tile of results: both groups of warps
 
