@@ -31,9 +31,9 @@ struct DeltaShare {
     int key_head, first, units, head, heads;  // units from `first` on, in heads `head` .. of those of this key head
     __device__ explicit DeltaShare(int item) {
         const int part = item % KEY_PARTS;
-        key_head = item / KEY_PARTS;
+        key_head = min(item / KEY_PARTS, KEY_HEADS - 1);
         first = KEY_UNITS * part / KEY_PARTS;
-        units = key_head < KEY_HEADS ? KEY_UNITS * (part + 1) / KEY_PARTS - first : 0;
+        units = item < KEY_HEADS * KEY_PARTS ? KEY_UNITS * (part + 1) / KEY_PARTS - first : 0;
         head = first / 16, heads = units ? (first + units - 1) / 16 - head + 1 : 0;
     }
     __device__ int value_head(int mine) const { return key_head + (head + mine) * KEY_HEADS; }
@@ -99,7 +99,7 @@ __device__ __forceinline__ void delta_projections(Block& b, const DeltaShare& sh
         for (int j = 0; j < AT_ONCE; j++) {
             const int i = at + j * CONSUMERS;
             which[j] = i < ALL * b.nodes ? row_of(i % ALL) : -1;
-            if (which[j] >= 0) sums.ask(asked[j], i / ALL, which[j] & ~3);
+            sums.ask(asked[j], min(i / ALL, b.nodes - 1), max(which[j], 0) & ~3);
         }
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
@@ -174,7 +174,8 @@ __device__ __forceinline__ void delta_convolutions(Block& b, const DeltaShare& s
 // A unit's state, a lane's part of it, and where that lies.
 struct DeltaUnit {
     float4 s[2][4];
-    float4* at = nullptr;
+    float4* at;
+    bool changed = false;
 
     __device__ __forceinline__ void load(const Block& b, const DeltaShare& share, int mine) {
         const int column = share.unit(mine) * 8 + (b.lane >> 3) * 2;
@@ -184,11 +185,13 @@ struct DeltaUnit {
 #pragma unroll
             for (int j = 0; j < 4; j++) s[c][j] = __ldcg(at + c * (STATE_DIM / 4) + j * 8);
     }
-    __device__ __forceinline__ void store() const {
+    __device__ __forceinline__ void store() {
+        if (!changed) return;
 #pragma unroll
         for (int c = 0; c < 2; c++)
 #pragma unroll
             for (int j = 0; j < 4; j++) at[c * (STATE_DIM / 4) + j * 8] = s[c][j];
+        changed = false;
     }
     // To a place where states of branches are kept, or from there.
     __device__ __forceinline__ void keep(float4* place) const {
@@ -240,7 +243,7 @@ __device__ __forceinline__ void walk_states(const Block& b, const DeltaShare& sh
         if (from != HERE) unit.fetch(place(from));
         const float ks[2] = {dot16(now.k, unit.s[0]), dot16(now.k, unit.s[1])},
                     qs[2] = {dot16(now.q, unit.s[0]), dot16(now.q, unit.s[1])};
-        if (i + 1 < b.nodes) next.load(rows + b.s.visits[i + 1].node * MIX_ROW, b.lane);
+        next.load(rows + b.s.visits[min(i + 1, b.nodes - 1)].node * MIX_ROW, b.lane);
         const float fade = gates.x, beta = gates.y, rk = norms.x, rq = norms.y, value[2] = {v.x, v.y};
         float out[2], scaled[2];
 #pragma unroll
@@ -299,13 +302,10 @@ __device__ __noinline__ u32 delta_mix(int deltas, int length, const float* vecto
 #pragma unroll 1
     for (int item = b.sm; item < KEY_HEADS * KEY_PARTS || item == b.sm; item += SMS) {
         const DeltaShare share(item);
-        const auto take = [&](int mine) {
-            if (b.decoding() && unit.at) unit.store();
-            unit.load(b, share, mine);
-        };
         b.sync();  // what the scratch holds may still be read
         ask_inputs(b, share);
-        if (b.warp < share.units) take(b.warp);
+        unit.store();
+        unit.load(b, share, b.warp < share.units ? b.warp : 0);  // always: else its registers are live in all the kernel
         copies_done();
         if (item == b.sm) {
             b.wait_for_all();
@@ -321,15 +321,19 @@ __device__ __noinline__ u32 delta_mix(int deltas, int length, const float* vecto
         if (item == b.sm) b.mark();
 #pragma unroll 1
         for (int mine = b.warp; mine < share.units; mine += WARPS) {
-            if (mine != b.warp) take(mine);
+            if (mine != b.warp) {
+                unit.store();
+                unit.load(b, share, mine);
+            }
             const float4* norm = (const float4*)(b.vectors + GATED_NORM_AT) + share.unit(mine) % 16 * 2;
             const float4 weight[2] = {__ldg(norm), __ldg(norm + 1)};
             walk_states(b, share, mine, unit);
             write_results(b, share, mine, weight);
+            unit.changed = b.decoding();
         }
     }
     b.mark();
     b.step_done();
-    if (b.decoding() && unit.at) unit.store();
+    unit.store();
     return b.steps_done;
 }

@@ -28,10 +28,10 @@ struct Multiplier {
     const int lane;      // by a shuffle: else it would be asked for again and again, which takes long
     const u32 own_part;  // where this warp's words are in a slot
     int slots_seen = 0;
-    u32 empty;  // of its slot
-    Here slab;
+    u32 empty = 0;     // of its slot
+    Here slab = {};  // set, since registers that are set on some paths only are live in the whole kernel
     float total[SUMS] = {};
-    u32 a[2][4][4];
+    u32 a[2][4][4] = {};
 
     __device__ __forceinline__ Multiplier(Block& block, const Walk& walk, int count)
         : b(block), bars(block.base), superblocks(count), in_tile(walk.blocks), index(block.warp >> 2),
