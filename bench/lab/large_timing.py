@@ -30,7 +30,7 @@ from warpsmith.model.weights import expected_shapes
 STEPS, MARKS = 32, 4096
 BEFORE = ("wait", "operands", "products", "wait for sums")
 DELTA = ("projections", "convolutions", "walk")
-ATTENTION = ("rows", "wait for rows", "parts", "wait for parts", "merge")
+ATTENTION = ("rows", "parts", "wait for parts", "merge")
 
 
 def random_model(config: Config, recipe: str) -> dict[str, Tensor]:

@@ -10,40 +10,56 @@
 #pragma once
 #include "large/attention_walk.cuh"
 
-// A warp a node's head, a lane eight dimensions.
-__device__ __forceinline__ void attention_merge(Block& b) {
-    const Sums<HIDDEN_GROUPS> sums(b, ATTENTION_IN_ROWS);
-#pragma unroll 1
-    for (int task = b.warp * SMS + b.sm; task < b.nodes * HEADS; task += WARPS * SMS) {
+// A warp merges the parts of a node's head, a lane eight dimensions: first its gates, which are there before the parts.
+struct Merge {
+    static constexpr int AT_ONCE = 16, EACH = (PARTS + 31) / 32;
+    float gate[8];
+
+    template <class Projection>
+    __device__ __forceinline__ void take_gates(const Block& b, const Projection& sums, int task) {
+        const int node = task / HEADS, row = task % HEADS * 2 * HEAD_DIM + HEAD_DIM + b.lane * 8;
+        const float4 low = sums.at(node, row), high = sums.at(node, row + 4);
+        gate[0] = low.x, gate[1] = low.y, gate[2] = low.z, gate[3] = low.w;
+        gate[4] = high.x, gate[5] = high.y, gate[6] = high.z, gate[7] = high.w;
+#pragma unroll
+        for (int j = 0; j < 8; j++) gate[j] = sigmoid(gate[j]);
+    }
+    __device__ __forceinline__ void run(const Block& b, int task) const {
         const int node = task / HEADS, head = task % HEADS, position = uniform(node_position(b, node));
         const int splits = min(shared_chunks(position), SPLITS), count = splits + 1;
         const size_t at = (size_t)task * PARTS;
-        const int gate_row = head * 2 * HEAD_DIM + HEAD_DIM + b.lane * 8;
-        const float4 gate0 = sums.at(node, gate_row), gate1 = sums.at(node, gate_row + 4);
+        const uint4* parts = (const uint4*)(b.p.parts + at * (HEAD_DIM / 2)) + b.lane;
         const auto place = [&](int i) { return i < splits ? i : SPLITS; };
-        // What a part weighs, a lane some parts.
-        constexpr int EACH = (PARTS + 31) / 32;
         float2 stats[EACH];
-        float peak = MINUS_INFINITY, shares[EACH];
+        uint4 v[AT_ONCE];
+        const auto ask = [&](int first) {
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++)
+                v[i] = first + i < count ? __ldcg(parts + place(first + i) * (HEAD_DIM / 8)) : uint4{};
+        };
+        // What a part weighs, a lane some parts.
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             const int which = i * 32 + b.lane;
             stats[i] = which < count ? __ldcg(b.p.part_stats + at + place(which)) : float2{MINUS_INFINITY, 0.0f};
-            peak = fmaxf(peak, stats[i].x);
         }
+        ask(0);
+        float peak = MINUS_INFINITY, shares[EACH], sum[8] = {}, weight = 0.0f;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) peak = fmaxf(peak, stats[i].x);
         peak = warp_max(peak);
 #pragma unroll
         for (int i = 0; i < EACH; i++) shares[i] = power_of_2(stats[i].x - peak) * stats[i].y;
-        float sum[8] = {}, weight = 0.0f;
-        const uint4* parts = (const uint4*)(b.p.parts + at * (HEAD_DIM / 2)) + b.lane;
 #pragma unroll
-        for (int group = 0; group < EACH; group++) {
-#pragma unroll 8
-            for (int i = 0; i < min(32, count - group * 32); i++) {
-                const uint4 v = __ldcg(parts + place(group * 32 + i) * (HEAD_DIM / 8));
-                const float share = __shfl_sync(~0u, shares[group], i);
+        for (int first = 0; first < PARTS; first += AT_ONCE) {
+            if (first >= count) break;
+            if (first > 0) ask(first);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                if (first + i >= count) break;
+                const float share = __shfl_sync(~0u, shares[first / 32], (first + i) % 32);
                 weight += share;
-                const u32 words[4] = {v.x, v.y, v.z, v.w};
+                const u32 words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
                     const float2 two = unpack_half(words[j]);
@@ -51,45 +67,63 @@ __device__ __forceinline__ void attention_merge(Block& b) {
                 }
             }
         }
-        const float inverse = reciprocal(weight);
+        const float inverse = reciprocal(fmaxf(weight, 1e-30f));
         u32 out[4];
-        const float gates[8] = {gate0.x, gate0.y, gate0.z, gate0.w, gate1.x, gate1.y, gate1.z, gate1.w};
 #pragma unroll
         for (int j = 0; j < 4; j++)
-            out[j] = pack_bf16(sum[2 * j] * inverse * sigmoid(gates[2 * j]),
-                               sum[2 * j + 1] * inverse * sigmoid(gates[2 * j + 1]));
+            out[j] = pack_bf16(sum[2 * j] * inverse * gate[2 * j], sum[2 * j + 1] * inverse * gate[2 * j + 1]);
         *(uint4*)(b.p.y + activation_at(node, head * HEAD_DIM + b.lane * 8)) = {out[0], out[1], out[2], out[3]};
     }
-}
+};
 
-// An attention layer's mixer, apart from the rest: the compiler would give the products worse code beside it. Returns
-// the steps done so far.
+// An attention layer's mixer, apart from the rest: the compiler would give the products worse code beside it. It waits
+// for the projection's sums. Returns the steps done so far.
 __device__ __noinline__ u32 attention_mix(int layer, int deltas, int length, const float* vectors, u32 steps_done) {
     Block b;
     b.deltas = deltas, b.length = length, b.vectors = vectors, b.steps_done = steps_done;
     const AttentionItems items(b);
-    bool rows_done = false;
+    const Sums<HIDDEN_GROUPS> sums(b, ATTENTION_IN_ROWS);
+    const bool alone = b.nodes == 1;
 #pragma unroll 1
-    for (int item = b.sm; item < items.all || !rows_done; item += SMS) {
-        KeyWalk walk(b, layer, items, min(item, items.all - 1));
-        b.sync();                               // what the scratch holds may still be read
-        if (item < items.shared) walk.begin();  // what was committed long ago does not wait for this layer's rows
-        if (!rows_done) {
-            attention_rows(b, layer);
-            b.mark();
-            b.step_done();
+    for (int item = b.sm; item < items.all || item == b.sm; item += SMS) {
+        const bool some = item < items.all;
+        KeyWalk walk(b, layer, items, some ? item : 0);
+        const RowFactors factors(b, b.length, b.warp < GROUP);
+        b.sync();  // what the scratch holds may still be read
+        if (some) walk.begin();
+        if (item == b.sm) {
             b.wait_for_all();
             b.mark();
-            rows_done = true;
+            if (!alone) {
+                attention_rows(b, layer);
+                b.step_done();
+                b.wait_for_all();
+            }
         }
-        if (item >= items.all) break;
-        if (item >= items.shared) walk.begin();
-        walk.run();
+        if (some) {
+            if (alone)
+                walk.make_rows(layer, sums, factors);
+            else
+                walk.take_queries();
+        }
+        b.sync();
+        if (item == b.sm) b.mark();
+        if (some) {
+            walk.go_on();
+            walk.run();
+        }
     }
     b.mark();
+    Merge merge = {};
+    const int tasks = b.nodes * HEADS, first = b.warp * SMS + b.sm;
     b.step_done();
+    if (first < tasks) merge.take_gates(b, sums, first);
     b.wait_for_all();
     b.mark();
-    attention_merge(b);
+#pragma unroll 1
+    for (int task = first; task < tasks; task += WARPS * SMS) {
+        if (task != first) merge.take_gates(b, sums, task);
+        merge.run(b, task);
+    }
     return b.steps_done;
 }

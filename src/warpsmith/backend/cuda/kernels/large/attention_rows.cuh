@@ -12,54 +12,80 @@ __device__ __forceinline__ size_t cache_index(const Block& b, int layer, int kv_
     return (size_t)(layer - b.deltas) * KV_HEADS + kv_head;
 }
 
+// What a row is multiplied with, besides its own norm, and how it is turned: nothing of it depends on the projection.
+// Pairs (j, j + 32): lanes 0..3 hold the first of a pair, lanes 4..7 the second.
+struct RowFactors {
+    float norm[8], cosine[8], sine[8];
+    __device__ __forceinline__ RowFactors(const Block& b, int position, bool is_query) {
+        const float4* low = (const float4*)(b.p.rope + (position & 63) * 32 + (b.lane & 3) * 8);
+        const float4* high = (const float4*)(b.p.rope + (64 + (position >> 6)) * 32 + (b.lane & 3) * 8);
+        const float4* weights = (const float4*)(b.vectors + (is_query ? Q_NORM_AT : K_NORM_AT)) + b.lane * 2;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float4 w = __ldg(weights + i);
+            norm[4 * i] = w.x, norm[4 * i + 1] = w.y, norm[4 * i + 2] = w.z, norm[4 * i + 3] = w.w;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float4 l = __ldg(low + i), h = __ldg(high + i);
+            cosine[2 * i] = fmaf(l.x, h.x, -(l.y * h.y)), cosine[2 * i + 1] = fmaf(l.z, h.z, -(l.w * h.w));
+            sine[2 * i] = fmaf(l.y, h.x, l.x * h.y), sine[2 * i + 1] = fmaf(l.w, h.z, l.z * h.w);
+        }
+    }
+};
+
+// Row `row` of a node's, HEADS queries, then keys, then values: a lane has eight dimensions.
+template <class Projection>
+__device__ __forceinline__ void make_row(const Block& b, const Projection& sums, int node, int row,
+                                         const RowFactors& by, float (&v)[8]) {
+    const bool is_query = row < HEADS, is_value = row >= HEADS + KV_HEADS;
+    const int from = is_query   ? row * 2 * HEAD_DIM
+                     : is_value ? VALUES_AT + (row - HEADS - KV_HEADS) * HEAD_DIM
+                                : KEYS_AT + (row - HEADS) * HEAD_DIM;
+    const float4 v0 = sums.at(node, from + b.lane * 8), v1 = sums.at(node, from + b.lane * 8 + 4);
+    v[0] = v0.x, v[1] = v0.y, v[2] = v0.z, v[3] = v0.w, v[4] = v1.x, v[5] = v1.y, v[6] = v1.z, v[7] = v1.w;
+    if (is_value) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) v[j] = fminf(fmaxf(v[j], -LARGEST_HALF), LARGEST_HALF);
+        return;
+    }
+    float square = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 8; j++) square = fmaf(v[j], v[j], square);
+    const float scale = inverse_root(warp_sum(square) / HEAD_DIM + EPS);
+#pragma unroll
+    for (int j = 0; j < 8; j++) v[j] *= scale * by.norm[j];
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const float own = v[j], other = __shfl_xor_sync(~0u, own, 4);
+        const float turned = fmaf(own, by.cosine[j], (b.lane < 4 ? -other : other) * by.sine[j]);
+        v[j] = b.lane < 8 ? turned : own;
+        if (is_query) v[j] *= ATTENTION_SCALE;
+    }
+}
+
+// A row of keys or values to where it is kept.
+__device__ __forceinline__ void keep_row(const Block& b, int layer, int node, int row, const float (&v)[8]) {
+    const size_t head = cache_index(b, layer, (row - HEADS) % KV_HEADS),
+                 at = b.decoding() ? head * b.p.context + b.length : head * MAX_NODES + node;
+    if (row >= HEADS + KV_HEADS)
+        store_eight<VALUE_TYPE, 1>((b.decoding() ? b.p.values : b.p.pending_values) + at * VALUE_ROW, b.lane, v);
+    else
+        store_eight<KEY_TYPE, 1>((b.decoding() ? b.p.keys : b.p.pending_keys) + at * KEY_ROW, b.lane, v);
+}
+
+// All rows of a tree, each by one warp of all SMs.
 __device__ __forceinline__ void attention_rows(Block& b, int layer) {
     const Sums<HIDDEN_GROUPS> sums(b, ATTENTION_IN_ROWS);
 #pragma unroll 1
     for (int task = b.warp * SMS + b.sm; task < b.nodes * ATTENTION_ROWS; task += WARPS * SMS) {
-        const int node = task / ATTENTION_ROWS, row = task % ATTENTION_ROWS, position = uniform(node_position(b, node));
-        const bool is_query = row < HEADS, is_value = row >= HEADS + KV_HEADS;
-        const int from = is_query   ? row * 2 * HEAD_DIM
-                         : is_value ? VALUES_AT + (row - HEADS - KV_HEADS) * HEAD_DIM
-                                    : KEYS_AT + (row - HEADS) * HEAD_DIM;
-        const float4 v0 = sums.at(node, from + b.lane * 8), v1 = sums.at(node, from + b.lane * 8 + 4);
-        float v[8] = {v0.x, v0.y, v0.z, v0.w, v1.x, v1.y, v1.z, v1.w};
-        if (is_value) {
-#pragma unroll
-            for (int j = 0; j < 8; j++) v[j] = fminf(fmaxf(v[j], -LARGEST_HALF), LARGEST_HALF);
-        } else {
-            // pairs (j, j + 32): lanes 0..3 hold the first of a pair, lanes 4..7 the second
-            const float4* low = (const float4*)(b.p.rope + (position & 63) * 32 + (b.lane & 3) * 8);
-            const float4* high = (const float4*)(b.p.rope + (64 + (position >> 6)) * 32 + (b.lane & 3) * 8);
-            const float* norm = b.vectors + (is_query ? Q_NORM_AT : K_NORM_AT) + b.lane * 8;
-            float square = 0.0f;
-#pragma unroll
-            for (int j = 0; j < 8; j++) square = fmaf(v[j], v[j], square);
-            const float scale = inverse_root(warp_sum(square) / HEAD_DIM + EPS);
-#pragma unroll
-            for (int j = 0; j < 8; j++) v[j] *= scale * __ldg(norm + j);
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float4 l = __ldg(low + i), h = __ldg(high + i);
-                const float cosine[2] = {fmaf(l.x, h.x, -(l.y * h.y)), fmaf(l.z, h.z, -(l.w * h.w))};
-                const float sine[2] = {fmaf(l.y, h.x, l.x * h.y), fmaf(l.w, h.z, l.z * h.w)};
-#pragma unroll
-                for (int j = 0; j < 2; j++) {
-                    const float own = v[2 * i + j], other = __shfl_xor_sync(~0u, own, 4);
-                    const float turned = fmaf(own, cosine[j], (b.lane < 4 ? -other : other) * sine[j]);
-                    v[2 * i + j] = b.lane < 8 ? turned : own;
-                    if (is_query) v[2 * i + j] *= ATTENTION_SCALE;
-                }
-            }
-        }
-        if (is_query) {
+        const int node = task / ATTENTION_ROWS, row = task % ATTENTION_ROWS;
+        const RowFactors by(b, uniform(node_position(b, node)), row < HEADS);
+        float v[8];
+        make_row(b, sums, node, row, by, v);
+        if (row < HEADS)
             store_eight<CACHE_F16, 1>((u8*)b.p.queries + ((size_t)node * HEADS + row) * (HEAD_DIM * 2), b.lane, v);
-            continue;
-        }
-        const size_t head = cache_index(b, layer, (row - HEADS) % KV_HEADS),
-                     at = b.decoding() ? head * b.p.context + b.length : head * MAX_NODES + node;
-        if (is_value)
-            store_eight<VALUE_TYPE, 1>((b.decoding() ? b.p.values : b.p.pending_values) + at * VALUE_ROW, b.lane, v);
         else
-            store_eight<KEY_TYPE, 1>((b.decoding() ? b.p.keys : b.p.pending_keys) + at * KEY_ROW, b.lane, v);
+            keep_row(b, layer, node, row, v);
     }
 }

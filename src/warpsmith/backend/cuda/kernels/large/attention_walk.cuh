@@ -49,8 +49,7 @@ struct KeyWalk {
     int kv_head, first_row, rows, part;                       // queries (node, head of the group) in order
     int chunk, stride, steps;                                 // chunks chunk, chunk + stride, ...
     int node, own_end;         // the one whose own positions these are, and where they end; or -1: shared chunks
-    int filled = 0, read = 0;  // stages of values
-    KeyWords<KEY_TYPE> next;
+    KeyWords<KEY_TYPE> next = {};  // set, since registers that are set on some paths only are live in the whole kernel
 
     // Item number `item` of a layer: first splits of the shared chunks (batches of queries for the same keys at the
     // same time), then nodes' own.
@@ -86,53 +85,83 @@ struct KeyWalk {
         const int position = (chunk + step * stride) * CHUNK + b.warp * 8 + (b.lane >> 2);
         next.load(row_at<KEY_ROW>(keys, drafted_keys, position), b.lane & 3);
     }
-    // Shared chunks are copied as they lie, a node's own row by row.
-    __device__ __forceinline__ void ask_values(int step) {
-        if (step < steps) {
-            constexpr int UNITS = VALUE_ROW / 16, AT_ONCE = CONSUMERS * 16,
-                          EACH = (VALUE_BYTES + AT_ONCE - 1) / AT_ONCE;
-            const int first = (chunk + step * stride) * CHUNK;
-            u8* to = at.values + filled * VALUE_BYTES;
-            if (node < 0) {
-                const u8* from = values + (size_t)first * VALUE_ROW + threadIdx.x * 16;
-                to += VALUE_TYPE == CACHE_F16 ? value_place<CACHE_F16>(threadIdx.x / 32, threadIdx.x % 32)
-                                              : threadIdx.x * 16;
+    // Values of a step: shared chunks are copied as they lie; of a node's own rows those of positions from `first` up to
+    // `end`, row by row.
+    __device__ __forceinline__ void ask_values(int step, int first, int end) const {
+        constexpr int UNITS = VALUE_ROW / 16, AT_ONCE = CONSUMERS * 16, EACH = (VALUE_BYTES + AT_ONCE - 1) / AT_ONCE;
+        if (step >= steps) return;
+        const int position = (chunk + step * stride) * CHUNK;
+        u8* to = at.values + step % VALUE_STAGES * VALUE_BYTES;
+        if (node < 0) {
+            const u8* from = values + (size_t)position * VALUE_ROW + threadIdx.x * 16;
+            to += VALUE_TYPE == CACHE_F16 ? value_place<CACHE_F16>(threadIdx.x / 32, threadIdx.x % 32)
+                                          : threadIdx.x * 16;
 #pragma unroll
-                for (int i = 0; i < EACH; i++)
-                    if (VALUE_BYTES % AT_ONCE == 0 || i < EACH - 1 || threadIdx.x < VALUE_BYTES % AT_ONCE / 16)
-                        copy16(to + i * AT_ONCE, from + i * AT_ONCE);
-            } else {
-#pragma unroll 1
-                for (int i = threadIdx.x; i < CHUNK * UNITS; i += CONSUMERS)
+            for (int i = 0; i < EACH; i++)
+                if (VALUE_BYTES % AT_ONCE == 0 || i < EACH - 1 || threadIdx.x < VALUE_BYTES % AT_ONCE / 16)
+                    copy16(to + i * AT_ONCE, from + i * AT_ONCE);
+        } else {
+#pragma unroll 4
+            for (int i = threadIdx.x; i < CHUNK * UNITS; i += CONSUMERS)
+                if (position + i / UNITS >= first && position + i / UNITS < end)
                     copy16(to + value_place<VALUE_TYPE>(i / UNITS, i % UNITS),
-                           row_at<VALUE_ROW>(values, drafted_values, first + i / UNITS) + i % UNITS * 16);
-            }
-            if (++filled == VALUE_STAGES) filled = 0;
+                           row_at<VALUE_ROW>(values, drafted_values, position + i / UNITS) + i % UNITS * 16);
         }
-        copies_queued();
     }
-
-    // Ask for what comes first. The scratch is free, and the rows are there, if they are a node's own.
+    // Ask for what comes first and is committed. The scratch is free.
     __device__ __forceinline__ void begin() {
         ask_keys(0);
 #pragma unroll
-        for (int step = 0; step < VALUE_STAGES - 1; step++) ask_values(step);
+        for (int step = 0; step < VALUE_STAGES - 1; step++) ask_values(step, 0, b.length);
+    }
+    // And for what was not there yet: rows of the tree, in memory now.
+    __device__ __forceinline__ void go_on() {
+        constexpr int ALL = 0x7fffffff;
+        if (node >= 0 && (chunk + 1) * CHUNK > b.length) ask_keys(0);
+#pragma unroll
+        for (int step = 0; step < VALUE_STAGES - 1; step++) {
+            if (node >= 0) ask_values(step, b.length, ALL);
+            copies_queued();
+        }
     }
 
-    __device__ __forceinline__ void take_queries(int tiles) const {
-#pragma unroll 2
-        for (int i = threadIdx.x; i < tiles * 16 * 32; i += CONSUMERS) {
+    // A node alone: who works for it makes its queries here, and its key and value where they are its own. Row `row` of
+    // the key head's GROUP queries, key and value.
+    __device__ __forceinline__ int own_row(int row) const {
+        return row < GROUP ? kv_head * GROUP + row : HEADS + (row - GROUP) * KV_HEADS + kv_head;
+    }
+    template <class Projection>
+    __device__ __forceinline__ void make_rows(int layer, const Projection& sums, const RowFactors& first) const {
+#pragma unroll 1
+        for (int row = b.warp; row < GROUP + (node < 0 ? 0 : 2); row += WARPS) {
+            float v[8];
+            if (row == b.warp)
+                make_row(b, sums, 0, own_row(row), first, v);
+            else
+                make_row(b, sums, 0, own_row(row), RowFactors(b, b.length, row < GROUP), v);
+            if (row < GROUP)
+                place_query(row, b.lane, {pack_half(v[0], v[1]), pack_half(v[2], v[3]), pack_half(v[4], v[5]),
+                                          pack_half(v[6], v[7])});
+            else
+                keep_row(b, layer, 0, own_row(row), v);
+        }
+    }
+    // Dimensions 8 eight .. + 7 of a query.
+    __device__ __forceinline__ void place_query(int row, int eight, uint4 v) const {
+        const int q = KeyWords<KEY_TYPE>::lane_of(eight);
+        u8* to = at.queries + row / 16 * QUERY_TILE + KeyWords<KEY_TYPE>::operand_of(eight) * (2 * OPERAND);
+        *(u32*)(to + operand_place(row, q, 0)) = v.x, *(u32*)(to + operand_place(row, q, 1)) = v.y;
+        to += OPERAND;
+        *(u32*)(to + operand_place(row, q, 0)) = v.z, *(u32*)(to + operand_place(row, q, 1)) = v.w;
+    }
+    __device__ __forceinline__ void take_queries() const {
+#pragma unroll 4
+        for (int i = threadIdx.x; i < (rows + 15) / 16 * 16 * 32; i += CONSUMERS) {
             const int row = i / 32, query = min(row, rows - 1) + first_row;
             const u32* from =
                 b.p.queries + ((size_t)(query / GROUP) * HEADS + kv_head * GROUP + query % GROUP) * (HEAD_DIM / 2);
-            const uint4 v = __ldcg((const uint4*)from + i % 32);
-            const int q = KeyWords<KEY_TYPE>::lane_of(i % 32);
-            u8* to = at.queries + row / 16 * QUERY_TILE + KeyWords<KEY_TYPE>::operand_of(i % 32) * (2 * OPERAND);
-            *(u32*)(to + operand_place(row, q, 0)) = v.x, *(u32*)(to + operand_place(row, q, 1)) = v.y;
-            to += OPERAND;
-            *(u32*)(to + operand_place(row, q, 0)) = v.z, *(u32*)(to + operand_place(row, q, 1)) = v.w;
+            place_query(row, i % 32, __ldcg((const uint4*)from + i % 32));
         }
-        if (threadIdx.x < tiles * 16) at.peak[threadIdx.x] = MINUS_INFINITY, at.weight[threadIdx.x] = 0.0f;
     }
 
     // Of the keys that have come; the next are asked for.
@@ -260,23 +289,22 @@ struct KeyWalk {
         }
     }
 
-    // After `begin`, when the queries are there.
+    // After `go_on`, when the queries are there.
     __device__ __forceinline__ void run() {
         const int tiles = (rows + 15) / 16;
         float sum[QUERY_TILES][4][4] = {};
-        take_queries(tiles);
-        b.sync();
+        if (threadIdx.x < tiles * 16) at.peak[threadIdx.x] = MINUS_INFINITY, at.weight[threadIdx.x] = 0.0f;
         scores(0, tiles);
 #pragma unroll 1
         for (int step = 0; step < steps; step++) {
             b.sync();
-            ask_values(step + VALUE_STAGES - 1);
+            ask_values(step + VALUE_STAGES - 1, 0, 0x7fffffff);
+            copies_queued();
             softmax(step);
             if (step + 1 < steps) scores(step + 1, tiles);
             copies_left<VALUE_STAGES - 1>();
             b.sync();
-            add_values(sum, at.values + read * VALUE_BYTES, tiles);
-            if (++read == VALUE_STAGES) read = 0;
+            add_values(sum, at.values + step % VALUE_STAGES * VALUE_BYTES, tiles);
         }
         write(sum, tiles);
         copies_done();

@@ -149,9 +149,9 @@ __device__ __forceinline__ float4 convolve(const Block& b, const DeltaInputs& in
 __device__ __forceinline__ void delta_convolutions(Block& b, const DeltaShare& share) {
     float* rows = (float*)b.scratch;
     const DeltaInputs in(b.scratch);
-    const int v_quads = share.units * 2 * b.nodes;
+    const int tasks = share.units ? b.nodes + (OWN_UNITS * 2 * b.nodes + 31) / 32 : 0;
 #pragma unroll 1
-    for (int task = b.warp; task < b.nodes + (v_quads + 31) / 32; task += WARPS) {
+    for (int task = b.warp; task < tasks; task += WARPS) {
         if (task < b.nodes) {
             float* row = rows + task * MIX_ROW;
             const float4 q = convolve(b, in, task, b.lane * 4), k = convolve(b, in, task, MIX_K + b.lane * 4);

@@ -77,13 +77,11 @@ __device__ __forceinline__ void add_to_residual(Block& b, const float* norm, flo
 
 enum { IN, OUT, MLP_IN, MLP_OUT };  // a layer's products
 
-// What becomes of the sums of products number `done`, of a layer whose vectors these are.
+// What becomes of the sums of products number `done`, but for a mixer's, of a layer whose vectors these are.
 __device__ __forceinline__ void use_sums(Block& b, int done) {
     const int kind = done & 3, layer = done >> 2;
     const bool recurrent = uniform(b.p.recurrent[layer]);
-    if (kind == IN) {  // attention
-        b.steps_done = attention_mix(layer, b.deltas, b.length, b.vectors, b.steps_done);
-    } else if (kind == OUT) {
+    if (kind == OUT) {
         if (groups_of(VALUE_DIM) == groups_of(ATTENTION_DIM) || recurrent)
             add_to_residual<groups_of(VALUE_DIM)>(b, b.vectors + MLP_NORM, nullptr);
         else
@@ -119,10 +117,14 @@ __device__ __noinline__ u32 lead_to(int i, int length, int deltas, const float* 
     Block b;
     b.length = length, b.deltas = deltas, b.vectors = vectors, b.steps_done = steps_done;
     if (i > 0) load_table(b, i - 1);
-    if ((i & 3) == OUT && uniform(b.p.recurrent[i >> 2])) {
+    const int kind = i & 3;
+    if (kind == OUT && uniform(b.p.recurrent[i >> 2])) {
         b.steps_done = delta_mix(b.deltas, b.length, b.vectors, b.steps_done);
     } else {
-        if (i == 0) {
+        if (kind == OUT) {
+            b.steps_done = attention_mix(i >> 2, b.deltas, b.length, b.vectors, b.steps_done);
+            b.mark();
+        } else if (i == 0) {
             embed(b);
         } else {
             fetch_early(b, i - 1);
@@ -134,7 +136,6 @@ __device__ __noinline__ u32 lead_to(int i, int length, int deltas, const float* 
         b.step_done();
     }
     b.mark();
-    const int kind = i & 3;
     const Source from = kind == OUT       ? Source{b.p.y, false, (bool)uniform(b.p.recurrent[i >> 2])}
                         : kind == MLP_OUT ? Source{b.p.h, false, false}
                                           : Source{b.p.x, true, false};

@@ -121,7 +121,7 @@ constexpr int STEP_BYTES = NODES * 32, BLOCK_BYTES = 17 * STEP_BYTES, OPERAND_BY
 // convolution, silu(z), what is written, gates; then their inputs before it (which may go when it is done), with its
 // weights and the inputs before the tree.
 constexpr int MIX_UNITS = VALUE_DIM / 8, KEY_UNITS = VALUE_HEADS / KEY_HEADS * 16,
-              KEY_PARTS = larger(1, SMS / KEY_HEADS), OWN_UNITS = (KEY_UNITS + KEY_PARTS - 1) / KEY_PARTS,
+              KEY_PARTS = larger(1, SMS / KEY_HEADS < KEY_UNITS ? SMS / KEY_HEADS : KEY_UNITS), OWN_UNITS = (KEY_UNITS + KEY_PARTS - 1) / KEY_PARTS,
               OWN_HEADS = (OWN_UNITS + 14) / 16 + 1;
 constexpr int MIX_CHANNELS = 2 * STATE_DIM + OWN_UNITS * 8,
               MIX_ROW = up(MIX_CHANNELS + 2 * OWN_UNITS * 8 + 4 + OWN_HEADS * 2, 32) + 4;  // nodes' banks differ
