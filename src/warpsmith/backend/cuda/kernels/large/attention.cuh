@@ -12,15 +12,12 @@
 
 // A warp merges the parts of a node's head, a lane eight dimensions: first its gates, which are there before the parts.
 struct Merge {
-    static constexpr int AT_ONCE = 16, EACH = (PARTS + 31) / 32;
+    static constexpr int AT_ONCE = 8, EACH = (PARTS + 31) / 32;
     float gate[8];
 
     template <class Projection>
     __device__ __forceinline__ void take_gates(const Block& b, const Projection& sums, int task) {
-        const int node = task / HEADS, row = task % HEADS * 2 * HEAD_DIM + HEAD_DIM + b.lane * 8;
-        const float4 low = sums.at(node, row), high = sums.at(node, row + 4);
-        gate[0] = low.x, gate[1] = low.y, gate[2] = low.z, gate[3] = low.w;
-        gate[4] = high.x, gate[5] = high.y, gate[6] = high.z, gate[7] = high.w;
+        take_eight(sums, task / HEADS, task % HEADS * 2 * HEAD_DIM + HEAD_DIM + b.lane * 8, gate);
 #pragma unroll
         for (int j = 0; j < 8; j++) gate[j] = sigmoid(gate[j]);
     }
@@ -50,14 +47,14 @@ struct Merge {
         peak = warp_max(peak);
 #pragma unroll
         for (int i = 0; i < EACH; i++) shares[i] = power_of_2(stats[i].x - peak) * stats[i].y;
+#pragma unroll 1
+        for (int first = 0;;) {
+            float here = shares[0];
 #pragma unroll
-        for (int first = 0; first < PARTS; first += AT_ONCE) {
-            if (first >= count) break;
-            if (first > 0) ask(first);
+            for (int i = 1; i < EACH; i++) here = first >= i * 32 ? shares[i] : here;
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
-                if (first + i >= count) break;
-                const float share = __shfl_sync(~0u, shares[first / 32], (first + i) % 32);
+                const float share = __shfl_sync(~0u, here, (first + i) & 31);  // 0 past the last one
                 weight += share;
                 const u32 words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
 #pragma unroll
@@ -66,8 +63,11 @@ struct Merge {
                     sum[2 * j] = fmaf(share, two.x, sum[2 * j]), sum[2 * j + 1] = fmaf(share, two.y, sum[2 * j + 1]);
                 }
             }
+            first += AT_ONCE;
+            if (first >= count) break;
+            ask(first);
         }
-        const float inverse = reciprocal(fmaxf(weight, 1e-30f));
+        const float inverse = reciprocal(weight);
         u32 out[4];
 #pragma unroll
         for (int j = 0; j < 4; j++)
@@ -94,17 +94,14 @@ __device__ __noinline__ u32 attention_mix(int layer, int deltas, int length, con
         if (item == b.sm) {
             b.wait_for_all();
             b.mark();
-            if (!alone) {
-                attention_rows(b, layer);
+        }
+        if (alone ? some : item == b.sm) walk.make_rows(layer, sums, factors, alone);
+        if (!alone) {
+            if (item == b.sm) {
                 b.step_done();
                 b.wait_for_all();
             }
-        }
-        if (some) {
-            if (alone)
-                walk.make_rows(layer, sums, factors);
-            else
-                walk.take_queries();
+            if (some) walk.take_queries();
         }
         b.sync();
         if (item == b.sm) b.mark();

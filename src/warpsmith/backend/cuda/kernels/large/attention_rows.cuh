@@ -12,6 +12,15 @@ __device__ __forceinline__ size_t cache_index(const Block& b, int layer, int kv_
     return (size_t)(layer - b.deltas) * KV_HEADS + kv_head;
 }
 
+// Eight rows of the projection.
+template <class Projection>
+__device__ __forceinline__ void take_eight(const Projection& sums, int node, int row, float (&v)[8]) {
+    typename Projection::Asked low, high;
+    sums.ask(low, node, row), sums.ask(high, node, row + 4);
+    const float4 a = sums.total(low, node, row), c = sums.total(high, node, row + 4);
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = c.x, v[5] = c.y, v[6] = c.z, v[7] = c.w;
+}
+
 // What a row is multiplied with, besides its own norm, and how it is turned: nothing of it depends on the projection.
 // Pairs (j, j + 32): lanes 0..3 hold the first of a pair, lanes 4..7 the second.
 struct RowFactors {
@@ -42,8 +51,7 @@ __device__ __forceinline__ void make_row(const Block& b, const Projection& sums,
     const int from = is_query   ? row * 2 * HEAD_DIM
                      : is_value ? VALUES_AT + (row - HEADS - KV_HEADS) * HEAD_DIM
                                 : KEYS_AT + (row - HEADS) * HEAD_DIM;
-    const float4 v0 = sums.at(node, from + b.lane * 8), v1 = sums.at(node, from + b.lane * 8 + 4);
-    v[0] = v0.x, v[1] = v0.y, v[2] = v0.z, v[3] = v0.w, v[4] = v1.x, v[5] = v1.y, v[6] = v1.z, v[7] = v1.w;
+    take_eight(sums, node, from + b.lane * 8, v);
     if (is_value) {
 #pragma unroll
         for (int j = 0; j < 8; j++) v[j] = fminf(fmaxf(v[j], -LARGEST_HALF), LARGEST_HALF);
@@ -72,20 +80,4 @@ __device__ __forceinline__ void keep_row(const Block& b, int layer, int node, in
         store_eight<VALUE_TYPE, 1>((b.decoding() ? b.p.values : b.p.pending_values) + at * VALUE_ROW, b.lane, v);
     else
         store_eight<KEY_TYPE, 1>((b.decoding() ? b.p.keys : b.p.pending_keys) + at * KEY_ROW, b.lane, v);
-}
-
-// All rows of a tree, each by one warp of all SMs.
-__device__ __forceinline__ void attention_rows(Block& b, int layer) {
-    const Sums<HIDDEN_GROUPS> sums(b, ATTENTION_IN_ROWS);
-#pragma unroll 1
-    for (int task = b.warp * SMS + b.sm; task < b.nodes * ATTENTION_ROWS; task += WARPS * SMS) {
-        const int node = task / ATTENTION_ROWS, row = task % ATTENTION_ROWS;
-        const RowFactors by(b, uniform(node_position(b, node)), row < HEADS);
-        float v[8];
-        make_row(b, sums, node, row, by, v);
-        if (row < HEADS)
-            store_eight<CACHE_F16, 1>((u8*)b.p.queries + ((size_t)node * HEADS + row) * (HEAD_DIM * 2), b.lane, v);
-        else
-            keep_row(b, layer, node, row, v);
-    }
 }

@@ -15,6 +15,8 @@ __device__ __forceinline__ int shared_chunks(int position) {
     return position < CHUNK - 1 ? 0 : (position - (CHUNK - 1)) / CHUNK;
 }
 
+constexpr int EXPECTED = 4;  // steps ahead of which keys and values are asked into the L2 cache
+
 // What there is to do for a layer, the same for all its SMs.
 struct AttentionItems {
     int chunks, batches, shared, all;  // shared chunks; batches of queries; items of shared chunks; items
@@ -85,6 +87,17 @@ struct KeyWalk {
         const int position = (chunk + step * stride) * CHUNK + b.warp * 8 + (b.lane >> 2);
         next.load(row_at<KEY_ROW>(keys, drafted_keys, position), b.lane & 3);
     }
+    // Keys and values of a step that is not asked for yet, on their way to the L2 cache.
+    __device__ __forceinline__ void expect(int step) const {
+        if (step >= steps) return;
+        const int position = (chunk + step * stride) * CHUNK;
+        const int bytes_of_keys = min(CHUNK, b.length - position) * KEY_ROW,
+                  bytes_of_values = min(CHUNK, b.length - position) * VALUE_ROW;
+        for (int i = threadIdx.x * 128; i < bytes_of_keys; i += CONSUMERS * 128)
+            prefetch(keys + (size_t)position * KEY_ROW + i);
+        for (int i = threadIdx.x * 128; i < bytes_of_values; i += CONSUMERS * 128)
+            prefetch(values + (size_t)position * VALUE_ROW + i);
+    }
     // Values of a step: shared chunks are copied as they lie; of a node's own rows those of positions from `first` up to
     // `end`, row by row.
     __device__ __forceinline__ void ask_values(int step, int first, int end) const {
@@ -113,6 +126,8 @@ struct KeyWalk {
         ask_keys(0);
 #pragma unroll
         for (int step = 0; step < VALUE_STAGES - 1; step++) ask_values(step, 0, b.length);
+#pragma unroll 1
+        for (int step = 1; step < EXPECTED; step++) expect(step);
     }
     // And for what was not there yet: rows of the tree, in memory now.
     __device__ __forceinline__ void go_on() {
@@ -125,25 +140,30 @@ struct KeyWalk {
         }
     }
 
-    // A node alone: who works for it makes its queries here, and its key and value where they are its own. Row `row` of
-    // the key head's GROUP queries, key and value.
-    __device__ __forceinline__ int own_row(int row) const {
-        return row < GROUP ? kv_head * GROUP + row : HEADS + (row - GROUP) * KV_HEADS + kv_head;
-    }
+    // Rows of a tree, each by one warp of all SMs. Of a node alone every SM makes the queries that it needs itself, and
+    // where these positions are the node's own its key and value. `first`: of the warp's first row, if it is alone.
     template <class Projection>
-    __device__ __forceinline__ void make_rows(int layer, const Projection& sums, const RowFactors& first) const {
+    __device__ __forceinline__ void make_rows(int layer, const Projection& sums, const RowFactors& first,
+                                              bool alone) const {
+        const int tasks = alone ? GROUP + (node < 0 ? 0 : 2) : b.nodes * ATTENTION_ROWS,
+                  begin = alone ? b.warp : b.warp * SMS + b.sm;
+        RowFactors by = first;
 #pragma unroll 1
-        for (int row = b.warp; row < GROUP + (node < 0 ? 0 : 2); row += WARPS) {
+        for (int task = begin; task < tasks; task += alone ? WARPS : WARPS * SMS) {
+            const int of = alone ? 0 : task / ATTENTION_ROWS;
+            const int row = !alone         ? task % ATTENTION_ROWS
+                            : task < GROUP ? kv_head * GROUP + task
+                                           : HEADS + (task - GROUP) * KV_HEADS + kv_head;
+            if (!alone || task != begin) by = RowFactors(b, uniform(node_position(b, of)), row < HEADS);
             float v[8];
-            if (row == b.warp)
-                make_row(b, sums, 0, own_row(row), first, v);
+            make_row(b, sums, of, row, by, v);
+            if (row >= HEADS)
+                keep_row(b, layer, of, row, v);
+            else if (alone)
+                place_query(task, b.lane, {pack_half(v[0], v[1]), pack_half(v[2], v[3]), pack_half(v[4], v[5]),
+                                           pack_half(v[6], v[7])});
             else
-                make_row(b, sums, 0, own_row(row), RowFactors(b, b.length, row < GROUP), v);
-            if (row < GROUP)
-                place_query(row, b.lane, {pack_half(v[0], v[1]), pack_half(v[2], v[3]), pack_half(v[4], v[5]),
-                                          pack_half(v[6], v[7])});
-            else
-                keep_row(b, layer, 0, own_row(row), v);
+                store_eight<CACHE_F16, 1>((u8*)b.p.queries + ((size_t)of * HEADS + row) * (HEAD_DIM * 2), b.lane, v);
         }
     }
     // Dimensions 8 eight .. + 7 of a query.
@@ -300,6 +320,7 @@ struct KeyWalk {
             b.sync();
             ask_values(step + VALUE_STAGES - 1, 0, 0x7fffffff);
             copies_queued();
+            expect(step + EXPECTED);
             softmax(step);
             if (step + 1 < steps) scores(step + 1, tiles);
             copies_left<VALUE_STAGES - 1>();

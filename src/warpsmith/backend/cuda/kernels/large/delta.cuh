@@ -79,7 +79,7 @@ __device__ __forceinline__ void ask_inputs(const Block& b, const DeltaShare& sha
 // Projections and gates. A thread has four rows of a node at a time, and asks for those of several nodes at once.
 __device__ __forceinline__ void delta_projections(Block& b, const DeltaShare& share) {
     constexpr int CHANNEL_QUADS = MIX_CHANNELS / 4, Z_QUADS = OWN_UNITS * 2, ALL = CHANNEL_QUADS + Z_QUADS + 2 * OWN_HEADS,
-                  AT_ONCE = NODES > 8 ? 4 : 2;
+                  AT_ONCE = NODES > 8 ? 4 : NODES > 1 ? 2 : 1;
     float* rows = (float*)b.scratch;
     const DeltaInputs in(b.scratch);
     const Sums<HIDDEN_GROUPS> sums(b, DELTA_ROWS);

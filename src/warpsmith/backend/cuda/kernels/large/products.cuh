@@ -38,7 +38,7 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Sourc
     float* head_scale =
         (float*)(b.scratch + OPERAND_BYTES - GROUP_BLOCKS * 2 * NODES * 4);  // read before operands are written
     if (from.heads) {
-#pragma unroll 1
+#pragma unroll 2
         for (int i = threadIdx.x; i < tiles / 2 * b.nodes; i += CONSUMERS) {
             const int node = i % b.nodes, head = first * 2 + i / b.nodes;
             const float4* at = (const float4*)(b.p.y_squares + (size_t)node * (VALUE_DIM / 8) + head * 16);
