@@ -308,7 +308,7 @@ class LargeLayout(SlabStages):
         c = self.config
         parts = nodes * c.heads * (self.splits + 1)
         return {
-            "counter": 128,
+            "counter": 128 * (1 + c.key_heads),
             "sums": self.results * nodes * ROWS * 4,
             "x": nodes * c.hidden * 2,
             "x_squares": nodes * self.sms * 4,

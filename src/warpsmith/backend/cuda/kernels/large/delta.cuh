@@ -28,9 +28,9 @@ __device__ __forceinline__ float dot4(float4 a, float4 b) {
 
 // A part of the units that share a key head, and which rows of the projection their channels are: q, k, then v.
 struct DeltaShare {
-    int key_head, first, units, head, heads;  // units from `first` on, in heads `head` .. of those of this key head
+    int key_head, part, first, units, head, heads;  // units from `first` on, in heads `head` .. of those of its key head
     __device__ explicit DeltaShare(int item) {
-        const int part = item % KEY_PARTS;
+        part = item % KEY_PARTS;
         key_head = min(item / KEY_PARTS, KEY_HEADS - 1);
         first = KEY_UNITS * part / KEY_PARTS;
         units = item < KEY_HEADS * KEY_PARTS ? KEY_UNITS * (part + 1) / KEY_PARTS - first : 0;
@@ -41,13 +41,20 @@ struct DeltaShare {
         const int in = first + mine;
         return (key_head + in / 16 * KEY_HEADS) * 16 + in % 16;
     }
-    __device__ int channels() const { return units ? 2 * STATE_DIM + units * 8 : 0; }
     __device__ int row(int channel) const {
         if (channel >= MIX_V) return 2 * KEY_DIM + unit((channel - MIX_V) / 8) * 8 + channel % 8;
         return (channel < MIX_K ? 0 : KEY_DIM - STATE_DIM) + key_head * STATE_DIM + channel;
     }
+    // Channels that it convolves, four by four: some or all of q and k, then v; or -1.
+    __device__ int channel_of(int quad) const {
+        if (quad < QK_QUADS) {
+            const int channel = (QK_SHARED ? part * QK_QUADS + quad : quad) * 4;
+            return units && channel < MIX_V ? channel : -1;
+        }
+        return quad < QK_QUADS + units * 2 ? MIX_V + (quad - QK_QUADS) * 4 : -1;
+    }
     // One SM keeps a channel for later.
-    __device__ bool keeps(int channel) const { return channel >= MIX_V || first == 0; }
+    __device__ bool keeps(int channel) const { return QK_SHARED || channel >= MIX_V || first == 0; }
 };
 
 // Inputs of the convolution: [node] before it, [channel] weights, [age - 1] inputs before the tree; then A and dt.
@@ -58,11 +65,14 @@ struct DeltaInputs {
           vectors(history + 3 * MIX_CHANNELS) {}
 };
 
+constexpr int CONVOLVED_QUADS = QK_QUADS + OWN_UNITS * 2;
+
 // What does not depend on the projection.
 __device__ __forceinline__ void ask_inputs(const Block& b, const DeltaShare& share) {
     const DeltaInputs in(b.scratch);
-    for (int i = threadIdx.x; i < share.channels() / 4 * 7; i += CONSUMERS) {
-        const int what = i % 7, channel = i / 7 * 4, row = share.row(channel);
+    for (int i = threadIdx.x; i < CONVOLVED_QUADS * 7; i += CONSUMERS) {
+        const int what = i % 7, channel = share.channel_of(i / 7), row = share.row(channel);
+        if (channel < 0) continue;
         if (what < 4) {
             copy16(in.conv + (channel + what) * 4, b.vectors + CONV_AT + (row + what) * 4);
         } else {
@@ -78,15 +88,15 @@ __device__ __forceinline__ void ask_inputs(const Block& b, const DeltaShare& sha
 
 // Projections and gates. A thread has four rows of a node at a time, and asks for those of several nodes at once.
 __device__ __forceinline__ void delta_projections(Block& b, const DeltaShare& share) {
-    constexpr int CHANNEL_QUADS = MIX_CHANNELS / 4, Z_QUADS = OWN_UNITS * 2, ALL = CHANNEL_QUADS + Z_QUADS + 2 * OWN_HEADS,
+    constexpr int Z_QUADS = OWN_UNITS * 2, ALL = CONVOLVED_QUADS + Z_QUADS + 2 * OWN_HEADS,
                   AT_ONCE = NODES > 8 ? 4 : NODES > 1 ? 2 : 1;
     float* rows = (float*)b.scratch;
     const DeltaInputs in(b.scratch);
     const Sums<HIDDEN_GROUPS> sums(b, DELTA_ROWS);
     // Of work `i`: which node; which rows of the projection, or none.
     const auto row_of = [&](int quad) {
-        if (quad < CHANNEL_QUADS) return quad * 4 < share.channels() ? share.row(quad * 4) : -1;
-        quad -= CHANNEL_QUADS;
+        if (quad < CONVOLVED_QUADS) return share.channel_of(quad) < 0 ? -1 : share.row(share.channel_of(quad));
+        quad -= CONVOLVED_QUADS;
         if (quad < Z_QUADS) return quad < share.units * 2 ? Z_AT + share.unit(quad / 2) * 8 + quad % 2 * 4 : -1;
         quad -= Z_QUADS;
         return quad / 2 < share.heads ? GATES_AT + quad % 2 * VALUE_HEADS + share.value_head(quad / 2) : -1;
@@ -107,18 +117,19 @@ __device__ __forceinline__ void delta_projections(Block& b, const DeltaShare& sh
             const int i = at + j * CONSUMERS, node = i / ALL, quad = i % ALL, row = which[j];
             const float4 v = sums.total(asked[j], node, row & ~3);
             float* own = rows + node * MIX_ROW;
-            if (quad < CHANNEL_QUADS) {
-                *(float4*)(in.raw + node * MIX_CHANNELS + quad * 4) = v;
-                if (share.keeps(quad * 4)) {
+            if (quad < CONVOLVED_QUADS) {
+                const int channel = share.channel_of(quad);
+                *(float4*)(in.raw + node * MIX_CHANNELS + channel) = v;
+                if (share.keeps(channel)) {
                     float* to = b.decoding()
                                     ? b.p.history + ((size_t)b.deltas * HISTORY + b.length % HISTORY) * CONV_CHANNELS
                                     : b.p.pending_raw + ((size_t)b.deltas * MAX_NODES + node) * CONV_CHANNELS;
                     *(float4*)(to + row) = v;
                 }
-            } else if (quad < CHANNEL_QUADS + Z_QUADS) {
-                *(float4*)(own + SILU_Z + (quad - CHANNEL_QUADS) * 4) = {silu(v.x), silu(v.y), silu(v.z), silu(v.w)};
+            } else if (quad < CONVOLVED_QUADS + Z_QUADS) {
+                *(float4*)(own + SILU_Z + (quad - CONVOLVED_QUADS) * 4) = {silu(v.x), silu(v.y), silu(v.z), silu(v.w)};
             } else {
-                const int gate = quad - CHANNEL_QUADS - Z_QUADS, in_four = row & 3;
+                const int gate = quad - CONVOLVED_QUADS - Z_QUADS, in_four = row & 3;
                 const float x = in_four == 0 ? v.x : in_four == 1 ? v.y : in_four == 2 ? v.z : v.w;
                 own[GATES + (gate ^ 1)] = gate & 1 ? exponential(in.vectors[gate - 1] * softplus(x + in.vectors[gate]))
                                                    : sigmoid(x);
@@ -145,6 +156,17 @@ __device__ __forceinline__ float4 convolve(const Block& b, const DeltaInputs& in
             mixed(w[2], x[0].z, x[1].z, x[2].z, x[3].z), mixed(w[3], x[0].w, x[1].w, x[2].w, x[3].w)};
 }
 
+// Norms of q and k of a node, of which a lane has four channels each.
+__device__ __forceinline__ void norm_node(const Block& b, float* row, float4 q, float4 k) {
+    const float qq = warp_sum(dot4(q, q)), kk = warp_sum(dot4(k, k)), qk = warp_sum(dot4(q, k));
+    const float rq = inverse_root(qq + 1e-6f) * QUERY_SCALE, rk = inverse_root(kk + 1e-6f);
+    ((float4*)row)[b.lane] = q, ((float4*)(row + MIX_K))[b.lane] = k;
+    if (b.lane == 0) *(float4*)(row + NORMS) = {rk, rq, qk * rq * rk, 0.0f};
+}
+__device__ __forceinline__ float* pending_key_at(const Block& b, const DeltaShare& share, int node) {
+    return b.p.pending_key + (((size_t)b.deltas * KEY_HEADS + share.key_head) * MAX_NODES + node) * STATE_DIM;
+}
+
 // A warp q and k of a node, and their norms, or v of a few nodes.
 __device__ __forceinline__ void delta_convolutions(Block& b, const DeltaShare& share) {
     float* rows = (float*)b.scratch;
@@ -153,22 +175,56 @@ __device__ __forceinline__ void delta_convolutions(Block& b, const DeltaShare& s
 #pragma unroll 1
     for (int task = b.warp; task < tasks; task += WARPS) {
         if (task < b.nodes) {
-            float* row = rows + task * MIX_ROW;
             const float4 q = convolve(b, in, task, b.lane * 4), k = convolve(b, in, task, MIX_K + b.lane * 4);
-            ((float4*)row)[b.lane] = q, ((float4*)(row + MIX_K))[b.lane] = k;
-            const float qq = warp_sum(dot4(q, q)), kk = warp_sum(dot4(k, k)), qk = warp_sum(dot4(q, k));
-            const float rq = inverse_root(qq + 1e-6f) * QUERY_SCALE, rk = inverse_root(kk + 1e-6f);
-            if (b.lane == 0) *(float4*)(row + NORMS) = {rk, rq, qk * rq * rk, 0.0f};
-            if (!b.decoding() && share.first == 0) {
-                const size_t at = ((size_t)b.deltas * KEY_HEADS + share.key_head) * MAX_NODES + task;
-                ((float4*)(b.p.pending_key + at * STATE_DIM))[b.lane] = k;
-            }
+            norm_node(b, rows + task * MIX_ROW, q, k);
+            if (!b.decoding() && share.first == 0) ((float4*)pending_key_at(b, share, task))[b.lane] = k;
         } else {
             const int i = (task - b.nodes) * 32 + b.lane, node = i / (OWN_UNITS * 2), quad = i % (OWN_UNITS * 2);
             if (node < b.nodes && quad < share.units * 2)
                 *(float4*)(rows + node * MIX_ROW + MIX_V + quad * 4) = convolve(b, in, node, MIX_V + quad * 4);
         }
     }
+}
+
+// The same where SMs share the work: a thread four channels of a node; then all SMs of the key head have its q and k.
+__device__ __forceinline__ void share_convolutions(Block& b, const DeltaShare& share) {
+    static_assert(KEY_HEADS < 32, "counters");
+    float* rows = (float*)b.scratch;
+    float* mixed = (float*)b.p.parts + (size_t)share.key_head * NODES * MIX_V;
+    const DeltaInputs in(b.scratch);
+    if (!share.units) return;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < CONVOLVED_QUADS * b.nodes; i += CONSUMERS) {
+        const int node = i / CONVOLVED_QUADS, channel = share.channel_of(i % CONVOLVED_QUADS);
+        if (channel < 0) continue;
+        const float4 v = convolve(b, in, node, channel);
+        if (channel >= MIX_V)
+            *(float4*)(rows + node * MIX_ROW + channel) = v;
+        else
+            *(float4*)(mixed + node * MIX_V + channel) = v;
+        if (channel >= MIX_K && channel < MIX_V && !b.decoding())
+            *(float4*)(pending_key_at(b, share, node) + channel - MIX_K) = v;
+    }
+    b.sync();
+    if (threadIdx.x == 0) {
+        u32* counter = b.p.counter + 32 * (1 + share.key_head);
+        const u32 all = ((b.length - b.r.length) * DELTA_LAYERS + b.deltas + 1) * KEY_PARTS;
+        add_release(counter, 1);
+        Watchdog dog;
+        while ((int)(load_acquire(counter) - all) < 0) dog.check();
+    }
+    __syncwarp();
+    b.sync();
+    constexpr int EACH = (NODES + WARPS - 1) / WARPS;
+    float4 q[EACH], k[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const float4* from = (const float4*)(mixed + min(b.warp + i * WARPS, b.nodes - 1) * MIX_V) + b.lane;
+        q[i] = __ldcg(from), k[i] = __ldcg(from + MIX_K / 4);
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+        if (b.warp + i * WARPS < b.nodes) norm_node(b, rows + (b.warp + i * WARPS) * MIX_ROW, q[i], k[i]);
 }
 
 // A unit's state, a lane's part of it, and where that lies.
@@ -204,13 +260,29 @@ struct DeltaUnit {
     }
 };
 
-// A lane's part of sixteen rows of q or k.
-struct DeltaRows {
-    float4 q[4], k[4];
-    __device__ __forceinline__ void load(const float* row, int lane) {
-        const float4* from = (const float4*)row + (lane & 7);
+// What a lane needs for a node: sixteen rows of q and k, two columns' values, numbers of its head, and where the states
+// before and after it are kept.
+struct DeltaTurn {
+    float4 q[4], k[4], norms;
+    float2 v, gates;
+    int node, from, to;
+    __device__ __forceinline__ void load(const Block& b, u32 rows, int i, int own, int head) {
+        const Visit visit = b.s.visits[min(i, b.nodes - 1)];
+        from = uniform(visit.from + 1) - 1, to = uniform(visit.to + 1) - 1;
+        node = visit.node;
+        const u32 row = rows + node * (MIX_ROW * 4), at = row + (b.lane & 7) * 16;
 #pragma unroll
-        for (int j = 0; j < 4; j++) q[j] = from[j * 8], k[j] = from[MIX_K / 4 + j * 8];
+        for (int j = 0; j < 4; j++) k[j] = float4_at(at + MIX_K * 4 + j * 128), q[j] = float4_at(at + j * 128);
+        norms = float4_at(row + NORMS * 4);
+        gates = float2_at(row + (GATES + head * 2) * 4), v = float2_at(row + (MIX_V + own) * 4);
+    }
+    static __device__ __forceinline__ float4 float4_at(u32 at) {
+        const uint4 v = load_shared16(at);
+        return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
+    }
+    static __device__ __forceinline__ float2 float2_at(u32 at) {
+        const uint2 v = load_shared8(at);
+        return {__uint_as_float(v.x), __uint_as_float(v.y)};
     }
 };
 __device__ __forceinline__ float dot16(const float4 (&a)[4], const float4 (&b)[4]) {
@@ -234,34 +306,32 @@ __device__ __forceinline__ void walk_states(const Block& b, const DeltaShare& sh
     const auto place = [&](int i) {
         return i < MIX_PLACES ? near + i * (OWN_UNITS * UNIT_BYTES / 16) : far + i * (UNIT_BYTES / 16);
     };
-    const auto step = [&](int i, const DeltaRows& now, DeltaRows& next) {
-        const Visit visit = b.s.visits[i];
-        const int from = uniform(visit.from + 1) - 1, to = uniform(visit.to + 1) - 1;
-        float* row = rows + visit.node * MIX_ROW;
-        const float2 v = *(const float2*)(row + MIX_V + own), gates = *(const float2*)(row + GATES + head * 2);
-        const float4 norms = *(const float4*)(row + NORMS);
-        if (from != HERE) unit.fetch(place(from));
+    const u32 rows_at = (u32)uniform((int)shared_address(rows));  // once: else it is worked out again and again
+    const auto step = [&](int i, const DeltaTurn& now, DeltaTurn& next) {
+        if (now.from != HERE) unit.fetch(place(now.from));
         const float ks[2] = {dot16(now.k, unit.s[0]), dot16(now.k, unit.s[1])},
                     qs[2] = {dot16(now.q, unit.s[0]), dot16(now.q, unit.s[1])};
-        next.load(rows + b.s.visits[min(i + 1, b.nodes - 1)].node * MIX_ROW, b.lane);
-        const float fade = gates.x, beta = gates.y, rk = norms.x, rq = norms.y, value[2] = {v.x, v.y};
+        next.load(b, rows_at, i + 1, own, head);
+        const float fade = now.gates.x, beta = now.gates.y, rk = now.norms.x, value[2] = {now.v.x, now.v.y};
         float out[2], scaled[2];
 #pragma unroll
         for (int c = 0; c < 2; c++) {
             const float write = beta * fmaf(-fade, rk * sum_of_eight(ks[c]), value[c]);
             scaled[c] = write * rk;
-            out[c] = fmaf(norms.z, write, fade * (rq * sum_of_eight(qs[c])));
+            out[c] = fmaf(now.norms.z, write, fade * (now.norms.y * sum_of_eight(qs[c])));
         }
 #pragma unroll
         for (int c = 0; c < 2; c++)
 #pragma unroll
             for (int j = 0; j < 4; j++) unit.s[c][j] = update_state(unit.s[c][j], fade, now.k[j], scaled[c]);
-        if (to != NOWHERE) unit.keep(place(to));
-        if ((b.lane & 7) == 0)
+        if (now.to != NOWHERE) unit.keep(place(now.to));
+        if ((b.lane & 7) == 0) {
+            float* row = rows + now.node * MIX_ROW;
             *(float2*)(row + MIX_V + own) = {out[0], out[1]}, *(float2*)(row + WRITTEN + own) = {scaled[0], scaled[1]};
+        }
     };
-    DeltaRows even, odd;
-    even.load(rows + b.s.visits[0].node * MIX_ROW, b.lane);
+    DeltaTurn even, odd;
+    even.load(b, rows_at, 0, own, head);
 #pragma unroll 1
     for (int i = 0; i < b.nodes; i += 2) {
         step(i, even, odd);
@@ -316,7 +386,10 @@ __device__ __noinline__ u32 delta_mix(int deltas, int length, const float* vecto
         delta_projections(b, share);
         b.sync();
         if (item == b.sm) b.mark();
-        delta_convolutions(b, share);
+        if constexpr (QK_SHARED)
+            share_convolutions(b, share);
+        else
+            delta_convolutions(b, share);
         b.sync();
         if (item == b.sm) b.mark();
 #pragma unroll 1

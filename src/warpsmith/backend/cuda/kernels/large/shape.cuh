@@ -85,7 +85,7 @@ struct Params {
     u8* values;  // and of VALUE_ROW
     long long context;
     // between SMs
-    u32* counter;        // arrivals
+    u32* counter;        // arrivals; 32 words on, and so on, those of SMs that share a key head
     float* sums;         // [tile][NODES][64]
     u16* x;              // bf16 (see activation_at): the residual stream times the next norm's weight
     float* x_squares;    // [NODES][SMS]
@@ -93,7 +93,7 @@ struct Params {
     float* y_squares;    // [NODES][VALUE_DIM / 8]
     u16* h;              // bf16, silu(gate) * up
     u32* queries;        // fp16 [NODES][HEADS][256]
-    u32* parts;          // fp16 [NODES][HEADS][PARTS][256]
+    u32* parts;          // fp16 [NODES][HEADS][PARTS][256]; a DeltaNet's q and k [KEY_HEADS][NODES][256] f32
     float2* part_stats;  // [NODES][HEADS][PARTS] {maximum, sum}
     u64* best;           // [NODES][SMS]
     // what a commit needs
@@ -120,9 +120,12 @@ constexpr int STEP_BYTES = NODES * 32, BLOCK_BYTES = 17 * STEP_BYTES, OPERAND_BY
 // DeltaNet: an SM has units of 8 value columns whose heads share a key head. A row a node: q, k and v after the
 // convolution, silu(z), what is written, gates; then their inputs before it (which may go when it is done), with its
 // weights and the inputs before the tree.
-constexpr int MIX_UNITS = VALUE_DIM / 8, KEY_UNITS = VALUE_HEADS / KEY_HEADS * 16,
-              KEY_PARTS = larger(1, SMS / KEY_HEADS < KEY_UNITS ? SMS / KEY_HEADS : KEY_UNITS), OWN_UNITS = (KEY_UNITS + KEY_PARTS - 1) / KEY_PARTS,
-              OWN_HEADS = (OWN_UNITS + 14) / 16 + 1;
+constexpr int MIX_UNITS = VALUE_DIM / 8, KEY_UNITS = VALUE_HEADS / KEY_HEADS * 16, KEY_SMS = SMS / KEY_HEADS,
+              KEY_PARTS = larger(1, KEY_SMS < KEY_UNITS ? KEY_SMS : KEY_UNITS),
+              OWN_UNITS = (KEY_UNITS + KEY_PARTS - 1) / KEY_PARTS, OWN_HEADS = (OWN_UNITS + 14) / 16 + 1;
+// With many nodes, SMs that share a key head convolve a part of its q and k each, and exchange them.
+constexpr bool QK_SHARED = NODES > 8 && KEY_PARTS > 1;
+constexpr int QK_QUADS = QK_SHARED ? (STATE_DIM / 2 + KEY_PARTS - 1) / KEY_PARTS : STATE_DIM / 2;
 constexpr int MIX_CHANNELS = 2 * STATE_DIM + OWN_UNITS * 8,
               MIX_ROW = up(MIX_CHANNELS + 2 * OWN_UNITS * 8 + 4 + OWN_HEADS * 2, 32) + 4;  // nodes' banks differ
 constexpr int MIX_ROWS_BYTES = NODES * MIX_ROW * 4,
@@ -156,7 +159,7 @@ constexpr int SUM_BUFFERS = 2, SUM_BYTES = 2 * 4 * OCTETS * 512;  // of a tile o
 
 // A node's turn when a DeltaNet's states are walked (see prepare_walk): the place that its parent's state is fetched
 // from, or HERE if that is the last node's, and the place that its own is kept at, or NOWHERE.
-struct Visit {
+struct alignas(4) Visit {
     signed char node, from, to;
 };
 constexpr int HERE = -1, NOWHERE = -1, KEPT_STATES = 5;  // places: a tree of n nodes needs at most log2(n)
