@@ -229,7 +229,7 @@ __device__ __forceinline__ void share_convolutions(Block& b, const DeltaShare& s
 
 // A unit's state, a lane's part of it, and where that lies.
 struct DeltaUnit {
-    float4 s[2][4];
+    float4 s[2][4], weight[2];  // weights of the norm: of all eight columns
     float4* at;
     bool changed = false;
 
@@ -240,6 +240,8 @@ struct DeltaUnit {
         for (int c = 0; c < 2; c++)
 #pragma unroll
             for (int j = 0; j < 4; j++) s[c][j] = __ldcg(at + c * (STATE_DIM / 4) + j * 8);
+        const float4* norm = (const float4*)(b.vectors + GATED_NORM_AT) + share.unit(mine) % 16 * 2;
+        weight[0] = __ldg(norm), weight[1] = __ldg(norm + 1);
     }
     __device__ __forceinline__ void store() {
         if (!changed) return;
@@ -398,10 +400,8 @@ __device__ __noinline__ u32 delta_mix(int deltas, int length, const float* vecto
                 unit.store();
                 unit.load(b, share, mine);
             }
-            const float4* norm = (const float4*)(b.vectors + GATED_NORM_AT) + share.unit(mine) % 16 * 2;
-            const float4 weight[2] = {__ldg(norm), __ldg(norm + 1)};
             walk_states(b, share, mine, unit);
-            write_results(b, share, mine, weight);
+            write_results(b, share, mine, unit.weight);
             unit.changed = b.decoding();
         }
     }

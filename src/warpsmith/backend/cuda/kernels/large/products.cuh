@@ -27,6 +27,19 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Sourc
     static_assert(GROUP_BLOCKS % 2 == 0, "a warp has as many tiles as any other");
     const int first = run.first_block, tiles = run.blocks * 4;
     const int q = b.lane & 3, in_octet = b.lane >> 2;
+    // Sums of squares of DeltaNet heads first, since all wait for them.
+    constexpr int EACH_HEADS = (GROUP_BLOCKS * 2 * NODES + CONSUMERS - 1) / CONSUMERS;
+    float4 squares[EACH_HEADS][4] = {};
+    if (from.heads) {
+#pragma unroll
+        for (int i = 0; i < EACH_HEADS; i++) {
+            const int item = min(i * CONSUMERS + (int)threadIdx.x, tiles / 2 * b.nodes - 1);
+            const float4* at = (const float4*)(b.p.y_squares + (size_t)(item % b.nodes) * (VALUE_DIM / 8)) +
+                               (first * 2 + item / b.nodes) * 4;
+#pragma unroll
+            for (int j = 0; j < 4; j++) squares[i][j] = __ldcg(at + j);
+        }
+    }
     uint4 raw[EACH][2];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
@@ -38,17 +51,15 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Sourc
     float* head_scale =
         (float*)(b.scratch + OPERAND_BYTES - GROUP_BLOCKS * 2 * NODES * 4);  // read before operands are written
     if (from.heads) {
-#pragma unroll 2
-        for (int i = threadIdx.x; i < tiles / 2 * b.nodes; i += CONSUMERS) {
-            const int node = i % b.nodes, head = first * 2 + i / b.nodes;
-            const float4* at = (const float4*)(b.p.y_squares + (size_t)node * (VALUE_DIM / 8) + head * 16);
+#pragma unroll
+        for (int i = 0; i < EACH_HEADS; i++) {
+            const int item = i * CONSUMERS + threadIdx.x;
             float square = 0.0f;
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const float4 v = __ldcg(at + j);
-                square += (v.x + v.y) + (v.z + v.w);
-            }
-            head_scale[i / b.nodes * NODES + node] = inverse_root(square / STATE_DIM + EPS);
+            for (int j = 0; j < 4; j++)
+                square += (squares[i][j].x + squares[i][j].y) + (squares[i][j].z + squares[i][j].w);
+            if (item < tiles / 2 * b.nodes)
+                head_scale[item / b.nodes * NODES + item % b.nodes] = inverse_root(square / STATE_DIM + EPS);
         }
         b.sync();
     }
