@@ -306,7 +306,7 @@ class LargeLayout(SlabStages):
     def scratch_bytes(self, nodes: int) -> dict[str, int]:
         """Between SMs, for trees of up to `nodes` nodes."""
         c = self.config
-        parts = nodes * c.heads * (self.splits + 1)
+        parts = nodes * c.heads * (self.splits + 2)
         return {
             "counter": 128 * (1 + c.key_heads),
             "sums": self.results * nodes * ROWS * 4,

@@ -1,11 +1,12 @@
 // Gated attention over any length.
 //
 // Maths: softmax(q k^T / 16) v, times sigmoid(gate), with norms and RoPE on q and k.
-// Keys are worked on in chunks of 64 positions. A query at position p shares with the others the chunks that end before
-// p - 63: no tree is that deep, so their keys are committed whoever drafts. What is left, 64 to 127 positions, is every
-// node's own, gathered along its path. So plain and tree runs agree to the bit. Steps: rows (norm, RoPE, quantised if
-// they are kept so); parts (items: a key head, and a split of the shared chunks for some tiles of 16 queries, or a
-// node's own chunks); merge (splits in order, then own chunks; the gate).
+// Keys are worked on in chunks of 64 positions. The last two chunks up to a query's position are a part each; those
+// before belong to splits, each a part. So parts depend on the position alone, and a chunk's operations are the same
+// whether its keys are committed, and all nodes share it, or some are drafted, and it is a node's own, gathered along
+// its path: plain and tree runs agree to the bit. Steps: rows (norm, RoPE, quantised if they are kept so); items (a key
+// head, and a split for some tiles of 16 queries, or a node's own chunk), each of which makes parts; merge (parts in
+// order; the gate).
 // Bytes: a row of keys and one of values a position and key head, once for QUERY_TILES tiles.
 #pragma once
 #include "large/attention_walk.cuh"
@@ -23,10 +24,10 @@ struct Merge {
     }
     __device__ __forceinline__ void run(const Block& b, int task) const {
         const int node = task / HEADS, head = task % HEADS, position = uniform(node_position(b, node));
-        const int splits = min(shared_chunks(position), SPLITS), count = splits + 1;
+        const int early = early_chunks(position), splits = min(early, SPLITS), count = splits + position / CHUNK - early + 1;
         const size_t at = (size_t)task * PARTS;
         const uint4* parts = (const uint4*)(b.p.parts + at * (HEAD_DIM / 2)) + b.lane;
-        const auto place = [&](int i) { return i < splits ? i : SPLITS; };
+        const auto place = [&](int i) { return i < splits ? i : SPLITS + i - splits; };
         float2 stats[EACH];
         uint4 v[AT_ONCE];
         const auto ask = [&](int first) {
@@ -86,8 +87,8 @@ __device__ __noinline__ u32 attention_mix(int layer, int deltas, int length, con
     const bool alone = b.nodes == 1;
 #pragma unroll 1
     for (int item = b.sm; item < items.all || item == b.sm; item += SMS) {
-        const bool some = item < items.all;
-        KeyWalk walk(b, layer, items, some ? item : 0);
+        KeyWalk walk(b, layer, items, min(item, items.all - 1));
+        const bool some = item < items.all && walk.steps > 0;
         const RowFactors factors(b, b.length, b.warp < GROUP);
         b.sync();  // what the scratch holds may still be read
         if (some) walk.begin();

@@ -10,20 +10,30 @@
 
 static_assert(HEAD_DIM == 32 * WARPS && CHUNK == 8 * WARPS, "a warp has 32 dimensions, or 8 keys");
 
-// Chunks that a query at a position shares with the others: those that end before position - 63.
-__device__ __forceinline__ int shared_chunks(int position) {
+// Chunks before the last two of a query at a position: those that end before position - 63.
+__device__ __forceinline__ int early_chunks(int position) {
     return position < CHUNK - 1 ? 0 : (position - (CHUNK - 1)) / CHUNK;
 }
 
 constexpr int EXPECTED = 4;  // steps ahead of which keys and values are asked into the L2 cache
 
-// What there is to do for a layer, the same for all its SMs.
+// What there is to do for a layer, the same for all its SMs: items, each for a key head.
 struct AttentionItems {
-    int chunks, batches, shared, all;  // shared chunks; batches of queries; items of shared chunks; items
+    int committed;                    // whole chunks that are: all nodes may share them
+    int chunks, splits, batches;      // chunks that are early for some node; splits of them; batches of queries
+    int shared, own_at, whole, all;   // items of shared chunks; where nodes' own begin; chunks of a node; all items
     __device__ explicit AttentionItems(const Block& b) {
         constexpr int AT_ONCE = QUERY_TILES * 16;
-        chunks = shared_chunks(b.length + uniform(b.s.deepest)), batches = (b.nodes * GROUP + AT_ONCE - 1) / AT_ONCE;
-        shared = min(chunks, SPLITS) * batches * KV_HEADS, all = shared + b.nodes * KV_HEADS;
+        const int deepest = b.length + uniform(b.s.deepest);
+        committed = b.length / CHUNK, chunks = early_chunks(deepest), splits = min(chunks, SPLITS);
+        batches = (b.nodes * GROUP + AT_ONCE - 1) / AT_ONCE;
+        // for some nodes the last of the committed chunks is not early, but a part
+        const int late = early_chunks(b.length) < committed;
+        shared = (splits + late) * batches * KV_HEADS, whole = deepest / CHUNK - committed + 1;
+        own_at = shared;
+        // a node alone: SMs that have the late chunk have its own, too, rather than those with many chunks
+        if (b.nodes == 1 && shared <= SMS && shared + KV_HEADS > SMS) own_at += SMS - KV_HEADS;
+        all = own_at + b.nodes * whole * KV_HEADS;
     }
 };
 
@@ -50,25 +60,28 @@ struct KeyWalk {
     const u8 *keys, *values, *drafted_keys, *drafted_values;  // of this key head
     int kv_head, first_row, rows, part;                       // queries (node, head of the group) in order
     int chunk, stride, steps;                                 // chunks chunk, chunk + stride, ...
-    int node, own_end;         // the one whose own positions these are, and where they end; or -1: shared chunks
+    int node, own_end;  // the one whose own chunk this is, and where its positions end; or -1: shared chunks
     KeyWords<KEY_TYPE> next = {};  // set, since registers that are set on some paths only are live in the whole kernel
 
-    // Item number `item` of a layer: first splits of the shared chunks (batches of queries for the same keys at the
-    // same time), then nodes' own.
+    // Item number `item` of a layer: first splits of the early chunks and the late one (batches of queries for the same
+    // keys at the same time), then nodes' own. Some have no steps.
     __device__ __forceinline__ KeyWalk(Block& block, int layer, const AttentionItems& items, int item)
         : b(block), at(block.scratch) {
         const bool shared = item < items.shared;
-        const int own = item - items.shared, batch = item % items.batches, pair = item / items.batches,
+        const int own = max(item - items.own_at, 0), batch = item % items.batches, pair = item / items.batches,
                   split = pair / KV_HEADS;
-        node = shared ? -1 : own / KV_HEADS;
-        own_end = shared ? 0 : uniform(node_position(b, own / KV_HEADS)) + 1;
+        node = shared ? -1 : min(own / (KV_HEADS * items.whole), b.nodes - 1);
+        own_end = shared ? 0 : uniform(node_position(b, node)) + 1;
         kv_head = shared ? pair % KV_HEADS : own % KV_HEADS;
         first_row = shared ? batch * (QUERY_TILES * 16) : node * GROUP;
         rows = shared ? min(QUERY_TILES * 16, b.nodes * GROUP - first_row) : GROUP;
-        part = shared ? split : SPLITS;
-        chunk = shared ? split : shared_chunks(own_end - 1);
-        stride = shared ? SPLITS : 1;
-        steps = shared ? (items.chunks - chunk + SPLITS - 1) / SPLITS : (own_end - chunk * CHUNK + CHUNK - 1) / CHUNK;
+        const bool late = shared && split == items.splits;
+        chunk = late ? items.committed - 1 : shared ? split : items.committed + own / KV_HEADS % items.whole;
+        part = late ? SPLITS : shared ? split : SPLITS + chunk - early_chunks(own_end - 1);
+        stride = late ? items.committed : SPLITS;
+        steps = late     ? 1
+                : shared ? (items.chunks - chunk + SPLITS - 1) / SPLITS
+                         : item >= items.own_at && chunk * CHUNK < own_end;
         const size_t cache = cache_index(b, layer, kv_head);
         keys = b.p.keys + cache * b.p.context * KEY_ROW, values = b.p.values + cache * b.p.context * VALUE_ROW;
         drafted_keys = b.p.pending_keys + cache * MAX_NODES * KEY_ROW;
@@ -83,9 +96,12 @@ struct KeyWalk {
         const int ahead = b.decoding() ? -1 : position - b.length;
         return ahead < 0 ? committed + (size_t)position * ROW : drafted + b.s.ancestor[node][ahead] * ROW;
     }
-    __device__ __forceinline__ void ask_keys(int step) {
+    // How many positions of the chunk there are: all 64, but for a node's own.
+    __device__ __forceinline__ int positions() const { return node < 0 ? CHUNK : min(CHUNK, own_end - chunk * CHUNK); }
+    __device__ __forceinline__ void ask_keys(int step, int first = 0) {
         const int position = (chunk + step * stride) * CHUNK + b.warp * 8 + (b.lane >> 2);
-        next.load(row_at<KEY_ROW>(keys, drafted_keys, position), b.lane & 3);
+        if (b.warp * 8 < positions() && position >= first)
+            next.load(row_at<KEY_ROW>(keys, drafted_keys, position), b.lane & 3);
     }
     // Keys and values of a step that is not asked for yet, on their way to the L2 cache.
     __device__ __forceinline__ void expect(int step) const {
@@ -114,8 +130,8 @@ struct KeyWalk {
                 if (VALUE_BYTES % AT_ONCE == 0 || i < EACH - 1 || threadIdx.x < VALUE_BYTES % AT_ONCE / 16)
                     copy16(to + i * AT_ONCE, from + i * AT_ONCE);
         } else {
-#pragma unroll 4
-            for (int i = threadIdx.x; i < CHUNK * UNITS; i += CONSUMERS)
+#pragma unroll 1
+            for (int i = threadIdx.x; i < up(positions(), 16) * UNITS; i += CONSUMERS)
                 if (position + i / UNITS >= first && position + i / UNITS < end)
                     copy16(to + value_place<VALUE_TYPE>(i / UNITS, i % UNITS),
                            row_at<VALUE_ROW>(values, drafted_values, position + i / UNITS) + i % UNITS * 16);
@@ -132,7 +148,7 @@ struct KeyWalk {
     // And for what was not there yet: rows of the tree, in memory now.
     __device__ __forceinline__ void go_on() {
         constexpr int ALL = 0x7fffffff;
-        if (node >= 0 && (chunk + 1) * CHUNK > b.length) ask_keys(0);
+        if (node >= 0) ask_keys(0, b.length);
 #pragma unroll
         for (int step = 0; step < VALUE_STAGES - 1; step++) {
             if (node >= 0) ask_values(step, b.length, ALL);
@@ -188,6 +204,7 @@ struct KeyWalk {
     __device__ __forceinline__ void scores(int step, int tiles) {
         const int g = b.lane >> 2, q = b.lane & 3;
         uint4 key[8];
+        if (b.warp * 8 >= positions()) return;
         next.operands(key, q);
         if (KEY_TYPE != CACHE_F16 && step + 1 < steps) ask_keys(step + 1);
 #pragma unroll 1
@@ -222,7 +239,9 @@ struct KeyWalk {
             }
             bool sees = true;  // nodes of one tile may share different chunks
             if (node < 0) {
-                sees = here < shared_chunks(node_position(b, min(first_row + row, first_row + rows - 1) / GROUP));
+                const int early =
+                    early_chunks(node_position(b, min(first_row + row, first_row + rows - 1) / GROUP));
+                sees = part == SPLITS ? here == early : here < early;
             } else {
 #pragma unroll
                 for (int i = 0; i < 2; i++)
@@ -274,6 +293,7 @@ struct KeyWalk {
         }
 #pragma unroll
         for (int from = 0; from < CHUNK; from += 16) {
+            if (from >= positions()) break;
             u32 v[4][2];
             value_operands<VALUE_TYPE>(v, rows_at, scales, from, b.warp, b.lane);
 #pragma unroll
@@ -295,7 +315,7 @@ struct KeyWalk {
 #pragma unroll
             for (int upper = 0; upper < 2; upper++) {
                 const int row = tile * 16 + upper * 8 + g;
-                if (row >= rows) continue;
+                if (row >= rows || at.weight[row] == 0.0f) continue;  // none of its positions
                 const int query = first_row + row, head = kv_head * GROUP + query % GROUP;
                 const size_t to = ((size_t)(query / GROUP) * HEADS + head) * PARTS + part;
                 const float inverse = reciprocal(fmaxf(at.weight[row], 1e-30f));

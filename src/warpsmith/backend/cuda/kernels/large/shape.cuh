@@ -47,9 +47,9 @@ constexpr int MIX_NORM = 0, MLP_NORM = HIDDEN, CONV_AT = 2 * HIDDEN, DT_AT = CON
               A_AT = DT_AT + VALUE_HEADS;
 constexpr int GATED_NORM_AT = A_AT + VALUE_HEADS, Q_NORM_AT = 2 * HIDDEN, K_NORM_AT = Q_NORM_AT + HEAD_DIM;
 
-// Attention: chunks of 64 positions; chunk c of those that all queries share belongs to split c mod SPLITS; a part more
-// is a node's own.
-constexpr int CHUNK = 64, SPLITS = 128 / KV_HEADS, PARTS = SPLITS + 1;
+// Attention: chunks of 64 positions; of those before a query's last two chunk c belongs to split c mod SPLITS; the last
+// two are a part each.
+constexpr int CHUNK = 64, SPLITS = 128 / KV_HEADS, PARTS = SPLITS + 2;
 
 // --- arguments (see large.py) ---------------------------------------------------------------------------------------
 struct Stage {
