@@ -33,7 +33,7 @@ struct Merge {
         const auto ask = [&](int first) {
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++)
-                v[i] = first + i < count ? __ldcg(parts + place(first + i) * (HEAD_DIM / 8)) : uint4{};
+                v[i] = __ldcg(parts + place(min(first + i, count - 1)) * (HEAD_DIM / 8));
         };
         // What a part weighs, a lane some parts.
 #pragma unroll
@@ -89,7 +89,7 @@ __device__ __noinline__ u32 attention_mix(int layer, int deltas, int length, con
     for (int item = b.sm; item < items.all || item == b.sm; item += SMS) {
         KeyWalk walk(b, layer, items, min(item, items.all - 1));
         const bool some = item < items.all && walk.steps > 0;
-        const RowFactors factors(b, b.length, b.warp < GROUP);
+        RowFactors factors(b, b.length, b.warp < GROUP);
         b.sync();  // what the scratch holds may still be read
         if (some) walk.begin();
         if (item == b.sm) {

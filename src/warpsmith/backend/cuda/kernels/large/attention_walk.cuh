@@ -157,13 +157,11 @@ struct KeyWalk {
     }
 
     // Rows of a tree, each by one warp of all SMs. Of a node alone every SM makes the queries that it needs itself, and
-    // where these positions are the node's own its key and value. `first`: of the warp's first row, if it is alone.
+    // where these positions are the node's own its key and value. `by`: for the warp's first row, if it is alone.
     template <class Projection>
-    __device__ __forceinline__ void make_rows(int layer, const Projection& sums, const RowFactors& first,
-                                              bool alone) const {
+    __device__ __forceinline__ void make_rows(int layer, const Projection& sums, RowFactors& by, bool alone) const {
         const int tasks = alone ? GROUP + (node < 0 ? 0 : 2) : b.nodes * ATTENTION_ROWS,
                   begin = alone ? b.warp : b.warp * SMS + b.sm;
-        RowFactors by = first;
 #pragma unroll 1
         for (int task = begin; task < tasks; task += alone ? WARPS : WARPS * SMS) {
             const int of = alone ? 0 : task / ATTENTION_ROWS;

@@ -99,49 +99,50 @@ struct Sums {
         : sums(b.p.sums), tiles(table), stride(stage.tile_rows + 1) {}
     __device__ Sums(const Block& b, int rows) : sums(b.p.sums), tiles(b.s.tiles), stride(rows / ROWS + 1) {}
 
-    // What was asked for: the first two parts of every group, and whether one has more.
+    // Where rows `row` .. + 3, a multiple of 4, of the first node are: a group's first part, and how many parts it has.
+    struct Place {
+        const float* at[GROUPS];
+        int parts[GROUPS];
+    };
     struct Asked {
         float4 v[GROUPS][2];
-        bool more;
     };
-    __device__ __forceinline__ const float4* part(int tile, int node, int row) const {
-        return (const float4*)(sums + ((size_t)tile * NODES + node) * ROWS + row % ROWS);
-    }
-    // Rows `row` .. + 3, a multiple of 4: every part is asked for at once.
-    __device__ __forceinline__ void ask(Asked& a, int node, int row) const {
+    __device__ __forceinline__ Place place(int row) const {
         const u16* from = tiles + row / ROWS;
-        int tile[GROUPS], end[GROUPS];
-#pragma unroll
-        for (int g = 0; g < GROUPS; g++) tile[g] = from[g * stride], end[g] = from[g * stride + 1];
-        a.more = false;
+        Place place;
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
-            a.v[g][0] = __ldcg(part(tile[g], node, row));
-            a.v[g][1] = tile[g] + 1 < end[g] ? __ldcg(part(tile[g] + 1, node, row)) : float4{};
-            a.more |= tile[g] + 2 < end[g];
+            const int tile = from[g * stride];
+            place.parts[g] = from[g * stride + 1] - tile;
+            place.at[g] = sums + (size_t)tile * (NODES * ROWS) + row % ROWS;
+        }
+        return place;
+    }
+    // A node's rows: the first two parts of every group, asked for at once.
+    static __device__ __forceinline__ void ask(Asked& a, const Place& place, int node) {
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) {
+            const float* at = place.at[g] + node * ROWS;
+            a.v[g][0] = __ldcg((const float4*)at);
+            a.v[g][1] = place.parts[g] > 1 ? __ldcg((const float4*)(at + NODES * ROWS)) : float4{};
         }
     }
-    __device__ __forceinline__ float4 total(const Asked& a, int node, int row) const {
+    static __device__ __forceinline__ float4 total(const Asked& a, const Place& place, int node) {
         float4 total = {};
-        if (!a.more) {
-#pragma unroll
-            for (int g = 0; g < GROUPS; g++) total = add(add(total, a.v[g][0]), a.v[g][1]);
-            return total;
-        }
-        const u16* from = tiles + row / ROWS;
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
             total = add(add(total, a.v[g][0]), a.v[g][1]);
 #pragma unroll 1
-            for (int i = from[g * stride] + 2; i < from[g * stride + 1]; i++)
-                total = add(total, __ldcg(part(i, node, row)));
+            for (int i = 2; i < place.parts[g]; i++)
+                total = add(total, __ldcg((const float4*)(place.at[g] + ((size_t)i * NODES + node) * ROWS)));
         }
         return total;
     }
-    __device__ float4 at(int node, int row) const {
+    __device__ __forceinline__ float4 at(int node, int row) const {
+        const Place where = place(row);
         Asked a;
-        ask(a, node, row);
-        return total(a, node, row);
+        ask(a, where, node);
+        return total(a, where, node);
     }
     static __device__ __forceinline__ float4 add(float4 a, float4 b) {
         return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};

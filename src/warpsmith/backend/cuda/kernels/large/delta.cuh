@@ -53,107 +53,109 @@ struct DeltaShare {
         }
         return quad < QK_QUADS + units * 2 ? MIX_V + (quad - QK_QUADS) * 4 : -1;
     }
-    // One SM keeps a channel for later.
-    __device__ bool keeps(int channel) const { return QK_SHARED || channel >= MIX_V || first == 0; }
+    // Which row of the projection its quads begin with (gates: are); or -1.
+    __device__ int input_row(int quad) const {
+        if (quad < CONVOLVED_QUADS) return channel_of(quad) < 0 ? -1 : row(channel_of(quad));
+        quad -= CONVOLVED_QUADS;
+        if (quad < OWN_UNITS * 2) return quad < units * 2 ? Z_AT + unit(quad / 2) * 8 + quad % 2 * 4 : -1;
+        quad -= OWN_UNITS * 2;
+        return quad / 2 < heads ? GATES_AT + quad % 2 * VALUE_HEADS + value_head(quad / 2) : -1;
+    }
 };
 
-// Inputs of the convolution: [node] before it, [channel] weights, [age - 1] inputs before the tree; then A and dt.
+// What the convolution and gates need, quads as above: [node] of the projection; weights of the convolution; [age - 1]
+// its inputs before the tree; A and dt of each head; rows of the projection.
 struct DeltaInputs {
     float *raw, *conv, *history, *vectors;
+    int* rows;
     __device__ explicit DeltaInputs(u8* scratch)
-        : raw((float*)(scratch + MIX_ROWS_BYTES)), conv(raw + NODES * MIX_CHANNELS), history(conv + 4 * MIX_CHANNELS),
-          vectors(history + 3 * MIX_CHANNELS) {}
+        : raw((float*)(scratch + MIX_ROWS_BYTES)), conv(raw + NODES * INPUT_QUADS * 4),
+          history(conv + 4 * CONVOLVED_QUADS * 4), vectors(history + 3 * CONVOLVED_QUADS * 4),
+          rows((int*)(vectors + 2 * OWN_HEADS)) {}
 };
-
-constexpr int CONVOLVED_QUADS = QK_QUADS + OWN_UNITS * 2;
 
 // What does not depend on the projection.
 __device__ __forceinline__ void ask_inputs(const Block& b, const DeltaShare& share) {
     const DeltaInputs in(b.scratch);
+#pragma unroll 1
+    for (int quad = threadIdx.x; quad < INPUT_QUADS; quad += CONSUMERS) in.rows[quad] = share.input_row(quad);
+#pragma unroll 1
     for (int i = threadIdx.x; i < CONVOLVED_QUADS * 7; i += CONSUMERS) {
-        const int what = i % 7, channel = share.channel_of(i / 7), row = share.row(channel);
-        if (channel < 0) continue;
-        if (what < 4) {
-            copy16(in.conv + (channel + what) * 4, b.vectors + CONV_AT + (row + what) * 4);
-        } else {
-            const int age = what - 3, slot = (b.length - age + HISTORY) % HISTORY;
-            copy16(in.history + (age - 1) * MIX_CHANNELS + channel,
-                   b.p.history + ((size_t)b.deltas * HISTORY + slot) * CONV_CHANNELS + row);
-        }
+        const int what = i % 7, quad = i / 7, row = share.input_row(quad);
+        if (row < 0) continue;
+        const int age = what - 3, slot = (b.length - age + HISTORY) % HISTORY;
+        const float* from =
+            what < 4 ? b.vectors + CONV_AT + (row + what) * 4
+                     : b.p.history + ((size_t)b.deltas * HISTORY + slot) * CONV_CHANNELS + row;
+        copy16(what < 4 ? in.conv + (quad * 4 + what) * 4 : in.history + ((age - 1) * CONVOLVED_QUADS + quad) * 4, from);
     }
     if ((int)threadIdx.x < share.heads)
         in.vectors[2 * threadIdx.x] = __ldg(b.vectors + A_AT + share.value_head(threadIdx.x)),
                            in.vectors[2 * threadIdx.x + 1] = __ldg(b.vectors + DT_AT + share.value_head(threadIdx.x));
 }
 
-// Projections and gates. A thread has four rows of a node at a time, and asks for those of several nodes at once.
+// The projection. A thread has a quad of some nodes, and asks for all of them at once.
 __device__ __forceinline__ void delta_projections(Block& b, const DeltaShare& share) {
-    constexpr int Z_QUADS = OWN_UNITS * 2, ALL = CONVOLVED_QUADS + Z_QUADS + 2 * OWN_HEADS,
-                  AT_ONCE = NODES > 8 ? 4 : NODES > 1 ? 2 : 1;
-    float* rows = (float*)b.scratch;
+    constexpr int APART = larger(1, CONSUMERS / INPUT_QUADS), EACH = (NODES + APART - 1) / APART,
+                  AT_ONCE = EACH < 4 ? EACH : 4;
     const DeltaInputs in(b.scratch);
     const Sums<HIDDEN_GROUPS> sums(b, DELTA_ROWS);
-    // Of work `i`: which node; which rows of the projection, or none.
-    const auto row_of = [&](int quad) {
-        if (quad < CONVOLVED_QUADS) return share.channel_of(quad) < 0 ? -1 : share.row(share.channel_of(quad));
-        quad -= CONVOLVED_QUADS;
-        if (quad < Z_QUADS) return quad < share.units * 2 ? Z_AT + share.unit(quad / 2) * 8 + quad % 2 * 4 : -1;
-        quad -= Z_QUADS;
-        return quad / 2 < share.heads ? GATES_AT + quad % 2 * VALUE_HEADS + share.value_head(quad / 2) : -1;
-    };
 #pragma unroll 1
-    for (int at = threadIdx.x; at < ALL * b.nodes; at += CONSUMERS * AT_ONCE) {
-        typename Sums<HIDDEN_GROUPS>::Asked asked[AT_ONCE];
-        int which[AT_ONCE];
+    for (int i = threadIdx.x; i < INPUT_QUADS * APART; i += CONSUMERS) {
+        const int quad = i % INPUT_QUADS, row = in.rows[quad];
+        if (row < 0) continue;
+        const auto place = sums.place(row & ~3);
+        // one SM keeps a channel for later
+        const bool keeps = quad < CONVOLVED_QUADS && (QK_SHARED || quad >= QK_QUADS || share.first == 0);
+        float* kept = b.decoding() ? b.p.history + ((size_t)b.deltas * HISTORY + b.length % HISTORY) * CONV_CHANNELS
+                                   : b.p.pending_raw + (size_t)b.deltas * MAX_NODES * CONV_CHANNELS;
+#pragma unroll 1
+        for (int first = i / INPUT_QUADS; first < b.nodes; first += APART * AT_ONCE) {
+            typename Sums<HIDDEN_GROUPS>::Asked asked[AT_ONCE];
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) {
-            const int i = at + j * CONSUMERS;
-            which[j] = i < ALL * b.nodes ? row_of(i % ALL) : -1;
-            sums.ask(asked[j], min(i / ALL, b.nodes - 1), max(which[j], 0) & ~3);
-        }
+            for (int j = 0; j < AT_ONCE; j++) sums.ask(asked[j], place, min(first + j * APART, b.nodes - 1));
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) {
-            if (which[j] < 0) continue;
-            const int i = at + j * CONSUMERS, node = i / ALL, quad = i % ALL, row = which[j];
-            const float4 v = sums.total(asked[j], node, row & ~3);
-            float* own = rows + node * MIX_ROW;
-            if (quad < CONVOLVED_QUADS) {
-                const int channel = share.channel_of(quad);
-                *(float4*)(in.raw + node * MIX_CHANNELS + channel) = v;
-                if (share.keeps(channel)) {
-                    float* to = b.decoding()
-                                    ? b.p.history + ((size_t)b.deltas * HISTORY + b.length % HISTORY) * CONV_CHANNELS
-                                    : b.p.pending_raw + ((size_t)b.deltas * MAX_NODES + node) * CONV_CHANNELS;
-                    *(float4*)(to + row) = v;
-                }
-            } else if (quad < CONVOLVED_QUADS + Z_QUADS) {
-                *(float4*)(own + SILU_Z + (quad - CONVOLVED_QUADS) * 4) = {silu(v.x), silu(v.y), silu(v.z), silu(v.w)};
-            } else {
-                const int gate = quad - CONVOLVED_QUADS - Z_QUADS, in_four = row & 3;
-                const float x = in_four == 0 ? v.x : in_four == 1 ? v.y : in_four == 2 ? v.z : v.w;
-                own[GATES + (gate ^ 1)] = gate & 1 ? exponential(in.vectors[gate - 1] * softplus(x + in.vectors[gate]))
-                                                   : sigmoid(x);
+            for (int j = 0; j < AT_ONCE; j++) {
+                const int node = first + j * APART;
+                if (node >= b.nodes) break;
+                const float4 v = sums.total(asked[j], place, node);
+                *(float4*)(in.raw + (node * INPUT_QUADS + quad) * 4) = v;
+                if (keeps) *(float4*)(kept + node * CONV_CHANNELS + row) = v;
             }
         }
     }
 }
 
-// Four channels of a node after the convolution.
-__device__ __forceinline__ float4 convolve(const Block& b, const DeltaInputs& in, int node, int channel) {
-    const float4* conv = (const float4*)in.conv + channel;
+// A quad of a node after the convolution.
+__device__ __forceinline__ float4 convolve(const Block& b, const DeltaInputs& in, int node, int quad) {
+    const float4* conv = (const float4*)in.conv + quad * 4;
     const float4 w[4] = {conv[0], conv[1], conv[2], conv[3]};
     float4 x[4];
 #pragma unroll
     for (int age = 0; age < 4; age++) {
         const int source = b.s.path[node][age];
-        x[age] = *(const float4*)((source >= 0 ? in.raw + source * MIX_CHANNELS
-                                               : in.history + (-1 - source) * MIX_CHANNELS) + channel);
+        x[age] = ((const float4*)(source >= 0 ? in.raw + source * INPUT_QUADS * 4
+                                              : in.history + (-1 - source) * CONVOLVED_QUADS * 4))[quad];
     }
     const auto mixed = [&](float4 w, float x0, float x1, float x2, float x3) {
         return silu(fmaf(w.w, x0, fmaf(w.z, x1, fmaf(w.y, x2, w.x * x3))));
     };
     return {mixed(w[0], x[0].x, x[1].x, x[2].x, x[3].x), mixed(w[1], x[0].y, x[1].y, x[2].y, x[3].y),
             mixed(w[2], x[0].z, x[1].z, x[2].z, x[3].z), mixed(w[3], x[0].w, x[1].w, x[2].w, x[3].w)};
+}
+// A quad of z, or a gate, of a node.
+__device__ __forceinline__ void gate_quad(const Block& b, const DeltaInputs& in, int node, int quad) {
+    float* row = (float*)b.scratch + node * MIX_ROW;
+    const float* raw = in.raw + (node * INPUT_QUADS + quad) * 4;
+    const int gate = quad - CONVOLVED_QUADS - OWN_UNITS * 2;
+    if (gate < 0) {
+        const float4 v = *(const float4*)raw;
+        ((float4*)(row + SILU_Z))[quad - CONVOLVED_QUADS] = {silu(v.x), silu(v.y), silu(v.z), silu(v.w)};
+    } else {
+        const float x = raw[in.rows[quad] & 3];
+        row[GATES + (gate ^ 1)] =
+            gate & 1 ? exponential(in.vectors[gate - 1] * softplus(x + in.vectors[gate])) : sigmoid(x);
+    }
 }
 
 // Norms of q and k of a node, of which a lane has four channels each.
@@ -167,21 +169,25 @@ __device__ __forceinline__ float* pending_key_at(const Block& b, const DeltaShar
     return b.p.pending_key + (((size_t)b.deltas * KEY_HEADS + share.key_head) * MAX_NODES + node) * STATE_DIM;
 }
 
-// A warp q and k of a node, and their norms, or v of a few nodes.
+// A warp q and k of a node, and their norms, or v, z and gates of a few nodes.
 __device__ __forceinline__ void delta_convolutions(Block& b, const DeltaShare& share) {
+    constexpr int OTHERS = INPUT_QUADS - QK_QUADS;
     float* rows = (float*)b.scratch;
     const DeltaInputs in(b.scratch);
-    const int tasks = share.units ? b.nodes + (OWN_UNITS * 2 * b.nodes + 31) / 32 : 0;
+    const int tasks = share.units ? b.nodes + (OTHERS * b.nodes + 31) / 32 : 0;
 #pragma unroll 1
     for (int task = b.warp; task < tasks; task += WARPS) {
         if (task < b.nodes) {
-            const float4 q = convolve(b, in, task, b.lane * 4), k = convolve(b, in, task, MIX_K + b.lane * 4);
+            const float4 q = convolve(b, in, task, b.lane), k = convolve(b, in, task, MIX_K / 4 + b.lane);
             norm_node(b, rows + task * MIX_ROW, q, k);
             if (!b.decoding() && share.first == 0) ((float4*)pending_key_at(b, share, task))[b.lane] = k;
         } else {
-            const int i = (task - b.nodes) * 32 + b.lane, node = i / (OWN_UNITS * 2), quad = i % (OWN_UNITS * 2);
-            if (node < b.nodes && quad < share.units * 2)
-                *(float4*)(rows + node * MIX_ROW + MIX_V + quad * 4) = convolve(b, in, node, MIX_V + quad * 4);
+            const int i = (task - b.nodes) * 32 + b.lane, node = i / OTHERS, quad = QK_QUADS + i % OTHERS;
+            if (node >= b.nodes || in.rows[quad] < 0) continue;
+            if (quad < CONVOLVED_QUADS)
+                ((float4*)(rows + node * MIX_ROW + MIX_V))[quad - QK_QUADS] = convolve(b, in, node, quad);
+            else
+                gate_quad(b, in, node, quad);
         }
     }
 }
@@ -195,21 +201,23 @@ __device__ __forceinline__ void share_convolutions(Block& b, const DeltaShare& s
     if (!share.units) return;
 #pragma unroll 2
     for (int i = threadIdx.x; i < CONVOLVED_QUADS * b.nodes; i += CONSUMERS) {
-        const int node = i / CONVOLVED_QUADS, channel = share.channel_of(i % CONVOLVED_QUADS);
+        const int node = i / CONVOLVED_QUADS, quad = i % CONVOLVED_QUADS, channel = share.channel_of(quad);
         if (channel < 0) continue;
-        const float4 v = convolve(b, in, node, channel);
-        if (channel >= MIX_V)
-            *(float4*)(rows + node * MIX_ROW + channel) = v;
-        else
-            *(float4*)(mixed + node * MIX_V + channel) = v;
+        const float4 v = convolve(b, in, node, quad);
+        *(float4*)((channel >= MIX_V ? rows + node * MIX_ROW : mixed + node * MIX_V) + channel) = v;
         if (channel >= MIX_K && channel < MIX_V && !b.decoding())
             *(float4*)(pending_key_at(b, share, node) + channel - MIX_K) = v;
     }
     b.sync();
+    u32* counter = b.p.counter + 32 * (1 + share.key_head);
+    if (threadIdx.x == 0) add_release(counter, 1);
+#pragma unroll 1
+    for (int i = CONSUMERS - 1 - threadIdx.x; i < (INPUT_QUADS - CONVOLVED_QUADS) * b.nodes; i += CONSUMERS) {
+        const int node = i / (INPUT_QUADS - CONVOLVED_QUADS), quad = CONVOLVED_QUADS + i % (INPUT_QUADS - CONVOLVED_QUADS);
+        if (in.rows[quad] >= 0) gate_quad(b, in, node, quad);
+    }
     if (threadIdx.x == 0) {
-        u32* counter = b.p.counter + 32 * (1 + share.key_head);
         const u32 all = ((b.length - b.r.length) * DELTA_LAYERS + b.deltas + 1) * KEY_PARTS;
-        add_release(counter, 1);
         Watchdog dog;
         while ((int)(load_acquire(counter) - all) < 0) dog.check();
     }

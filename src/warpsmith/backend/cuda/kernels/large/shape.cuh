@@ -128,8 +128,10 @@ constexpr bool QK_SHARED = NODES > 8 && KEY_PARTS > 1;
 constexpr int QK_QUADS = QK_SHARED ? (STATE_DIM / 2 + KEY_PARTS - 1) / KEY_PARTS : STATE_DIM / 2;
 constexpr int MIX_CHANNELS = 2 * STATE_DIM + OWN_UNITS * 8,
               MIX_ROW = up(MIX_CHANNELS + 2 * OWN_UNITS * 8 + 4 + OWN_HEADS * 2, 32) + 4;  // nodes' banks differ
+// Four by four, what an SM reads of the projection: what it convolves, z, and beta and alpha of each head.
+constexpr int CONVOLVED_QUADS = QK_QUADS + OWN_UNITS * 2, INPUT_QUADS = CONVOLVED_QUADS + OWN_UNITS * 2 + 2 * OWN_HEADS;
 constexpr int MIX_ROWS_BYTES = NODES * MIX_ROW * 4,
-              MIX_INPUT_BYTES = ((NODES + 4 + 3) * MIX_CHANNELS + 2 * OWN_HEADS) * 4;
+              MIX_INPUT_BYTES = (NODES * INPUT_QUADS * 4 + 7 * CONVOLVED_QUADS * 4 + 2 * OWN_HEADS + INPUT_QUADS) * 4;
 // Attention: values of some chunks, as they are kept; of some tiles of 16 queries their rows, scores of two chunks,
 // weights in fp16, and what the softmax remembers. Trees of many nodes need fewer chunks ahead.
 constexpr int KEY_ROW = cache_row_bytes(KEY_TYPE), VALUE_ROW = cache_row_bytes(VALUE_TYPE);
