@@ -31,12 +31,16 @@ LONG = 8320  # tokens: more chunks of keys than there are splits of them
 
 @contextmanager
 def emulated(
-    config: Config, types: dict[str, str], caches: tuple[str, str] = ("f16", "f16"), sms: int = 6
+    config: Config,
+    types: dict[str, str],
+    caches: tuple[str, str] = ("f16", "f16"),
+    sms: int = 6,
+    variants: tuple[int, ...] = (8,),
 ) -> Iterator[tuple[LargeBackend, ReferenceBackend]]:
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
     tensors, (keys, values) = tensors_of(config, types), caches
-    with emulated_gpu(sms, (8,)), rounded_caches(caches):
+    with emulated_gpu(sms, variants), rounded_caches(caches):
         cuda = LargeBackend(config, tensors, context=LONG, cache_type_k=keys, cache_type_v=values)
         yield cuda, ReferenceBackend(config, tensors)
 
@@ -115,6 +119,19 @@ def test_a_tree_s_rows_are_those_of_plain_decoding(both: tuple[LargeBackend, Ref
     np.testing.assert_array_equal(rows, plain_run(cuda, plain, tree.tokens[path]))
     cuda.commit(state, path)
     assert same_state(SHAPE, state, plain)
+
+
+def test_a_build_for_more_nodes_has_the_same_bits() -> None:
+    """Where SMs that share a key head convolve a part of its q and k each."""
+    with emulated(SHAPE, MIXED, variants=(8, 16)) as (cuda, _):
+        state, plain, rng = cuda.new_state(128), cuda.new_state(128), np.random.default_rng(3)
+        for _ in range(2):
+            tree = random_tree(rng, 14, SHAPE.vocab)
+            path = tree.path(13)
+            rows = cuda.forward([(state, tree)], LOGITS).logits.numpy()[path]
+            np.testing.assert_array_equal(rows, plain_run(cuda, plain, tree.tokens[path]))
+            cuda.commit(state, path)
+            assert same_state(SHAPE, state, plain)
 
 
 def test_decoding_on_the_device_is_forward_after_forward(both: tuple[LargeBackend, ReferenceBackend]) -> None:

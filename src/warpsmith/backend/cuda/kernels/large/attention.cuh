@@ -24,7 +24,8 @@ struct Merge {
     }
     __device__ __forceinline__ void run(const Block& b, int task) const {
         const int node = task / HEADS, head = task % HEADS, position = uniform(node_position(b, node));
-        const int early = early_chunks(position), splits = min(early, SPLITS), count = splits + position / CHUNK - early + 1;
+        const int early = early_chunks(position), splits = min(early, SPLITS),
+                  count = splits + position / CHUNK - early + 1;
         const size_t at = (size_t)task * PARTS;
         const uint4* parts = (const uint4*)(b.p.parts + at * (HEAD_DIM / 2)) + b.lane;
         const auto place = [&](int i) { return i < splits ? i : SPLITS + i - splits; };

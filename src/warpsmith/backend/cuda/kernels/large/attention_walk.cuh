@@ -96,7 +96,7 @@ struct KeyWalk {
         const int ahead = b.decoding() ? -1 : position - b.length;
         return ahead < 0 ? committed + (size_t)position * ROW : drafted + b.s.ancestor[node][ahead] * ROW;
     }
-    // How many positions of the chunk there are: all 64, but for a node's own.
+    // How many positions of the chunk count: all 64, but for a node's own.
     __device__ __forceinline__ int positions() const { return node < 0 ? CHUNK : min(CHUNK, own_end - chunk * CHUNK); }
     __device__ __forceinline__ void ask_keys(int step, int first = 0) {
         const int position = (chunk + step * stride) * CHUNK + b.warp * 8 + (b.lane >> 2);
@@ -114,7 +114,7 @@ struct KeyWalk {
         for (int i = threadIdx.x * 128; i < bytes_of_values; i += CONSUMERS * 128)
             prefetch(values + (size_t)position * VALUE_ROW + i);
     }
-    // Values of a step: shared chunks are copied as they lie; of a node's own rows those of positions from `first` up to
+    // Values of a step: shared chunks are copied as they lie; a node's own, those of positions from `first` up to
     // `end`, row by row.
     __device__ __forceinline__ void ask_values(int step, int first, int end) const {
         constexpr int UNITS = VALUE_ROW / 16, AT_ONCE = CONSUMERS * 16, EACH = (VALUE_BYTES + AT_ONCE - 1) / AT_ONCE;

@@ -3,7 +3,7 @@
 // Maths, per value head with state S [dk, dv], f = e^g, rq = dk^-0.5 / |q|, rk = 1 / |k| and q, k, v after the
 // convolution and silu: write = beta (v - f rk k^T S), o = f rq q^T S + rq rk (q^T k) write, S <- f S + k (rk write); y
 // = o weight silu(z), and the sum of squares of o, by which the next projection divides. A unit is 8 columns of S (8 of
-// a head's 128 value channels), a warp's work: lane 8 c + r has rows 4 r .. + 3 of every 32, of columns 2 c and 2 c + 1,
+// a head's 128 value channels), a warp's work: lane 8 c + r has rows 4 r .. + 3 of every 32, of columns 2 c, 2 c + 1,
 // in registers. An SM has units of heads that share a key head; it convolves and norms q and k itself, for all nodes. A
 // node's state follows from its parent's: in registers if that was the last one walked, else from where a state that is
 // needed again is kept (the order: `prepare_walk`). All that does not depend on the projection is asked for before its
@@ -13,8 +13,8 @@
 
 constexpr float QUERY_SCALE = 0.08838834764831845f;  // 128 ** -0.5
 
-// A node's row in shared memory: q | k | v, then o in its place | silu(z) | rk write | {rk, rq, rq rk q^T k} | {f, beta}
-// of each head.
+// A node's row in shared memory: q | k | v, then o in its place | silu(z) | rk write | {rk, rq, rq rk q^T k} | {f,
+// beta} of each head.
 constexpr int MIX_K = STATE_DIM, MIX_V = 2 * STATE_DIM, SILU_Z = MIX_CHANNELS, WRITTEN = SILU_Z + OWN_UNITS * 8,
               NORMS = WRITTEN + OWN_UNITS * 8, GATES = NORMS + 4;
 
@@ -28,7 +28,7 @@ __device__ __forceinline__ float dot4(float4 a, float4 b) {
 
 // A part of the units that share a key head, and which rows of the projection their channels are: q, k, then v.
 struct DeltaShare {
-    int key_head, part, first, units, head, heads;  // units from `first` on, in heads `head` .. of those of its key head
+    int key_head, part, first, units, head, heads;  // units from `first` on, in heads `head` .. of the key head's
     __device__ explicit DeltaShare(int item) {
         part = item % KEY_PARTS;
         key_head = min(item / KEY_PARTS, KEY_HEADS - 1);
@@ -87,7 +87,8 @@ __device__ __forceinline__ void ask_inputs(const Block& b, const DeltaShare& sha
         const float* from =
             what < 4 ? b.vectors + CONV_AT + (row + what) * 4
                      : b.p.history + ((size_t)b.deltas * HISTORY + slot) * CONV_CHANNELS + row;
-        copy16(what < 4 ? in.conv + (quad * 4 + what) * 4 : in.history + ((age - 1) * CONVOLVED_QUADS + quad) * 4, from);
+        float* to = what < 4 ? in.conv + (quad * 4 + what) * 4 : in.history + ((age - 1) * CONVOLVED_QUADS + quad) * 4;
+        copy16(to, from);
     }
     if ((int)threadIdx.x < share.heads)
         in.vectors[2 * threadIdx.x] = __ldg(b.vectors + A_AT + share.value_head(threadIdx.x)),
@@ -95,11 +96,11 @@ __device__ __forceinline__ void ask_inputs(const Block& b, const DeltaShare& sha
 }
 
 // The projection. A thread has a quad of some nodes, and asks for all of them at once.
-__device__ __forceinline__ void delta_projections(Block& b, const DeltaShare& share) {
+template <class Projection>
+__device__ __forceinline__ void delta_projections(Block& b, const DeltaShare& share, const Projection& sums) {
     constexpr int APART = larger(1, CONSUMERS / INPUT_QUADS), EACH = (NODES + APART - 1) / APART,
                   AT_ONCE = EACH < 4 ? EACH : 4;
     const DeltaInputs in(b.scratch);
-    const Sums<HIDDEN_GROUPS> sums(b, DELTA_ROWS);
 #pragma unroll 1
     for (int i = threadIdx.x; i < INPUT_QUADS * APART; i += CONSUMERS) {
         const int quad = i % INPUT_QUADS, row = in.rows[quad];
@@ -111,7 +112,7 @@ __device__ __forceinline__ void delta_projections(Block& b, const DeltaShare& sh
                                    : b.p.pending_raw + (size_t)b.deltas * MAX_NODES * CONV_CHANNELS;
 #pragma unroll 1
         for (int first = i / INPUT_QUADS; first < b.nodes; first += APART * AT_ONCE) {
-            typename Sums<HIDDEN_GROUPS>::Asked asked[AT_ONCE];
+            typename Projection::Asked asked[AT_ONCE];
 #pragma unroll
             for (int j = 0; j < AT_ONCE; j++) sums.ask(asked[j], place, min(first + j * APART, b.nodes - 1));
 #pragma unroll
@@ -211,9 +212,10 @@ __device__ __forceinline__ void share_convolutions(Block& b, const DeltaShare& s
     b.sync();
     u32* counter = b.p.counter + 32 * (1 + share.key_head);
     if (threadIdx.x == 0) add_release(counter, 1);
+    constexpr int GATED = INPUT_QUADS - CONVOLVED_QUADS;
 #pragma unroll 1
-    for (int i = CONSUMERS - 1 - threadIdx.x; i < (INPUT_QUADS - CONVOLVED_QUADS) * b.nodes; i += CONSUMERS) {
-        const int node = i / (INPUT_QUADS - CONVOLVED_QUADS), quad = CONVOLVED_QUADS + i % (INPUT_QUADS - CONVOLVED_QUADS);
+    for (int i = CONSUMERS - 1 - threadIdx.x; i < GATED * b.nodes; i += CONSUMERS) {
+        const int node = i / GATED, quad = CONVOLVED_QUADS + i % GATED;
         if (in.rows[quad] >= 0) gate_quad(b, in, node, quad);
     }
     if (threadIdx.x == 0) {
@@ -385,7 +387,8 @@ __device__ __noinline__ u32 delta_mix(int deltas, int length, const float* vecto
         b.sync();  // what the scratch holds may still be read
         ask_inputs(b, share);
         unit.store();
-        unit.load(b, share, b.warp < share.units ? b.warp : 0);  // always: else its registers are live in all the kernel
+        // always: registers that are set on some paths only are live in the whole kernel
+        unit.load(b, share, b.warp < share.units ? b.warp : 0);
         copies_done();
         if (item == b.sm) {
             b.wait_for_all();
@@ -393,7 +396,7 @@ __device__ __noinline__ u32 delta_mix(int deltas, int length, const float* vecto
         } else {
             b.sync();
         }
-        delta_projections(b, share);
+        delta_projections(b, share, Sums<HIDDEN_GROUPS>(b, DELTA_ROWS));
         b.sync();
         if (item == b.sm) b.mark();
         if constexpr (QK_SHARED)
