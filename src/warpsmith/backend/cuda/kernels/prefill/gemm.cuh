@@ -347,13 +347,9 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
             if constexpr (C::TWICE) {
 #pragma unroll
                 for (int i = 0; i < N / 2; i++) acc[0][i] += acc[1][i];
-                add_to_residual<C, 0, 0, 0, N / 8>(a, s, base, acc[0], early, work.row(t) * 2 + group, octet, octets);
-            } else if (group == 0) {  // each warpgroup finishes half of the tokens
-                add_to_residual<C, C::HALF, N / 8, 0, C::HALF>(a, s, base, acc[0], early, work.row(t), octet, octets,
-                                                               at.leave);
+                end_tile<C>(a, s, base, acc[0], work.row(t) * 2 + group, octet, octets);
             } else {
-                add_to_residual<C, 0, C::HALF, C::HALF, N / 8>(a, s, base, acc[0], early, work.row(t), octet, octets,
-                                                               at.leave);
+                end_split_tile<C>(a, s, base, acc[0], early, work.row(t), octet, octets, at.leave, group);
             }
         }
     }

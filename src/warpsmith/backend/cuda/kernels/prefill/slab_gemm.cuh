@@ -168,7 +168,7 @@ __device__ __forceinline__ void consume_slabs(const Gemm& a, const Span& s, u32 
         const bool odd = lane & 4;
         const u32 piece = lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;  // of a tile: which rows, which token
         if constexpr (C::ENDING == RESIDUAL) {
-            add_to_residual<C, 0, 0, 0, N / 8>(a, s, base, acc, nullptr, tile, octet, octets);
+            end_tile<C>(a, s, base, acc, tile, octet, octets);
         } else {
             while (!barrier_done(at.scales + scaled.slot * 16, scaled.parity)) {
             }
