@@ -16,8 +16,8 @@ struct Gemm {
     const u8* stream;  // packed weights
     // Where each of the matrix begins in the stream: [row_tiles]; slabs: [row_tiles of 64 rows][superblocks of 256 k].
     const u64* start;
-    const u8* x;       // tiles, K in the stream's order
-    u8* out;           // tiles; RESIDUAL: of the residual times the next norm's weight
+    const u8* x;  // tiles, K in the stream's order
+    u8* out;      // tiles; RESIDUAL: of the residual times the next norm's weight
     // [HIDDEN / 64][tokens] of the residual stream that x came from: its norm is applied to the sums.
     const float* squares_in;
     float* squares_out;           // RESIDUAL: of the new one
@@ -137,8 +137,8 @@ __device__ __forceinline__ float4* residual_at(const Gemm& a, const Span& s, int
            warp % 2;
 }
 
-// SPLIT: a warpgroup gives the other one its sums of octets [GIVE, GIVE_END), which has the same rows. PAIR: that is the
-// other CTA's; `given` is a barrier in either that its four warps come to.
+// SPLIT: a warpgroup gives the other one its sums of octets [GIVE, GIVE_END), which has the same rows. PAIR: that is
+// the other CTA's; `given` is a barrier in either that its four warps come to.
 template <class C, int GIVE, int GIVE_END>
 __device__ __forceinline__ void give_sums(u32 base, const float* acc, u32 given) {
     const u32 thread = threadIdx.x % 128, group = C::PAIR ? cta_rank() : threadIdx.x / 128;
@@ -213,8 +213,8 @@ __device__ __forceinline__ void add_to_residual(const Gemm& a, const Span& s, u3
 template <class C>
 __device__ __forceinline__ void sum_squares(const Gemm& a, const Span& s, u32 base, int row_tile, int octet, int low,
                                             int high) {
-    const u32 thread = threadIdx.x % 128, squares = base + C::SUMS_AT + C::SUMS +
-                                                    (C::SPLIT ? 0 : threadIdx.x / 128 * (C::N * 16));
+    const u32 thread = threadIdx.x % 128,
+              squares = base + C::SUMS_AT + C::SUMS + (C::SPLIT ? 0 : threadIdx.x / 128 * (C::N * 16));
     for (int token = thread + low * 8; token < high * 8; token += 128) {
         const u32 from = squares + (token / 8 * 32 + token % 8) * 4;
         const float first = load_shared_float(from) + load_shared_float(from + 32);
