@@ -4,10 +4,9 @@
 // at a time; merge joins the segments and gates. A query head's rows and those of the heads that share its keys lie
 // together: row = token * GROUP + head % GROUP, per key head. Keys are taken in tiles of 64 at absolute positions,
 // ascending, and in segments, which are merged in order: short ones where a context begins, so that few queries find
-// work for all SMs (of 132 each one: sixteen segments of eight tiles of rows at 8,192 keys), and long ones later, of
-// which there would be too many. Queries read keys and values as the cache
-// has them, those of their own piece too. Where a prompt is cut, how many tokens there
-// are and which CTA has what does not show in the bits.
+// work for all SMs (of 132 at 8,192 keys one each: sixteen segments, eight tiles of rows of 64 tokens), and long ones
+// later, of which there would be too many. Queries read keys and values as the cache has them, those of their own piece
+// too. Where a prompt is cut, how many tokens there are and which CTA has what does not show in the bits.
 #pragma once
 #include "common/cache.cuh"
 #include "prefill/common.cuh"

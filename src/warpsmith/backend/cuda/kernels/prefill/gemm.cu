@@ -1,8 +1,8 @@
 // One product of a prompt, specialised: see gemm.cuh.
 //
 // Given with -D: GEMM_VARIANT, Config's arguments: tokens of a tile, blocks of 64 rows a warpgroup, tiles of 32 k a
-// stage, stages, tiles a step, steps in registers, ending, type; PAIRS where CTAs work in pairs. Grid: at most one CTA an SM,
-// or a pair a tile; tiles of tokens of the same rows lie next to each other.
+// stage, stages, tiles a step, steps in registers, ending, type; PAIRS where CTAs work in pairs. Grid: at most one CTA
+// an SM, or a pair a tile; tiles of tokens of the same rows lie next to each other.
 #include "prefill/gemm.cuh"
 
 typedef Config<GEMM_VARIANT> Chosen;

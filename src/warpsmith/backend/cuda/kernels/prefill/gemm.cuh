@@ -163,15 +163,14 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
     // LDG: where this warp's weights are: of the tile that is loaded, and of the next.
     const u8 *from[HALVES], *next[HALVES];
     const auto find = [&](const u8*(&to)[HALVES], int tile) {
-        const int unit16 = (C::SPLIT ? 0 : group * 4) + warp,
-                  row = work.row(tile < work.tiles ? tile : work.first);
+        const int unit16 = (C::SPLIT ? 0 : group * 4) + warp, row = work.row(tile < work.tiles ? tile : work.first);
 #pragma unroll
         for (int h = 0; h < HALVES; h++)
             to[h] = row_tile_at(a, row * C::UNITS + unit16 * HALVES + h) + lane * 16 +
                     (C::SPLIT ? group * TS * C::TILE_BYTES : 0);
     };
-    int rounds_left = steps / U;                                        // until the loads come to the next tile
-    StagePlace loading;                                                 // RING: the stage that is loaded from
+    int rounds_left = steps / U;                               // until the loads come to the next tile
+    StagePlace loading;                                        // RING: the stage that is loaded from
     const auto load = [&](u32(&to)[G* C::REGISTERS], int v) {  // what step v of a round multiplies
         const int u = v / MB, b = v % MB, in_stage = u % GS;
         if constexpr (C::FROM == RING) {
@@ -184,9 +183,9 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
                 if constexpr (C::Weights::SCALED) {
                     constexpr u32 UNIT = TS * C::TILE_BYTES;
                     const u32 unit = units + unit16 * HALVES * UNIT;
-                    load_scaled<typename C::Weights, C::NARROW_UNITS>(
-                        to + i * C::REGISTERS, unit + tile * C::VALUES,
-                        unit + TS * C::VALUES + tile * C::SCALES_OF_TILE, UNIT);
+                    load_scaled<typename C::Weights, C::NARROW_UNITS>(to + i * C::REGISTERS, unit + tile * C::VALUES,
+                                                                      unit + TS * C::VALUES + tile * C::SCALES_OF_TILE,
+                                                                      UNIT);
                 } else {
                     C::Weights::template load<C::NARROW_UNITS>(
                         to + i * C::REGISTERS, [&](u32* d, u32 offset, int half) {
@@ -200,10 +199,9 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
             const int tile = u / GS * TURNS * TS + in_stage * G;
 #pragma unroll
             for (int i = 0; i < G; i++)
-                C::Weights::template load<C::NARROW_UNITS>(
-                    to + i * C::REGISTERS, [&](u32* d, u32 offset, int half) {
-                        load_once16(d, from[half] + (tile + i) * C::TILE_BYTES + offset);
-                    });
+                C::Weights::template load<C::NARROW_UNITS>(to + i * C::REGISTERS, [&](u32* d, u32 offset, int half) {
+                    load_once16(d, from[half] + (tile + i) * C::TILE_BYTES + offset);
+                });
             if (v == S - 1) {
                 const bool wrap = --rounds_left == 0;
                 if (wrap) rounds_left = steps / U;
@@ -347,13 +345,9 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
             if constexpr (C::TWICE) {
 #pragma unroll
                 for (int i = 0; i < N / 2; i++) acc[0][i] += acc[1][i];
-                add_to_residual<C, 0, 0, 0, N / 8>(a, s, base, acc[0], early, work.row(t) * 2 + group, octet, octets);
-            } else if (group == 0) {  // each warpgroup finishes half of the tokens
-                add_to_residual<C, C::HALF, N / 8, 0, C::HALF>(a, s, base, acc[0], early, work.row(t), octet, octets,
-                                                               at.leave);
+                end_tile<C>(a, s, base, acc[0], work.row(t) * 2 + group, octet, octets);
             } else {
-                add_to_residual<C, 0, C::HALF, C::HALF, N / 8>(a, s, base, acc[0], early, work.row(t), octet, octets,
-                                                               at.leave);
+                end_split_tile<C>(a, s, base, acc[0], early, work.row(t), octet, octets, at.leave, group);
             }
         }
     }

@@ -3,7 +3,8 @@
 // Maths: logits = (W (x * norm)) / rms(x). A warp multiplies units of 16 rows by up to eight tokens at a time; weights
 // come straight from memory into the mma's registers, activations lie in shared memory as they are in tiles
 // (common.cuh). Given with -D: HEAD_OCTETS, octets of tokens a launch takes; one octet's best logits are found here
-// too, which saves the next token of a prompt a launch; HEAD_TYPE, of weights. Grid: a CTA of 512 threads an SM. Bytes: all of the head once.
+// too, which saves the next token of a prompt a launch; HEAD_TYPE, of weights. Grid: a CTA of 512 threads an SM. Bytes:
+// all of the head once.
 #include "prefill/common.cuh"
 #include "prefill/row_weights.cuh"
 #include "sample/ranked.cuh"

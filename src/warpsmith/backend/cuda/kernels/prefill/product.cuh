@@ -16,8 +16,8 @@ struct Gemm {
     const u8* stream;  // packed weights
     // Where each of the matrix begins in the stream: [row_tiles]; slabs: [row_tiles of 64 rows][superblocks of 256 k].
     const u64* start;
-    const u8* x;       // tiles, K in the stream's order
-    u8* out;           // tiles; RESIDUAL: of the residual times the next norm's weight
+    const u8* x;  // tiles, K in the stream's order
+    u8* out;      // tiles; RESIDUAL: of the residual times the next norm's weight
     // [HIDDEN / 64][tokens] of the residual stream that x came from: its norm is applied to the sums.
     const float* squares_in;
     float* squares_out;           // RESIDUAL: of the new one
@@ -137,20 +137,12 @@ __device__ __forceinline__ float4* residual_at(const Gemm& a, const Span& s, int
            warp % 2;
 }
 
-// A warpgroup gives the other one its sums of octets [GIVE, GIVE_END) if both have the same rows, and finishes [LOW,
-// HIGH). SPLIT: `early` is the residual of those octets, asked for before the sums were made. PAIR: the other warpgroup
-// is the other CTA's; `given` is a barrier in either that its four warps come to.
-template <class C, int GIVE, int GIVE_END, int LOW, int HIGH>
-__device__ __forceinline__ void add_to_residual(const Gemm& a, const Span& s, u32 base, const float* acc,
-                                                const float4* early, int row_tile, int octet, int octets,
-                                                u32 given = 0) {
-    const u32 thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32,
-              group = C::PAIR ? cta_rank() : threadIdx.x / 128;
+// SPLIT: a warpgroup gives the other one its sums of octets [GIVE, GIVE_END), which has the same rows. PAIR: that is
+// the other CTA's; `given` is a barrier in either that its four warps come to.
+template <class C, int GIVE, int GIVE_END>
+__device__ __forceinline__ void give_sums(u32 base, const float* acc, u32 given) {
+    const u32 thread = threadIdx.x % 128, group = C::PAIR ? cta_rank() : threadIdx.x / 128;
     const u32 mine = base + C::SUMS_AT + (C::PAIR ? 0 : group * (C::HALF * 4 * 512)) + thread * 4;
-    const u32 others = base + C::SUMS_AT + (C::PAIR ? 0 : (group ^ 1) * (C::HALF * 4 * 512)) + thread * 4;
-    const u32 squares = base + C::SUMS_AT + C::SUMS + (C::SPLIT ? 0 : group * (C::N * 16));  // [octet][warp][8 tokens]
-    const u32 piece = lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;
-    const bool odd = lane & 4;
 #pragma unroll
     for (int i = GIVE * 4; i < GIVE_END * 4; i++) {
         if constexpr (C::PAIR)
@@ -162,9 +154,20 @@ __device__ __forceinline__ void add_to_residual(const Gemm& a, const Span& s, u3
         __syncwarp();
         if (arrives()) arrive_in(group ^ 1, given);
         wait_in_cluster(given, 0);
-    } else if (C::SPLIT) {
-        sync_some<256>(5);
     }
+}
+
+// Sums of octets [LOW, HIGH) are added to the residual. SPLIT: with the other warpgroup's; `early` is the residual of
+// those octets, asked for before the sums were made.
+template <class C, int LOW, int HIGH>
+__device__ __forceinline__ void add_to_residual(const Gemm& a, const Span& s, u32 base, const float* acc,
+                                                const float4* early, int row_tile, int octet, int octets) {
+    const u32 thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32,
+              group = C::PAIR ? cta_rank() : threadIdx.x / 128;
+    const u32 others = base + C::SUMS_AT + (C::PAIR ? 0 : (group ^ 1) * (C::HALF * 4 * 512)) + thread * 4;
+    const u32 squares = base + C::SUMS_AT + C::SUMS + (C::SPLIT ? 0 : group * (C::N * 16));  // [octet][warp][8 tokens]
+    const u32 piece = lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;
+    const bool odd = lane & 4;
     wait_for_previous();
     const int tile = row_tile * 2 + warp / 2, row = tile * 32 + warp % 2 * 16 + lane / 8 * 2;  // a tile has 32 rows
     const float2 n0 = __ldg((const float2*)(a.norm + row)), n1 = __ldg((const float2*)(a.norm + row + 8));
@@ -204,14 +207,53 @@ __device__ __forceinline__ void add_to_residual(const Gemm& a, const Span& s, u3
             if (lane < 8) store_shared(squares + (n * 32 + warp * 8 + piece) * 4, square);
         }
     }
-    if (C::SPLIT && !C::PAIR)
-        sync_some<256>(5);
-    else
-        sync_some<128>(6 + (C::PAIR ? 0 : group));
-    for (int token = thread + LOW * 8; token < min(HIGH, octets) * 8; token += 128) {  // its squares of four warps
+}
+
+// Squares of four warps, when all have put them down: of octets [low, high).
+template <class C>
+__device__ __forceinline__ void sum_squares(const Gemm& a, const Span& s, u32 base, int row_tile, int octet, int low,
+                                            int high) {
+    const u32 thread = threadIdx.x % 128,
+              squares = base + C::SUMS_AT + C::SUMS + (C::SPLIT ? 0 : threadIdx.x / 128 * (C::N * 16));
+    for (int token = thread + low * 8; token < high * 8; token += 128) {
         const u32 from = squares + (token / 8 * 32 + token % 8) * 4;
-        const float low = load_shared_float(from) + load_shared_float(from + 32);
+        const float first = load_shared_float(from) + load_shared_float(from + 32);
         a.squares_out[(size_t)row_tile * s.capacity * 8 + (s.first + octet) * 8 + token] =
-            low + load_shared_float(from + 64) + load_shared_float(from + 96);
+            first + load_shared_float(from + 64) + load_shared_float(from + 96);
     }
+}
+
+// All sums of a tile of a warpgroup that has rows of its own.
+template <class C>
+__device__ __forceinline__ void end_tile(const Gemm& a, const Span& s, u32 base, const float* acc, int row_tile,
+                                         int octet, int octets) {
+    add_to_residual<C, 0, C::N / 8>(a, s, base, acc, nullptr, row_tile, octet, octets);
+    sync_some<128>(6 + threadIdx.x / 128);
+    sum_squares<C>(a, s, base, row_tile, octet, 0, octets);
+}
+
+// The same where two have the same rows: each finishes half of the tokens. Barriers of both are one instruction, or
+// synccheck takes them for two.
+template <class C>
+__device__ __forceinline__ void end_split_tile(const Gemm& a, const Span& s, u32 base, const float* acc,
+                                               const float4* early, int row_tile, int octet, int octets, u32 given,
+                                               u32 group) {
+    constexpr int HALF = C::HALF, ALL = C::N / 8;
+    const auto together = [] {
+        if constexpr (C::PAIR)
+            sync_some<128>(6);
+        else
+            sync_some<256>(5);
+    };
+    if (group == 0)
+        give_sums<C, HALF, ALL>(base, acc, given);
+    else
+        give_sums<C, 0, HALF>(base, acc, given);
+    if (!C::PAIR) together();
+    if (group == 0)
+        add_to_residual<C, 0, HALF>(a, s, base, acc, early, row_tile, octet, octets);
+    else
+        add_to_residual<C, HALF, ALL>(a, s, base, acc, early, row_tile, octet, octets);
+    together();
+    sum_squares<C>(a, s, base, row_tile, octet, group ? HALF : 0, min(group ? ALL : HALF, octets));
 }

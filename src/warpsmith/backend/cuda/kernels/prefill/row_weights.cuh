@@ -10,8 +10,8 @@
 
 enum RowType { ROWS_Q4_0 = 2, ROWS_Q8_0 = 8, ROWS_BF16 = 30 };  // their numbers in a file
 
-// values(narrow), scales(narrow): bytes of a tile of a unit. Chunk: a lane's part of 256 k of a unit of 16 rows, straight
-// from memory. SCALED: RAW words of a tile of either row make, with its scale, operands.
+// values(narrow), scales(narrow): bytes of a tile of a unit. Chunk: a lane's part of 256 k of a unit of 16 rows,
+// straight from memory. SCALED: RAW words of a tile of either row make, with its scale, operands.
 template <int TYPE>
 struct RowWeights;
 template <class Weights>

@@ -110,12 +110,11 @@ __device__ __forceinline__ void multiply_slab_tile(float* acc, Weights& weights,
 
 template <class C, int TYPE>
 __device__ __forceinline__ void multiply_slabs(float* acc, SlabPlace& place, u32 base, const Barriers& at,
-                                               const SlabBarriers& slabs_at, int blocks, u32 group, u32 warp,
-                                               int lane, bool first) {
+                                               const SlabBarriers& slabs_at, int blocks, u32 group, u32 warp, int lane,
+                                               bool first) {
     SlabWeights<TYPE> weights;
     u32 w[2][8];
-    const u32 ring = base + C::RING_AT,
-              mine = base + C::SLABS_AT + group * C::BLOCK_BYTES + warp * slab_bytes(TYPE);
+    const u32 ring = base + C::RING_AT, mine = base + C::SLABS_AT + group * C::BLOCK_BYTES + warp * slab_bytes(TYPE);
 #pragma unroll 1
     for (int block = 0; block < blocks; block++) {
         wait_on(slabs_at.full + place.slot.slot * 8, place.slot.parity);
@@ -150,25 +149,20 @@ __device__ __forceinline__ void consume_slabs(const Gemm& a, const Span& s, u32 
         const int octet = work.token(t) * (N / 8), octets = min(N / 8, s.octets - octet);
         const int tile = work.row(t) * 2 + group, type = type_of(a, row_tile(a, tile));
         if (C::has(SLAB_Q4_K) && type == SLAB_Q4_K)
-            multiply_slabs<C, SLAB_Q4_K>(acc, place, base, at, slabs_at, blocks, group, warp, lane,
-                                         t == work.first);
+            multiply_slabs<C, SLAB_Q4_K>(acc, place, base, at, slabs_at, blocks, group, warp, lane, t == work.first);
         if (C::has(SLAB_Q5_K) && type == SLAB_Q5_K)
-            multiply_slabs<C, SLAB_Q5_K>(acc, place, base, at, slabs_at, blocks, group, warp, lane,
-                                         t == work.first);
+            multiply_slabs<C, SLAB_Q5_K>(acc, place, base, at, slabs_at, blocks, group, warp, lane, t == work.first);
         if (C::has(SLAB_Q6_K) && type == SLAB_Q6_K)
-            multiply_slabs<C, SLAB_Q6_K>(acc, place, base, at, slabs_at, blocks, group, warp, lane,
-                                         t == work.first);
+            multiply_slabs<C, SLAB_Q6_K>(acc, place, base, at, slabs_at, blocks, group, warp, lane, t == work.first);
         if (C::has(SLAB_Q8_0) && type == SLAB_Q8_0)
-            multiply_slabs<C, SLAB_Q8_0>(acc, place, base, at, slabs_at, blocks, group, warp, lane,
-                                         t == work.first);
+            multiply_slabs<C, SLAB_Q8_0>(acc, place, base, at, slabs_at, blocks, group, warp, lane, t == work.first);
         if (C::has(SLAB_HALF) && type == SLAB_HALF)
-            multiply_slabs<C, SLAB_HALF>(acc, place, base, at, slabs_at, blocks, group, warp, lane,
-                                         t == work.first);
+            multiply_slabs<C, SLAB_HALF>(acc, place, base, at, slabs_at, blocks, group, warp, lane, t == work.first);
 
         const bool odd = lane & 4;
         const u32 piece = lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;  // of a tile: which rows, which token
         if constexpr (C::ENDING == RESIDUAL) {
-            add_to_residual<C, 0, 0, 0, N / 8>(a, s, base, acc, nullptr, tile, octet, octets);
+            end_tile<C>(a, s, base, acc, tile, octet, octets);
         } else {
             while (!barrier_done(at.scales + scaled.slot * 16, scaled.parity)) {
             }
