@@ -390,7 +390,7 @@ def check_batch(backend: Backend, batch: Batch) -> None:
 
 def check_chains(backend: Backend, batch: Sequence[tuple[State, Sequence[int]]]) -> None:
     """The same for `prefill_together` and `advance`."""
-    if not all(len(ids) for _, ids in batch):
+    if any(len(ids) == 0 for _, ids in batch):
         raise BadRequest("There is nothing to prefill.", "Pass at least one token.")
     _check_pass(backend, [(state, ids, len(ids)) for state, ids in batch])
 

@@ -216,7 +216,7 @@ def _message(choice: Choice) -> dict[str, Any]:
 async def _stream(
     body: ChatRequest, head: dict[str, Any], choices: list[Choice], jobs: list[Job]
 ) -> AsyncIterator[str]:
-    head = {**head, "object": "chat.completion.chunk"}
+    head, last = {**head, "object": "chat.completion.chunk"}, ""
     with_usage = body.stream_options is not None and body.stream_options.include_usage
 
     def chunk(index: int, delta: dict[str, Any], finish: str | None = None, **more: Any) -> str:
@@ -243,10 +243,13 @@ async def _stream(
                 yield chunk(index, delta, **more)
                 more = {}
             if choice.end is event:
-                yield chunk(index, {}, choice.finish_reason, timings=timings(choice.stats))
+                last += chunk(index, {}, choice.finish_reason, timings=timings(choice.stats))
+                if not all(each.end for each in choices):
+                    yield last
+                    last = ""
         if with_usage:
-            yield sse({**head, "choices": [], "usage": usage(choices), "timings": timings(choices[0].stats)})
-        yield sse("[DONE]")
+            last += sse({**head, "choices": [], "usage": usage(choices), "timings": timings(choices[0].stats)})
+        yield last + sse("[DONE]")  # at once: every chunk that is sent costs the model time
     except Exception as error:
         yield sse(api_error(error).openai())
 
