@@ -380,14 +380,13 @@ __device__ __forceinline__ void write_results(const Block& b, const DeltaShare& 
 __device__ __noinline__ u32 delta_mix(int deltas, int length, const float* vectors, u32 steps_done) {
     Block b;
     b.deltas = deltas, b.length = length, b.vectors = vectors, b.steps_done = steps_done;
-    DeltaUnit unit;
+    DeltaUnit unit = {};  // set: registers that are set on some paths only are live in the whole kernel
 #pragma unroll 1
     for (int item = b.sm; item < KEY_HEADS * KEY_PARTS || item == b.sm; item += SMS) {
         const DeltaShare share(item);
         b.sync();  // what the scratch holds may still be read
         ask_inputs(b, share);
         unit.store();
-        // always: registers that are set on some paths only are live in the whole kernel
         unit.load(b, share, b.warp < share.units ? b.warp : 0);
         copies_done();
         if (item == b.sm) {
