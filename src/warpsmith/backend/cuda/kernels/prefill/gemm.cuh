@@ -176,7 +176,8 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
         if constexpr (C::FROM == RING) {
             if (in_stage == 0 && b == 0) wait_on(at.full + loading.slot * 8, loading.parity);
             const u32 unit16 = ((C::PAIR ? 0 : group * 4) + warp) * MB + b,
-                      units = ring + loading.slot * C::STAGE_BYTES + C::X_BYTES;
+                      units = ring + loading.slot * C::STAGE_BYTES + C::X_BYTES +
+                              (C::Weights::SCALED ? 0 : lane * 16);  // where a lane's part begins
 #pragma unroll
             for (int i = 0; i < G; i++) {
                 const u32 tile = in_stage * G + i;
@@ -190,7 +191,7 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
                     C::Weights::template load<C::NARROW_UNITS>(
                         to + i * C::REGISTERS, [&](u32* d, u32 offset, int half) {
                             const u32 unit = unit16 * HALVES + half;
-                            load_shared_words(d, units + (unit * TS + tile) * C::TILE_BYTES + lane * 16 + offset);
+                            load_shared_words(d, units + (unit * TS + tile) * C::TILE_BYTES + offset);
                         });
                 }
             }
