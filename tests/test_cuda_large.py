@@ -19,6 +19,7 @@ from random_models import random_tree
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.cuda.large.backend import LargeBackend
 from warpsmith.backend.cuda.large.layout import GROUP_BLOCKS, LargeLayout, deal_groups, takes
+from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
@@ -35,7 +36,7 @@ def emulated(
     types: dict[str, str],
     caches: tuple[str, str] = ("f16", "f16"),
     sms: int = 6,
-    variants: tuple[int, ...] = (8,),
+    variants: tuple[int, ...] = (1, 8),
 ) -> Iterator[tuple[LargeBackend, ReferenceBackend]]:
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
@@ -123,7 +124,7 @@ def test_a_tree_s_rows_are_those_of_plain_decoding(both: tuple[LargeBackend, Ref
 
 def test_a_build_for_more_nodes_has_the_same_bits() -> None:
     """Where SMs that share a key head convolve a part of its q and k each."""
-    with emulated(SHAPE, MIXED, variants=(8, 16)) as (cuda, _):
+    with emulated(SHAPE, MIXED, variants=(1, 16)) as (cuda, _):
         state, plain, rng = cuda.new_state(128), cuda.new_state(128), np.random.default_rng(3)
         for _ in range(2):
             tree = random_tree(rng, 14, SHAPE.vocab)
@@ -144,6 +145,15 @@ def test_decoding_on_the_device_is_forward_after_forward(both: tuple[LargeBacken
         tokens.append(token)
     assert list(cuda.decode(state, 7, 3)) == tokens
     assert same_state(SHAPE, state, plain)
+
+
+def test_no_word_of_one_node_is_left_for_the_next_launch(both: tuple[LargeBackend, ReferenceBackend]) -> None:
+    """Whoever polls would take it for this launch's."""
+    cuda, _ = both
+    state, words = cuda.new_state(64), cuda.scratch["words"]
+    for run in (lambda: cuda.forward([(state, Tree.chain([7]))]), lambda: cuda.decode(state, 7, 2)):
+        run()
+        assert (words.read(np.uint32, (words.nbytes // 4,)) == NOT_YET).all()
 
 
 @pytest.mark.parametrize(("length", "nodes"), [(63, 8), (300, 8), (4300, 2)])

@@ -20,6 +20,7 @@ from warpsmith.backend.cuda.large.loading import load_weights
 from warpsmith.backend.cuda.large.plan import LARGEST_TREE, large_parts
 from warpsmith.backend.cuda.large.structures import LargeParams, LargeRequest
 from warpsmith.backend.cuda.memory.driver import Device, Kernel, Pinned
+from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.cuda.memory.layout import rope_table
 from warpsmith.backend.cuda.memory.plan import refuse_what_does_not_fit
 from warpsmith.backend.cuda.prefill import SlabStream
@@ -36,7 +37,7 @@ from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.errors import BadRequest
 from warpsmith.model.config import Config
 
-VARIANTS = (8, 16, LARGEST_TREE)  # nodes a build of the kernel takes
+VARIANTS = (1, 8, 16, LARGEST_TREE)  # nodes a build of the kernel takes
 THREADS = 384
 
 
@@ -86,6 +87,7 @@ class LargeBackend(CudaBackend):
         self.tables = [device.upload(table) for table in layout.tables]
         self.recurrent = device.upload(np.array(config.recurrent, np.uint8))
         self.scratch = {name: device.zeros(size) for name, size in layout.scratch_bytes(self.largest_tree).items()}
+        self.scratch["words"].fill_starts(NOT_YET, 1, self.scratch["words"].nbytes // 4)
         self.logits = device.allocate(LOGIT_ROWS * config.vocab * 4)
         self.features = device.allocate(MAX_FEATURES * MAX_NODES * config.hidden * 4)
         self.hidden = device.allocate(MAX_NODES * config.hidden * 4)

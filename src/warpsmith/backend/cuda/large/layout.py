@@ -309,6 +309,7 @@ class LargeLayout(SlabStages):
         parts = nodes * c.heads * (self.splits + 2)
         return {
             "counter": 128 * (1 + c.key_heads),
+            "words": self.word_bytes,
             "sums": self.results * nodes * ROWS * 4,
             "x": nodes * c.hidden * 2,
             "x_squares": nodes * self.sms * 4,
@@ -321,6 +322,18 @@ class LargeLayout(SlabStages):
             "best": nodes * self.sms * 8,
             "branch_state": KEPT_STATES * c.value_dim * STATE_DIM * 4,
         }
+
+    def most_results(self, kind: int) -> int:
+        """Tiles of results that stages of a kind (`in`, `mix_out`, `mlp_in`, `mlp_out`) write at most."""
+        return max(deal.results for deal in self.deals[kind:-1:4])
+
+    @property
+    def word_bytes(self) -> int:
+        """What SMs poll for in the build for one node (see kernels/large/words.cuh)."""
+        c = self.config
+        sums = [self.most_results(kind) * ROWS for kind in range(4)]
+        residual = c.hidden // 2 + -(-self.sms // 4) * 4
+        return 4 * (sum(sums[1:]) + c.ffn // 2 + residual + 2 * (residual + sums[0]))
 
     @property
     def samples(self) -> bool:
@@ -369,5 +382,7 @@ class LargeLayout(SlabStages):
             "SLAB_TYPE_MASK": mask, "EMBEDDING_TYPE": EMBEDDINGS.index(self.embedding_type),
             "GROUP_BLOCKS": GROUP_BLOCKS, "SMS": self.sms, "NODES": nodes,
             "DELTA_LAYERS": self.delta_layers, "KEY_TYPE": self.key_rows.number, "VALUE_TYPE": self.value_rows.number,
+            "IN_RESULTS": self.most_results(0), "OUT_RESULTS": self.most_results(1),
+            "MLP_IN_RESULTS": self.most_results(2), "MLP_OUT_RESULTS": self.most_results(3),
             "TABLE_ENTRIES": 1 + max(deal.tables.size for deal in self.deals[:-1]),
         }  # fmt: skip

@@ -80,11 +80,12 @@ struct Merge {
 
 // An attention layer's mixer, apart from the rest: the compiler would give the products worse code beside it. It waits
 // for the projection's sums. Returns the steps done so far.
-__device__ __noinline__ u32 attention_mix(int layer, int deltas, int length, const float* vectors, u32 steps_done) {
+__device__ __noinline__ u32 attention_mix(int stage, int deltas, int length, const float* vectors, u32 steps_done) {
     Block b;
     b.deltas = deltas, b.length = length, b.vectors = vectors, b.steps_done = steps_done;
     const AttentionItems items(b);
-    const Sums<HIDDEN_GROUPS> sums(b, ATTENTION_IN_ROWS);
+    const int layer = stage >> 2;
+    const auto sums = sums_of<HIDDEN_GROUPS>(b, stage, ATTENTION_IN_ROWS);
     const bool alone = b.nodes == 1;
 #pragma unroll 1
     for (int item = b.sm; item < items.all || item == b.sm; item += SMS) {
@@ -94,7 +95,7 @@ __device__ __noinline__ u32 attention_mix(int layer, int deltas, int length, con
         b.sync();  // what the scratch holds may still be read
         if (some) walk.begin();
         if (item == b.sm) {
-            b.wait_for_all();
+            if (!POLLED) b.wait_for_all();
             b.mark();
         }
         if (alone ? some : item == b.sm) walk.make_rows(layer, sums, factors, alone);

@@ -32,9 +32,12 @@ struct Block {
     __device__ Block()
         : p(((Shared*)(shared_memory() + SHARED_AT))->params), r(((Shared*)(shared_memory() + SHARED_AT))->request),
           s(*(Shared*)(shared_memory() + SHARED_AT)), scratch(shared_memory()), base(shared_address(shared_memory())),
-          nodes(r.nodes), length(r.length), vectors(p.vectors) {}
+          nodes(POLLED ? 1 : r.nodes), length(r.length), vectors(p.vectors) {}
 
     __device__ bool decoding() const { return r.steps > 0; }
+    __device__ bool recurrent(int layer) const { return uniform(s.recurrent[layer >> 5] >> (layer & 31) & 1); }
+    // Odd or even: how many stages came before the i-th of this token.
+    __device__ u32 turn(int i) const { return (u32)(length - r.length + i) & 1; }
     // Which row of features the first node has of the i-th layer: of a tree [layers][nodes], of tokens that are decoded
     // [layers][MAX_STEPS].
     __device__ size_t feature_at(int i) const {
@@ -149,11 +152,10 @@ struct Sums {
     }
 };
 
-// The stage's table of tiles to shared memory; it is there after the next barrier.
-__device__ __forceinline__ void load_table(Block& b, int stage_index) {
-    const Stage stage = b.p.stages[stage_index];
+// The stage's table of tiles to shared memory, by those who add up.
+__device__ __forceinline__ void load_table(Block& b, int which, const Stage& stage) {
     const u32* from = (const u32*)(b.p.tiles + stage.tiles_at);
     const int words = (stage.groups * (stage.tile_rows + 1) + 1) / 2;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < words; i += CONSUMERS) ((u32*)b.s.tiles)[i] = __ldg(from + i);
+#pragma unroll 8
+    for (int i = which * 32 + b.lane; i < words; i += REDUCERS * 32) ((u32*)b.s.tiles)[i] = __ldg(from + i);
 }

@@ -377,7 +377,7 @@ __device__ __forceinline__ void write_results(const Block& b, const DeltaShare& 
 
 // A DeltaNet layer's mixer. It waits for the projection's sums, and ends the step: states are stored when others need
 // not wait for it. Returns the steps done so far.
-__device__ __noinline__ u32 delta_mix(int deltas, int length, const float* vectors, u32 steps_done) {
+__device__ __noinline__ u32 delta_mix(int stage, int deltas, int length, const float* vectors, u32 steps_done) {
     Block b;
     b.deltas = deltas, b.length = length, b.vectors = vectors, b.steps_done = steps_done;
     DeltaUnit unit = {};  // set: registers that are set on some paths only are live in the whole kernel
@@ -389,13 +389,12 @@ __device__ __noinline__ u32 delta_mix(int deltas, int length, const float* vecto
         unit.store();
         unit.load(b, share, b.warp < share.units ? b.warp : 0);
         copies_done();
-        if (item == b.sm) {
+        if (!POLLED && item == b.sm)
             b.wait_for_all();
-            b.mark();
-        } else {
+        else
             b.sync();
-        }
-        delta_projections(b, share, Sums<HIDDEN_GROUPS>(b, DELTA_ROWS));
+        if (item == b.sm) b.mark();
+        delta_projections(b, share, sums_of<HIDDEN_GROUPS>(b, stage, DELTA_ROWS));
         b.sync();
         if (item == b.sm) b.mark();
         if constexpr (QK_SHARED)

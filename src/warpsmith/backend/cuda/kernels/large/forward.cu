@@ -69,39 +69,37 @@ __device__ __forceinline__ void prepare_tree(Block& b) {
 
 // The sums of a stage added to the residual stream.
 template <int GROUPS>
-__device__ __forceinline__ void add_to_residual(Block& b, const float* norm, float* feature) {
-    const Sums<GROUPS> sums(b, RESIDUAL_ROWS);
-    update_residual(b, norm, feature,
+__device__ __forceinline__ void add_to_residual(Block& b, int done, const float* norm, float* feature) {
+    const auto sums = sums_of<GROUPS>(b, done, RESIDUAL_ROWS);
+    update_residual(b, done + 1, norm, feature,
                     [&](float4 x, int node, int k) { return Sums<GROUPS>::add(x, sums.at(node, k)); });
 }
-
-enum { IN, OUT, MLP_IN, MLP_OUT };  // a layer's products
 
 // What becomes of the sums of products number `done`, but for a mixer's, of a layer whose vectors these are.
 __device__ __forceinline__ void use_sums(Block& b, int done) {
     const int kind = done & 3, layer = done >> 2;
-    const bool recurrent = uniform(b.p.recurrent[layer]);
+    const bool recurrent = b.recurrent(layer);
     if (kind == OUT) {
         if (groups_of(VALUE_DIM) == groups_of(ATTENTION_DIM) || recurrent)
-            add_to_residual<groups_of(VALUE_DIM)>(b, b.vectors + MLP_NORM, nullptr);
+            add_to_residual<groups_of(VALUE_DIM)>(b, done, b.vectors + MLP_NORM, nullptr);
         else
-            add_to_residual<groups_of(ATTENTION_DIM)>(b, b.vectors + MLP_NORM, nullptr);
+            add_to_residual<groups_of(ATTENTION_DIM)>(b, done, b.vectors + MLP_NORM, nullptr);
     } else if (kind == MLP_IN) {
-        activate(b);
+        activate(b, done);
     } else {
         float* feature = nullptr;
 #pragma unroll 1
         for (int f = 0; f < b.r.features; f++)
             if (b.r.feature_layers[f] == layer) feature = b.p.out_features + b.feature_at(f) * HIDDEN;
         const float* next = b.vectors + (recurrent ? DELTA_VECTORS : ATTENTION_VECTORS);
-        add_to_residual<INNER_GROUPS>(b, next + MIX_NORM, feature);
+        add_to_residual<INNER_GROUPS>(b, done, next + MIX_NORM, feature);
     }
 }
 
 // Ask for what the step after the products will read besides their sums: weights have pushed it out of the cache.
 __device__ __forceinline__ void fetch_early(const Block& b, int done) {
     const int kind = done & 3;
-    const bool recurrent = uniform(b.p.recurrent[done >> 2]);
+    const bool recurrent = b.recurrent(done >> 2);
     if (kind == OUT || kind == MLP_OUT) {
         const float* norm = b.vectors + (kind == OUT   ? MLP_NORM
                                          : recurrent ? DELTA_VECTORS + MIX_NORM
@@ -116,33 +114,42 @@ __device__ __forceinline__ void fetch_early(const Block& b, int done) {
 __device__ __noinline__ u32 lead_to(int i, int length, int deltas, const float* vectors, u32 steps_done) {
     Block b;
     b.length = length, b.deltas = deltas, b.vectors = vectors, b.steps_done = steps_done;
-    if (i > 0) load_table(b, i - 1);
     const int kind = i & 3;
-    if (kind == OUT && uniform(b.p.recurrent[i >> 2])) {
-        b.steps_done = delta_mix(b.deltas, b.length, b.vectors, b.steps_done);
-    } else {
-        if (kind == OUT) {
-            b.steps_done = attention_mix(i >> 2, b.deltas, b.length, b.vectors, b.steps_done);
+    const bool polled = POLLED && kind != OUT;  // what this stage reads
+    if (i > 0) barrier_wait(Barriers(b.base).tabled, b.turn(i - 1));
+    if (kind == OUT) {
+        if (POLLED) reset_words(b, i >> 2);
+        if (b.recurrent(i >> 2)) {
+            b.steps_done = delta_mix(i - 1, b.deltas, b.length, b.vectors, b.steps_done);
+        } else {
+            b.steps_done = attention_mix(i - 1, b.deltas, b.length, b.vectors, b.steps_done);
             b.mark();
-        } else if (i == 0) {
+            b.step_done();
+        }
+    } else {
+        if (i == 0) {
             embed(b);
         } else {
             fetch_early(b, i - 1);
-            b.wait_for_all();
+            if (!POLLED) b.wait_for_all();
             b.mark();
             use_sums(b, i - 1);
             b.mark();
         }
-        b.step_done();
+        if (!polled) b.step_done();
     }
     b.mark();
-    const Source from = kind == OUT       ? Source{b.p.y, false, (bool)uniform(b.p.recurrent[i >> 2])}
-                        : kind == MLP_OUT ? Source{b.p.h, false, false}
-                                          : Source{b.p.x, true, false};
-    const Run run = run_of(b.p, i);
-    b.wait_for_all();
+    const u16 *x = POLLED ? (const u16*)x_words(b, i) : b.p.x, *h = POLLED ? (const u16*)(b.p.words + H_AT) : b.p.h;
+    const Source from = kind == OUT       ? Source{b.p.y, false, b.recurrent(i >> 2), false}
+                        : kind == MLP_OUT ? Source{h, false, false, polled}
+                                          : Source{x, true, false, polled};
+    if (!polled) b.wait_for_all();
     b.mark();
-    prepare_operands(b, run, from);
+    const Run run = uniform_run(b.s.runs[b.turn(i)]);
+    if (POLLED)
+        prepare_one(b, run, from);
+    else
+        prepare_operands(b, run, from);
     b.mark();
     return b.steps_done;
 }
@@ -151,7 +158,9 @@ __device__ __noinline__ u32 lead_to(int i, int length, int deltas, const float* 
 __device__ __noinline__ u32 choose(const Draw* draw, int length, const float* vectors, u32 steps_done, int token) {
     Block b;
     b.length = length, b.vectors = vectors, b.steps_done = steps_done, b.draw = draw;
+    barrier_wait(Barriers(b.base).tabled, b.turn(4 * LAYERS));
     b.wait_for_all();
+    if (POLLED) reset_all_words(b);
     rank_logits(b);
     b.step_done();
     b.wait_for_all();
@@ -167,13 +176,16 @@ __device__ __forceinline__ void forward_pass(Block& b, int token) {
     b.vectors = b.p.vectors, b.deltas = 0;
 #pragma unroll 1
     for (int i = 0; i <= 4 * LAYERS; i++) {
-        const Run run = run_of(b.p, i);
         b.steps_done = lead_to(i, b.length, b.deltas, b.vectors, b.steps_done);
         if (i > 0 && (i & 3) == 0) {  // a layer has ended
-            const bool recurrent = uniform(b.p.recurrent[i / 4 - 1]);
+            const bool recurrent = b.recurrent(i / 4 - 1);
             b.vectors += recurrent ? DELTA_VECTORS : ATTENTION_VECTORS, b.deltas += recurrent;
         }
-        multiply(b, run);
+        const Run run = uniform_run(b.s.runs[b.turn(i)]);
+        if constexpr (POLLED)
+            multiply_by<OneMultiplier>(b, run);
+        else
+            multiply(b, run);
         b.mark();
     }
     b.steps_done = choose(b.draw, b.length, b.vectors, b.steps_done, token);
@@ -235,13 +247,33 @@ __device__ __forceinline__ void copy_weights(Block& b) {
 }
 
 __device__ __forceinline__ void add_up(Block& b, int which) {
+    const Barriers bars(b.base);
     u32 count = 0, phase = 0;
+    Stage stage = b.p.stages[0];
 #pragma unroll 1
     for (int step = 0; step < max(1, b.r.steps); step++) {
 #pragma unroll 1
         for (int i = 0; i <= 4 * LAYERS; i++, phase ^= 1) {
-            const Run run = run_of(b.p, i);
-            reduce(b, which, run, phase, count);
+            const int next = i == 4 * LAYERS ? 0 : i + 1;
+            barrier_wait(bars.begun, phase);
+            if (POLLED)
+                measure_words(b, which, i);
+            else
+                measure_residual(b, which);
+            // what consumers need next is found while they multiply
+            if (i < 4 * LAYERS) load_table(b, which, stage);
+            if (which == 0 && b.lane < (int)sizeof(Run) / 4)
+                ((int*)&b.s.runs[phase ^ 1])[b.lane] = ((const int*)&b.p.runs[next * SMS + b.sm])[b.lane];
+            stage = b.p.stages[next];
+            __syncwarp();
+            if (b.lane == 0) barrier_arrive(bars.tabled);
+            const Run run = uniform_run(b.s.runs[phase]);
+            if (POLLED && i < 4 * LAYERS) {
+                reduce_tiles<true>(b, which, run, count, (float*)sum_words(b, i));
+            } else {
+                reduce_tiles<false>(b, which, run, count, b.p.sums);
+                if (b.lane == 0) add_release(b.p.counter, 1);
+            }
         }
         if (token_done(b)) break;
     }
@@ -262,18 +294,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             shared.request.parents[threadIdx.x] = request.made->parents[threadIdx.x];
         __syncthreads();
     }
+    if (threadIdx.x >= 32 && threadIdx.x < 36) {
+        const int first = (threadIdx.x - 32) * 32;
+        u32 bits = 0;
+        for (int i = 0; i < min(32, LAYERS - first); i++) bits |= (u32)params.recurrent[first + i] << i;
+        shared.recurrent[first / 32] = bits;
+    }
     Block block;
     if (SAMPLES) block.draw = &draw;
     if (threadIdx.x == 0) {
         Barriers(block.base).init();
         block.s.stopped = 0;
+        block.s.runs[0] = params.runs[blockIdx.x];
 #ifdef PROFILE
         block.s.marks = 0;
 #endif
         show_barriers();
     }
     __syncthreads();
-    constexpr int OTHERS_REGISTERS = 56, CONSUMER_REGISTERS = 224;
+    constexpr int OTHERS_REGISTERS = 72, CONSUMER_REGISTERS = 216;
     if (block.warp < WARPS) {
         take_registers<CONSUMER_REGISTERS>();
         consume(block);

@@ -10,13 +10,9 @@ __device__ __forceinline__ void give_back(u32 empty, int lane) {
     if (lane == 0) barrier_arrive(empty);
 }
 
-// What a group of warps is about while it multiplies: every second superblock of a part, that is, of all tiles of rows
-// of one type. Products are queued and end in order. Two sets of registers hold operands, each of 64 k: one is made
-// while products of the other are on their way. The next superblock is loaded before the sums of this one are waited
-// for.
+// Where a group of warps is in a part, that is, in all tiles of rows of one type: it has every second superblock.
 template <int TYPE>
-struct Multiplier {
-    typedef Slab<TYPE> Here;
+struct PartWalk {
     static constexpr u32 BYTES = 4 * slab_bytes(TYPE);
     static constexpr int SUMS = OCTETS * 4, AT_ONCE = slot_blocks(TYPE);
     Block& b;
@@ -28,12 +24,10 @@ struct Multiplier {
     const int lane;      // by a shuffle: else it would be asked for again and again, which takes long
     const u32 own_part;  // where this warp's words are in a slot
     int slots_seen = 0;
-    u32 empty = 0;     // of its slot
-    Here slab = {};  // set, since registers that are set on some paths only are live in the whole kernel
+    u32 empty = 0;  // of its slot
     float total[SUMS] = {};
-    u32 a[2][4][4] = {};
 
-    __device__ __forceinline__ Multiplier(Block& block, const Walk& walk, int count)
+    __device__ __forceinline__ PartWalk(Block& block, const Walk& walk, int count)
         : b(block), bars(block.base), superblocks(count), in_tile(walk.blocks), index(block.warp >> 2),
           tile_first(-walk.block), tile_end(min(walk.count(), count)),
           lane(__shfl_sync(~0u, block.lane, block.lane)),
@@ -67,11 +61,43 @@ struct Multiplier {
             give_back(empty, lane);
         }
     }
-    __device__ __forceinline__ void load() {
+    __device__ __forceinline__ void pass_rest() { pass_slots((superblocks + AT_ONCE - 1) / AT_ONCE); }
+    __device__ __forceinline__ void load(Slab<TYPE>& slab) {
         if (AT_ONCE == 1) pass_slots(index);
         slab.load(next_slot() + own_part, lane);
         slab.scales();
     }
+    __device__ __forceinline__ void store_total() {
+        b.begin_wait();
+        barrier_wait(bars.sums_empty + 8 * b.buffer, b.buffer_phase ^ 1);
+        b.end_wait();
+        float4* to = (float4*)(b.scratch + SUMS_AT + b.buffer * SUM_BYTES) + b.warp * OCTETS * 32 + lane;
+#pragma unroll
+        for (int o = 0; o < OCTETS; o++)
+            to[o * 32] = {total[o * 4], total[o * 4 + 1], total[o * 4 + 2], total[o * 4 + 3]};
+        __syncwarp();
+        if (lane == 0) barrier_arrive(bars.sums_full + 8 * b.buffer);
+        if (++b.buffer == SUM_BUFFERS) b.buffer = 0, b.buffer_phase ^= 1;
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) total[i] = 0.0f;
+    }
+    __device__ __forceinline__ void store_ended(int count) {
+#pragma unroll 1
+        for (; count > 0; count--) store_total();
+    }
+};
+
+// Products are queued and end in order. Two sets of registers hold operands, each of 64 k: one is made while products
+// of the other are on their way. The next superblock is loaded before the sums of this one are waited for.
+template <int TYPE>
+struct Multiplier : PartWalk<TYPE> {
+    typedef Slab<TYPE> Here;
+    typedef PartWalk<TYPE> Part;
+    using Part::b, Part::SUMS, Part::index, Part::lane, Part::empty, Part::total, Part::ended;
+    Here slab = {};  // set, since registers that are set on some paths only are live in the whole kernel
+    u32 a[2][4][4] = {};
+
+    using Part::Part;
     // Operands of 64 k in one of the sets; with two terms, of one of them.
     template <int NUMBER>
     __device__ __forceinline__ void make() {
@@ -99,7 +125,7 @@ struct Multiplier {
     // A superblock whose words are loaded. Its slot is given back once they have landed, or, where words are loaded one
     // after another, after the last one.
     __device__ __forceinline__ void superblock() {
-        const u64 operands = matrix_at<128, 256>((b.base >> 4) + (index - tile_first) * (BLOCK_BYTES >> 4));
+        const u64 operands = matrix_at<128, 256>((b.base >> 4) + (index - this->tile_first) * (BLOCK_BYTES >> 4));
         float acc[SUMS], mins[SUMS];
         u32 m[4];
         if constexpr (Here::MINS) {
@@ -112,8 +138,8 @@ struct Multiplier {
         if constexpr (!Here::EARLY) give_back(empty, lane);
         const float4 f = slab.factors();
         index += 2;
-        if (more()) load();
-        pass_tiles();
+        if (this->more()) this->load(slab);
+        this->pass_tiles();
         products_done<0>();
 #pragma unroll
         for (int i = 0; i < SUMS; i++) {
@@ -121,46 +147,35 @@ struct Multiplier {
             if (Here::MINS) total[i] = fmaf(i & 2 ? -f.w : -f.y, mins[i], total[i]);
         }
     }
-    __device__ __forceinline__ void store_total() {
-        b.begin_wait();
-        barrier_wait(bars.sums_empty + 8 * b.buffer, b.buffer_phase ^ 1);
-        b.end_wait();
-        float4* to = (float4*)(b.scratch + SUMS_AT + b.buffer * SUM_BYTES) + b.warp * OCTETS * 32 + lane;
-#pragma unroll
-        for (int o = 0; o < OCTETS; o++)
-            to[o * 32] = {total[o * 4], total[o * 4 + 1], total[o * 4 + 2], total[o * 4 + 3]};
-        __syncwarp();
-        if (lane == 0) barrier_arrive(bars.sums_full + 8 * b.buffer);
-        if (++b.buffer == SUM_BUFFERS) b.buffer = 0, b.buffer_phase ^= 1;
-#pragma unroll
-        for (int i = 0; i < SUMS; i++) total[i] = 0.0f;
-    }
     __device__ __forceinline__ void run() {
-        if (more()) load();
+        if (this->more()) this->load(slab);
 #pragma unroll 1
         while (true) {
-#pragma unroll 1
-            for (; ended > 0; ended--) store_total();
-            if (!more()) break;
+            this->store_ended(ended);
+            ended = 0;
+            if (!this->more()) break;
             superblock();
         }
-        pass_slots((superblocks + AT_ONCE - 1) / AT_ONCE);
+        this->pass_rest();
     }
 };
 
-__device__ __forceinline__ void multiply(Block& b, const Run& run) {
+// All parts of a run, by what multiplies one.
+template <template <int> class By>
+__device__ __forceinline__ void multiply_by(Block& b, const Run& run) {
     __syncwarp();  // for the compiler: descriptors of operands stay in registers of the whole warp only if its lanes
                    // are together
 #pragma unroll 1
     for (Walk walk(run); walk.more(); walk.to_part(run)) {
         const int type = tile_type(run, walk.tile), count = walk.count_in_part(run);
-        if (has_type(SLAB_Q4_K) && type == SLAB_Q4_K) Multiplier<SLAB_Q4_K>(b, walk, count).run();
-        if (has_type(SLAB_Q5_K) && type == SLAB_Q5_K) Multiplier<SLAB_Q5_K>(b, walk, count).run();
-        if (has_type(SLAB_Q6_K) && type == SLAB_Q6_K) Multiplier<SLAB_Q6_K>(b, walk, count).run();
-        if (has_type(SLAB_Q8_0) && type == SLAB_Q8_0) Multiplier<SLAB_Q8_0>(b, walk, count).run();
-        if (has_type(SLAB_HALF) && type == SLAB_HALF) Multiplier<SLAB_HALF>(b, walk, count).run();
+        if (has_type(SLAB_Q4_K) && type == SLAB_Q4_K) By<SLAB_Q4_K>(b, walk, count).run();
+        if (has_type(SLAB_Q5_K) && type == SLAB_Q5_K) By<SLAB_Q5_K>(b, walk, count).run();
+        if (has_type(SLAB_Q6_K) && type == SLAB_Q6_K) By<SLAB_Q6_K>(b, walk, count).run();
+        if (has_type(SLAB_Q8_0) && type == SLAB_Q8_0) By<SLAB_Q8_0>(b, walk, count).run();
+        if (has_type(SLAB_HALF) && type == SLAB_HALF) By<SLAB_HALF>(b, walk, count).run();
     }
 }
+__device__ __forceinline__ void multiply(Block& b, const Run& run) { multiply_by<Multiplier>(b, run); }
 
 // --- who adds up ----------------------------------------------------------------------------------------------------
 
@@ -171,7 +186,7 @@ __device__ __forceinline__ void measure_residual(Block& b, int which) {
         __syncwarp();
         return;
     }
-#pragma unroll 2
+#pragma unroll 4
     for (int node = 0; node < b.nodes; node++) {
         constexpr int EACH = (SMS + 31) / 32;
         float got[EACH], square = 0.0f;
@@ -187,11 +202,16 @@ __device__ __forceinline__ void measure_residual(Block& b, int which) {
 }
 
 // Each warp every second tile of results. Lane 4 g + q: rows g, g + 8, tokens 2 q, 2 q + 1 of every octet.
-// They begin with the consumers: an SM that has nothing to do in a stage may not say so before the stage.
-__device__ __forceinline__ void reduce(Block& b, int which, const Run& run, u32 phase, u32& count) {
+// WORDS: what they write is polled for.
+template <bool WORDS>
+__device__ __forceinline__ void reduce_tiles(Block& b, int which, const Run& run, u32& count, float* sums) {
     const Barriers bars(b.base);
-    barrier_wait(bars.begun, phase);
-    measure_residual(b, which);
+    const auto store = [](float* to, float v) {
+        if (WORDS)
+            store4(to, __float_as_uint(v));
+        else
+            *to = v;
+    };
     const int g = b.lane >> 2, q = b.lane & 3;
     int result = run.result;
 #pragma unroll 1
@@ -200,7 +220,7 @@ __device__ __forceinline__ void reduce(Block& b, int which, const Run& run, u32 
         const u32 buffer = count % SUM_BUFFERS;
         barrier_wait(bars.sums_full + 8 * buffer, count / SUM_BUFFERS & 1);
         const float4* from = (const float4*)(b.scratch + SUMS_AT + buffer * SUM_BYTES) + b.lane;
-        float* out = b.p.sums + (size_t)result * NODES * ROWS + g;
+        float* out = sums + (size_t)result * NODES * ROWS + g;
 #pragma unroll
         for (int o = 0; o < OCTETS; o++) {
             const int token = o * 8 + q * 2;
@@ -216,13 +236,21 @@ __device__ __forceinline__ void reduce(Block& b, int which, const Run& run, u32 
             for (int quarter = 0; quarter < 4; quarter++) {
                 float* to = out + token * ROWS + quarter * 16;
                 const float4 u = x[quarter], v = y[quarter];
-                if (first) to[0] = (u.x + v.x) * by[0], to[8] = (u.z + v.z) * by[0];
-                if (second) to[ROWS] = (u.y + v.y) * by[1], to[ROWS + 8] = (u.w + v.w) * by[1];
+                if (first) store(to, (u.x + v.x) * by[0]), store(to + 8, (u.z + v.z) * by[0]);
+                if (second) store(to + ROWS, (u.y + v.y) * by[1]), store(to + ROWS + 8, (u.w + v.w) * by[1]);
             }
         }
         __syncwarp();
         if (b.lane == 0) barrier_arrive(bars.sums_empty + 8 * buffer);
     }
     __syncwarp();
+}
+
+// A stage's sums, all of it. They begin with the consumers: an SM that has nothing to do in a stage may not say so
+// before the stage.
+__device__ __forceinline__ void reduce(Block& b, int which, const Run& run, u32 phase, u32& count) {
+    barrier_wait(Barriers(b.base).begun, phase);
+    measure_residual(b, which);
+    reduce_tiles<false>(b, which, run, count, b.p.sums);
     if (b.lane == 0) add_release(b.p.counter, 1);
 }

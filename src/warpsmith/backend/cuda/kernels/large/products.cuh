@@ -9,7 +9,7 @@
 // rows. Sums of a tile stay in registers, then two further warps add both groups' up and write them to memory. Bytes:
 // the weights, once; 10 bytes a k and node (read 2, write and read 4); 4 a result.
 #pragma once
-#include "large/block.cuh"
+#include "large/words.cuh"
 #include "large/ring.cuh"
 
 // --- activations ----------------------------------------------------------------------------------------------------
@@ -19,11 +19,78 @@ struct Source {
     const u16* rows;
     bool normed;  // times 1 / rms of the residual stream
     bool heads;   // times 1 / rms of a DeltaNet head
+    bool polled;
 };
 
-// The group's activations as fp16 operands. A lane has 16 k of one token in a tile of 64 k.
+// Of one node: a thread has eight k. The same operations in the same order.
+__device__ __forceinline__ void prepare_one(Block& b, const Run& run, Source from) {
+    const int k = threadIdx.x * 8, head = run.first_block * 2 + k / 128;
+    const bool live = k < run.blocks * BLOCK_K;
+    uint4 raw = {};
+    float by = 1.0f;
+    if (live) {
+        const u16* at = from.rows + run.first_block * BLOCK_K + k;
+        if (from.heads) {
+            const float4* squares = (const float4*)(b.p.y_squares + head * 16);
+            const float4 v[4] = {__ldcg(squares), __ldcg(squares + 1), __ldcg(squares + 2), __ldcg(squares + 3)};
+            raw = __ldcg((const uint4*)at);
+            float square = 0.0f;
+#pragma unroll
+            for (int j = 0; j < 4; j++) square += (v[j].x + v[j].y) + (v[j].z + v[j].w);
+            by = inverse_root(square / STATE_DIM + EPS);
+        } else if (from.polled) {
+            raw = load16(at);
+            for (Watchdog dog; !came4(raw); raw = load16(at)) dog.check();
+        } else {
+            raw = __ldcg((const uint4*)at);
+        }
+    }
+    const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+    u32 top = 0;
+#pragma unroll
+    for (int j = 0; j < 4; j++) top = max(top, max(words[j] & 0x7fffu, words[j] >> 16 & 0x7fffu));
+    top = __reduce_max_sync(~0u, __float_as_uint(__uint_as_float(top << 16) * by));
+    if (b.lane == 0) b.s.exponent[b.warp][0] = (u8)(top >> 23);
+    b.sync();
+    u32 exponent = 10;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) exponent = max(exponent, (u32)b.s.exponent[w][0]);
+    const float to_half = __uint_as_float((263 - exponent) << 23);  // the largest becomes 512 to 1024
+    if (threadIdx.x == 0) b.s.scale[0] = __uint_as_float((exponent + 15) << 23);
+    const float full = to_half * by, part = full * 0.0625f;
+    const int tile = k / 64, q = k % 64 / 16, odd = k / 8 & 1;
+    uint4 out;
+    float sum[2];
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        const u32 early = words[2 * j], late = words[2 * j + 1];
+        const float2 a = {bf16_low(early) * full, bf16_high(early) * full},
+                     c = {bf16_low(late) * part, bf16_high(late) * part};
+        const u32 low = pack_half(a.x, a.y), high = pack_half(c.x, c.y);
+        if (j == 0)
+            out.x = low, out.y = high;
+        else
+            out.z = low, out.w = high;
+        sum[j] = fmaf(16.0f, c.x + c.y, a.x + a.y);
+    }
+    u8* to = b.scratch + tile / 4 * BLOCK_BYTES;
+    if (live) *(uint4*)(to + (tile % 4 * 2 + odd) * 64 + q * 16) = out;
+    float total = 0.0f + sum[0] + sum[1];  // the first eight k of sixteen
+    total = __shfl_xor_sync(~0u, total, 1) + sum[0] + sum[1];
+    total += __shfl_xor_sync(~0u, total, 2);
+    if (live && (threadIdx.x & 3) == 1) {  // block 2 (tile mod 4) + q / 2 of the superblock
+        u16* sums = (u16*)(to + 512 + tile % 4 * 8) + q / 2;
+        const u32 rounded = pack_half(total, 0.0f);
+        sums[0] = (u16)rounded, sums[2] = (u16)pack_half(total - unpack_half(rounded).x, 0.0f);
+    }
+    b.sync();
+    if (threadIdx.x == 0) barrier_arrive(Barriers(b.base).begun);
+}
+
+// The group's activations as fp16 operands. A lane has 16 k of one token in a tile of 64 k. Those of all octets of
+// tokens are asked for at once, then made one octet after another.
 __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Source from) {
-    constexpr int EACH = GROUP_BLOCKS * 4 * OCTETS / WARPS;
+    constexpr int EACH = GROUP_BLOCKS * 4 / WARPS;
     static_assert(GROUP_BLOCKS % 2 == 0, "a warp has as many tiles as any other");
     const int first = run.first_block, tiles = run.blocks * 4;
     const int q = b.lane & 3, in_octet = b.lane >> 2;
@@ -40,16 +107,17 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Sourc
             for (int j = 0; j < 4; j++) squares[i][j] = __ldcg(at + j);
         }
     }
-    uint4 raw[EACH][2];
+    uint4 raw[OCTETS][EACH][2];
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        const int token = i % OCTETS * 8 + in_octet, tile = i / OCTETS * WARPS + b.warp;
-        const uint4* at = (const uint4*)(from.rows + activation_at(token, first * BLOCK_K + tile * 64 + q * 16));
-        const bool live = tile < tiles && token < b.nodes;
-        raw[i][0] = live ? __ldcg(at) : uint4{}, raw[i][1] = live ? __ldcg(at + 1) : uint4{};
-    }
-    float* head_scale =
-        (float*)(b.scratch + OPERAND_BYTES - GROUP_BLOCKS * 2 * NODES * 4);  // read before operands are written
+    for (int octet = 0; octet < OCTETS; octet++)
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const int token = octet * 8 + in_octet, tile = i * WARPS + b.warp;
+            const uint4* at = (const uint4*)(from.rows + activation_at(token, first * BLOCK_K + tile * 64 + q * 16));
+            const bool live = tile < tiles && token < b.nodes;
+            raw[octet][i][0] = live ? __ldcg(at) : uint4{}, raw[octet][i][1] = live ? __ldcg(at + 1) : uint4{};
+        }
+    float* head_scale = (float*)(b.scratch + HEAD_SCALES_AT);
     if (from.heads) {
 #pragma unroll
         for (int i = 0; i < EACH_HEADS; i++) {
@@ -63,22 +131,20 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Sourc
         }
         b.sync();
     }
-    float by[EACH];
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        const int token = i % OCTETS * 8 + in_octet, tile = i / OCTETS * WARPS + b.warp;
-        by[i] = from.heads && tile < tiles && token < b.nodes ? head_scale[tile / 2 * NODES + token] : 1.0f;
-    }
-    // the largest value's exponent
 #pragma unroll
     for (int octet = 0; octet < OCTETS; octet++) {
-        u32 most = 0;
+        const int token = octet * 8 + in_octet;
+        float by[EACH];
+        u32 most = 0;  // the largest value's exponent
 #pragma unroll
-        for (int i = octet; i < EACH; i += OCTETS) {
+        for (int i = 0; i < EACH; i++) {
+            const int tile = i * WARPS + b.warp;
+            by[i] = from.heads && tile < tiles && token < b.nodes ? head_scale[tile / 2 * NODES + token] : 1.0f;
             u32 top = 0;
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const u32 words[4] = {raw[i][half].x, raw[i][half].y, raw[i][half].z, raw[i][half].w};
+                const uint4 v = raw[octet][i][half];
+                const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
                 for (int j = 0; j < 4; j++) top = max(top, max(words[j] & 0x7fffu, words[j] >> 16 & 0x7fffu));
             }
@@ -86,12 +152,8 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Sourc
         }
         most = max(most, __shfl_xor_sync(~0u, most, 1));
         most = max(most, __shfl_xor_sync(~0u, most, 2));
-        if (q == 0) b.s.exponent[b.warp][octet * 8 + in_octet] = (u8)(most >> 23);
-    }
-    b.sync();
-#pragma unroll
-    for (int octet = 0; octet < OCTETS; octet++) {
-        const int token = octet * 8 + in_octet;
+        if (q == 0) b.s.exponent[b.warp][token] = (u8)(most >> 23);
+        b.sync();
         u32 exponent = 10;
 #pragma unroll
         for (int w = 0; w < WARPS; w++) exponent = max(exponent, (u32)b.s.exponent[w][token]);
@@ -99,15 +161,15 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Sourc
         if (b.warp == 0 && q == 0 && token < b.nodes)
             b.s.scale[token] = __uint_as_float((exponent + 15) << 23);
 #pragma unroll
-        for (int i = octet; i < EACH; i += OCTETS) {
-            const int tile = i / OCTETS * WARPS + b.warp;
+        for (int i = 0; i < EACH; i++) {
+            const int tile = i * WARPS + b.warp;
             if (tile >= tiles) continue;
             const float full = to_half * by[i], part = full * 0.0625f;
             u8* to = b.scratch + (tile / 4 * 17 + tile % 4 * 4) * STEP_BYTES + octet * 256 + in_octet * 16 + q * 4;
             float sum = 0.0f;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                const uint4 v = raw[i][j / 2];
+                const uint4 v = raw[octet][i][j / 2];
                 const u32 early = j & 1 ? v.z : v.x, late = j & 1 ? v.w : v.y;
                 // exact but for numbers that become subnormal: their sums may be taken before
                 const float2 a = {bf16_low(early) * full, bf16_high(early) * full},
@@ -131,4 +193,28 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Sourc
     if (threadIdx.x == 0) barrier_arrive(Barriers(b.base).begun);
 }
 
-#include "large/multiply.cuh"
+#include "large/multiply_one.cuh"
+
+// 1 / rms of the one node's residual stream, as `measure_residual`.
+__device__ __forceinline__ void measure_words(Block& b, int which, int stage) {
+    float inverse = 1.0f;
+    if ((stage & 1) == 0) {  // IN or MLP_IN
+        constexpr int EACH = (SMS + 31) / 32;
+        const u32* words = square_words(b, stage);
+        u32 got[EACH];
+        for (Watchdog dog;; dog.check()) {
+            bool all = true;
+#pragma unroll
+            for (int i = 0; i < EACH; i++) got[i] = i * 32 + b.lane < SMS ? load4(words + i * 32 + b.lane) : 0;
+#pragma unroll
+            for (int i = 0; i < EACH; i++) all = all & got[i] != NOT_YET;
+            if (everywhere(all)) break;
+        }
+        float square = 0.0f;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) square += __uint_as_float(got[i]);
+        inverse = inverse_root(warp_sum(square) / HIDDEN + EPS);
+    }
+    if (b.lane == 0) b.s.inverse[which][0] = inverse;
+    __syncwarp();
+}

@@ -7,24 +7,26 @@
 #pragma once
 
 struct Barriers {
-    u32 full, empty, sums_full, sums_empty, begun;
+    u32 full, empty, sums_full, sums_empty, begun, tabled;
     __device__ explicit Barriers(u32 base)
         : full(base + BARRIERS_AT), empty(full + 8 * SLOTS), sums_full(empty + 8 * SLOTS),
-          sums_empty(sums_full + 8 * SUM_BUFFERS), begun(sums_empty + 8 * SUM_BUFFERS) {}
+          sums_empty(sums_full + 8 * SUM_BUFFERS), begun(sums_empty + 8 * SUM_BUFFERS), tabled(begun + 8) {}
     __device__ void init() const {
         for (int i = 0; i < SLOTS; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, WARPS);
         for (int i = 0; i < SUM_BUFFERS; i++)
             barrier_init(sums_full + 8 * i, WARPS), barrier_init(sums_empty + 8 * i, 1);
-        barrier_init(begun, 1);
+        barrier_init(begun, 1), barrier_init(tabled, REDUCERS);
     }
 };
 
 // An SM's run of a stage, the same for all its threads.
-__device__ __forceinline__ Run run_of(const Params& p, int stage) {
-    const Run& at = p.runs[stage * SMS + (int)blockIdx.x];
+__device__ __forceinline__ Run uniform_run(const Run& at) {
     return {uniform(at.first_block), uniform(at.blocks), uniform(at.tile),
             uniform(at.block),       uniform(at.count),  uniform(at.result),
             uniform(at.second),      uniform(at.third),  (u32)uniform((int)at.types)};
+}
+__device__ __forceinline__ Run run_of(const Params& p, int stage) {
+    return uniform_run(p.runs[stage * SMS + (int)blockIdx.x]);
 }
 
 // The pieces of a run: all superblocks of a tile of rows that are this SM's.

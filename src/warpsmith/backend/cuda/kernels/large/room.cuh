@@ -8,5 +8,5 @@ constexpr int SLOTS = FREE / extreme_slot<1>() + 1;
 static_assert(FREE >= 2 * extreme_slot<-1>(), "no room for the ring");
 constexpr int SUMS_AT = RING_AT + RING_BYTES, SHARED_AT = SUMS_AT + SUMS_AFTER,
               BARRIERS_AT = SHARED_AT + SHARED_STRUCT;
-constexpr int SPANS_AT = BARRIERS_AT + 8 * (2 * SLOTS + 2 * SUM_BUFFERS + 1);
+constexpr int SPANS_AT = BARRIERS_AT + 8 * (2 * SLOTS + 2 * SUM_BUFFERS + 2);
 static_assert(SPANS_AT + 4 * SLOTS <= SHARED_MEMORY, "shared memory");

@@ -3,7 +3,8 @@
 // Given with -D: HIDDEN FFN VOCAB LAYERS HEADS KV_HEADS KEY_HEADS VALUE_HEADS EPS (the model); SLAB_TYPE_MASK
 // EMBEDDING_TYPE (how its weights are stored); KEY_TYPE VALUE_TYPE (how keys and values are kept); GROUP_BLOCKS
 // (superblocks of K that an SM has at most); TABLE_ENTRIES (of the largest table of tiles but the head's); SMS
-// SHARED_MEMORY IN_FLIGHT (the chip); NODES (8, 16 or 24: columns of this build); SAMPLES (whether it draws tokens).
+// SHARED_MEMORY IN_FLIGHT (the chip); NODES (1, 8, 16 or 24: columns of this build); SAMPLES (whether it draws tokens);
+// IN_RESULTS OUT_RESULTS MLP_IN_RESULTS MLP_OUT_RESULTS (tiles of results that these stages write at most).
 #pragma once
 #include "common/cache.cuh"
 #include "common/made_tree.cuh"
@@ -17,7 +18,9 @@ constexpr int GROUP = HEADS / KV_HEADS, ATTENTION_DIM = HEADS * HEAD_DIM;
 constexpr int MAX_NODES = 64, HISTORY = 4, COLUMNS = 16, BLOCKS = VALUE_DIM / COLUMNS,
               BLOCKS_PER_HEAD = STATE_DIM / COLUMNS;
 constexpr int MAX_STOPS = 16, MAX_FEATURES = 8;
-constexpr int OCTETS = NODES / 8;
+constexpr int OCTETS = (NODES + 7) / 8;
+// One node: what SMs exchange between the products of a layer are words that are polled for (see words.cuh).
+constexpr bool POLLED = NODES == 1;
 // Groups of K of projections from the residual stream, from the mixers and from the MLP's inner activation; rows of
 // stages.
 __host__ __device__ constexpr int groups_of(int k) { return (k / BLOCK_K + GROUP_BLOCKS - 1) / GROUP_BLOCKS; }
@@ -86,6 +89,7 @@ struct Params {
     long long context;
     // between SMs
     u32* counter;        // arrivals; 32 words on, and so on, those of SMs that share a key head
+    u32* words;          // of a build for one node
     float* sums;         // [tile][NODES][64]
     u16* x;              // bf16 (see activation_at): the residual stream times the next norm's weight
     float* x_squares;    // [NODES][SMS]
@@ -115,8 +119,9 @@ struct Params {
 
 // --- a thread block's shared memory ---------------------------------------------------------------------------------
 // Activations of a group of superblocks: 16 steps of 16 k, then the sums of 32 k (rounded, rests):
-// [octet][half][token][8] fp16.
-constexpr int STEP_BYTES = NODES * 32, BLOCK_BYTES = 17 * STEP_BYTES, OPERAND_BYTES = GROUP_BLOCKS * BLOCK_BYTES;
+// [octet][half][token][8] fp16 (of one node: see multiply_one.cuh). Factors of DeltaNet heads lie behind them.
+constexpr int STEP_BYTES = NODES * 32, BLOCK_BYTES = 17 * STEP_BYTES, HEAD_SCALES_AT = GROUP_BLOCKS * BLOCK_BYTES,
+              OPERAND_BYTES = HEAD_SCALES_AT + GROUP_BLOCKS * 2 * NODES * 4;
 // DeltaNet: an SM has units of 8 value columns whose heads share a key head. A row a node: q, k and v after the
 // convolution, silu(z), what is written, gates; then their inputs before it (which may go when it is done), with its
 // weights and the inputs before the tree.
@@ -181,6 +186,8 @@ struct Shared {
     signed char path[NODES][4];          // a node and its ancestors; -1, -2, ...: committed tokens, newest first
     Visit visits[NODES];                 // the nodes in the order in which states are walked
     signed char ancestor[NODES][NODES];  // by depth
+    alignas(16) Run runs[2];             // of this stage and the next, by turns
+    u32 recurrent[4];                    // bits of layers
     u16 tiles[TABLE_ENTRIES];            // of the stage whose sums are at work
     volatile int stopped;
     int deepest;

@@ -9,9 +9,9 @@
 // ----------------------------------------------------------
 
 // Publish what the next projection reads: rows times the next norm's weight, and this SM's sum of squares. `update`
-// gives four rows' new values for a node, from the old ones.
+// gives four rows' new values for a node, from the old ones; `next` is that projection's stage.
 template <class Update>
-__device__ __forceinline__ void update_residual(Block& b, const float* norm, float* feature, Update update) {
+__device__ __forceinline__ void update_residual(Block& b, int next, const float* norm, float* feature, Update update) {
     const int first = first_of(PIECES, b.sm), pieces = first_of(PIECES, b.sm + 1) - first, count = pieces * b.nodes * 2;
 #pragma unroll 1
     for (int at = 0; at < count; at += CONSUMERS) {
@@ -26,8 +26,11 @@ __device__ __forceinline__ void update_residual(Block& b, const float* norm, flo
             const float4 x = update(*(const float4*)own, node, k);
             *(float4*)own = x;
             if (feature) *(float4*)(feature + (size_t)node * HIDDEN + k) = x;
-            *(uint2*)(b.p.x + activation_at(node, k)) = {pack_bf16(x.x * w.x, x.y * w.y),
-                                                         pack_bf16(x.z * w.z, x.w * w.w)};
+            const uint2 out = {pack_bf16(x.x * w.x, x.y * w.y), pack_bf16(x.z * w.z, x.w * w.w)};
+            if (POLLED)
+                store8(x_words(b, next) + k / 2, out.x, out.y);
+            else
+                *(uint2*)(b.p.x + activation_at(node, k)) = out;
             square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, x.w * x.w)));
         }
         square += __shfl_xor_sync(~0u, square, 1);
@@ -38,14 +41,17 @@ __device__ __forceinline__ void update_residual(Block& b, const float* norm, flo
         float square = 0.0f;
 #pragma unroll 1
         for (int piece = 0; piece < pieces; piece++) square += b.s.squares[piece][threadIdx.x];
-        b.p.x_squares[threadIdx.x * SMS + b.sm] = square;
+        if (POLLED)
+            store4(square_words(b, next) + b.sm, __float_as_uint(square));
+        else
+            b.p.x_squares[threadIdx.x * SMS + b.sm] = square;
     }
 }
 
 // --- the embedding ---------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void embed(Block& b) {
-    update_residual(b, b.p.vectors + MIX_NORM, nullptr, [&](float4, int node, int k) -> float4 {
+    update_residual(b, 0, b.p.vectors + MIX_NORM, nullptr, [&](float4, int node, int k) -> float4 {
         const u8* row = b.p.embedding + b.s.token[node] * embedding_row_bytes();
         return {embedding_value(row, k), embedding_value(row, k + 1), embedding_value(row, k + 2),
                 embedding_value(row, k + 3)};
@@ -55,16 +61,24 @@ __device__ __forceinline__ void embed(Block& b) {
 // --- the MLP's inner activation: silu(gate) * up. Rows come eight of the gate, then their eight of up
 // ------------------
 
-__device__ __forceinline__ void activate(Block& b) {
-    const Sums<HIDDEN_GROUPS> sums(b, MLP_ROWS);
+__device__ __forceinline__ void activate(Block& b, int stage) {
+    auto sums = sums_of<HIDDEN_GROUPS>(b, stage, MLP_ROWS);
     const int first = first_of(FFN / 8, b.sm), pieces = first_of(FFN / 8, b.sm + 1) - first,
               count = pieces * b.nodes * 2;
 #pragma unroll 2
     for (int i = threadIdx.x; i < count; i += CONSUMERS) {
         const int node = i / 2 / pieces, piece = first + i / 2 - node * pieces, in = (i & 1) * 4;
-        const float4 gate = sums.at(node, piece * 16 + in), up = sums.at(node, piece * 16 + 8 + in);
-        *(uint2*)(b.p.h + activation_at(node, piece * 8 + in)) = {pack_bf16(silu(gate.x) * up.x, silu(gate.y) * up.y),
-                                                                  pack_bf16(silu(gate.z) * up.z, silu(gate.w) * up.w)};
+        typename decltype(sums)::Asked asked[2];
+        const auto gates = sums.place(piece * 16 + in), ups = sums.place(piece * 16 + 8 + in);
+        sums.ask(asked[0], gates, node), sums.ask(asked[1], ups, node);
+        const float4 gate = sums.total(asked[0], gates, node), up = sums.total(asked[1], ups, node);
+        const int k = piece * 8 + in;
+        const uint2 out = {pack_bf16(silu(gate.x) * up.x, silu(gate.y) * up.y),
+                           pack_bf16(silu(gate.z) * up.z, silu(gate.w) * up.w)};
+        if (POLLED)
+            store8(b.p.words + H_AT + k / 2, out.x, out.y);
+        else
+            *(uint2*)(b.p.h + activation_at(node, k)) = out;
     }
 }
 
