@@ -152,10 +152,10 @@ struct Sums {
     }
 };
 
-// The stage's table of tiles to shared memory, by those who add up.
-__device__ __forceinline__ void load_table(Block& b, int which, const Stage& stage) {
+// The stage's table of tiles to shared memory, by one warp.
+__device__ __forceinline__ void load_table(Block& b, const Stage& stage) {
     const u32* from = (const u32*)(b.p.tiles + stage.tiles_at);
     const int words = (stage.groups * (stage.tile_rows + 1) + 1) / 2;
 #pragma unroll 8
-    for (int i = which * 32 + b.lane; i < words; i += REDUCERS * 32) ((u32*)b.s.tiles)[i] = __ldg(from + i);
+    for (int i = b.lane; i < words; i += 32) ((u32*)b.s.tiles)[i] = __ldg(from + i);
 }

@@ -2,8 +2,9 @@
 // held.
 //
 // Grid: one block an SM, all resident (cooperative launch): 8 warps that compute, one that fills the ring, two that add
-// up. Steps, each ended by all SMs: embed; per layer: in (projections), mix (DeltaNet; attention: rows, parts, merge),
-// out (projection), residual, mlp_in, activate, mlp_out, residual; at last head, rank.
+// up, one that finds tables. Steps, each ended by all SMs (for one node most are not, see words.cuh): embed; per layer:
+// in (projections), mix (DeltaNet; attention: rows, parts, merge), out (projection), residual, mlp_in, activate,
+// mlp_out, residual; at last head, rank.
 #include "large/attention.cuh"
 #include "large/delta.cuh"
 
@@ -191,12 +192,12 @@ __device__ __forceinline__ void forward_pass(Block& b, int token) {
     b.steps_done = choose(b.draw, b.length, b.vectors, b.steps_done, token);
 }
 
-// All threads that compute or add up: whether there is another token.
+// All threads but those of the warp that copies: whether there is another token.
 __device__ __forceinline__ bool token_done(const Block& b) {
     __syncwarp();  // one lane may have worked alone, and the barrier is for whole warps
-    sync_with_reducers<CONSUMERS + REDUCERS * 32>();
+    sync_with_reducers<CONSUMERS + REDUCERS * 32 + 32>();
     const bool stopped = uniform(b.s.stopped);
-    sync_with_reducers<CONSUMERS + REDUCERS * 32>();
+    sync_with_reducers<CONSUMERS + REDUCERS * 32 + 32>();
     return stopped;
 }
 
@@ -249,23 +250,15 @@ __device__ __forceinline__ void copy_weights(Block& b) {
 __device__ __forceinline__ void add_up(Block& b, int which) {
     const Barriers bars(b.base);
     u32 count = 0, phase = 0;
-    Stage stage = b.p.stages[0];
 #pragma unroll 1
     for (int step = 0; step < max(1, b.r.steps); step++) {
 #pragma unroll 1
         for (int i = 0; i <= 4 * LAYERS; i++, phase ^= 1) {
-            const int next = i == 4 * LAYERS ? 0 : i + 1;
             barrier_wait(bars.begun, phase);
             if (POLLED)
                 measure_words(b, which, i);
             else
                 measure_residual(b, which);
-            // what consumers need next is found while they multiply
-            if (i < 4 * LAYERS) load_table(b, which, stage);
-            if (which == 0 && b.lane < (int)sizeof(Run) / 4)
-                ((int*)&b.s.runs[phase ^ 1])[b.lane] = ((const int*)&b.p.runs[next * SMS + b.sm])[b.lane];
-            stage = b.p.stages[next];
-            __syncwarp();
             if (b.lane == 0) barrier_arrive(bars.tabled);
             const Run run = uniform_run(b.s.runs[phase]);
             if (POLLED && i < 4 * LAYERS) {
@@ -274,6 +267,28 @@ __device__ __forceinline__ void add_up(Block& b, int which) {
                 reduce_tiles<false>(b, which, run, count, b.p.sums);
                 if (b.lane == 0) add_release(b.p.counter, 1);
             }
+        }
+        if (token_done(b)) break;
+    }
+}
+
+// One warp finds what the consumers need after a stage while they multiply.
+__device__ __forceinline__ void find_tables(Block& b) {
+    const Barriers bars(b.base);
+    u32 phase = 0;
+    Stage stage = b.p.stages[0];
+#pragma unroll 1
+    for (int step = 0; step < max(1, b.r.steps); step++) {
+#pragma unroll 1
+        for (int i = 0; i <= 4 * LAYERS; i++, phase ^= 1) {
+            const int next = i == 4 * LAYERS ? 0 : i + 1;
+            barrier_wait(bars.begun, phase);
+            if (i < 4 * LAYERS) load_table(b, stage);
+            if (b.lane < (int)sizeof(Run) / 4)
+                ((int*)&b.s.runs[phase ^ 1])[b.lane] = ((const int*)&b.p.runs[next * SMS + b.sm])[b.lane];
+            stage = b.p.stages[next];
+            __syncwarp();
+            if (b.lane == 0) barrier_arrive(bars.tabled);
         }
         if (token_done(b)) break;
     }
@@ -321,5 +336,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int other = block.warp - WARPS;
         if (other == 0 && block.lane == 0) copy_weights(block);
         if (other == 1 || other == 2) add_up(block, other - 1);
+        if (other == 3) find_tables(block);
     }
 }

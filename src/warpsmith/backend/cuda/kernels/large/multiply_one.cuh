@@ -13,9 +13,9 @@ struct OneMultiplier : PartWalk<TYPE> {
     using Part::b, Part::index, Part::lane, Part::empty, Part::total, Part::ended, Part::Part;
     // Two superblocks at a time, whose chains of products are independent, where words do not stay in the ring.
     static constexpr int MOST = Here::EARLY ? 2 : 1;
-    Here slab[MOST];
-    u32 operands[MOST];
-    int ends[MOST];  // tiles that end with a superblock
+    Here slab[MOST] = {};  // set: see Multiplier
+    u32 operands[MOST] = {};
+    int ends[MOST] = {};  // tiles that end with a superblock
 
     __device__ __forceinline__ void take(int which) {
         this->load(slab[which]);

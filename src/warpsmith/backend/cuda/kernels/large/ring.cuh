@@ -15,7 +15,7 @@ struct Barriers {
         for (int i = 0; i < SLOTS; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, WARPS);
         for (int i = 0; i < SUM_BUFFERS; i++)
             barrier_init(sums_full + 8 * i, WARPS), barrier_init(sums_empty + 8 * i, 1);
-        barrier_init(begun, 1), barrier_init(tabled, REDUCERS);
+        barrier_init(begun, 1), barrier_init(tabled, REDUCERS + 1);
     }
 };
 
