@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 
 from warpsmith.backend.base import ARGMAX
-from warpsmith.backend.cuda.large.backend import VARIANTS, LargeBackend
+from warpsmith.backend.cuda.large.backend import LargeBackend
 from warpsmith.backend.cuda.memory.caches import CACHE_ROWS
 from warpsmith.backend.cuda.memory.driver import Device, Event
 from warpsmith.backend.tree import Tree
@@ -68,7 +68,7 @@ def keep_as(backend: LargeBackend, keys: str, values: str) -> None:
     layout.key_rows, layout.value_rows = CACHE_ROWS[keys], CACHE_ROWS[values]
     backend.layout, backend.cache_types, backend._kernels = layout, (keys, values), {}
     compilers = ThreadPoolExecutor()
-    backend._images = {n: compilers.submit(backend._image, "large/forward.cu", n) for n in VARIANTS}
+    backend._images = {n: compilers.submit(backend._image, "large/forward.cu", n) for n in backend.variants}
 
 
 def print_profile(backend: LargeBackend, state, nodes: int) -> None:

@@ -98,7 +98,7 @@ def run_large() -> None:
 
     from warpsmith.backend.base import LOGITS, Want
     from warpsmith.backend.cuda.draft.network import CudaDraft
-    from warpsmith.backend.cuda.large.backend import VARIANTS, LargeBackend
+    from warpsmith.backend.cuda.large.backend import LargeBackend
     from warpsmith.backend.sampling import Sampling
     from warpsmith.checkpoint.dflash import DFlashConfig
     from warpsmith.model.config import SIZES
@@ -112,7 +112,7 @@ def run_large() -> None:
     state, ids = backend.new_state(512), np.random.default_rng(2).integers(0, config.vocab, 200)
     backend.prefill(state, ids)
     saved = backend.snapshot(state)
-    for nodes in (1, *VARIANTS):
+    for nodes in (1, *backend.variants):
         tree = some_tree(nodes, config.vocab)
         backend.forward([(state, tree)], LOGITS)
         backend.commit(state, tree.path(nodes - 1))

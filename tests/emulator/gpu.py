@@ -218,7 +218,7 @@ def emulated_gpu(sms: int, variants: tuple[int, ...]) -> Iterator[Driver]:
         mock.patch("warpsmith.backend.cuda.draft.mtp.build", build),
         mock.patch("warpsmith.backend.cuda.draft.step.build", build),
         mock.patch("warpsmith.backend.cuda.large.backend.target", return_value="sm_90a"),
-        mock.patch("warpsmith.backend.cuda.large.backend.VARIANTS", variants),
+        mock.patch("warpsmith.backend.cuda.large.plan.VARIANTS", variants),
         mock.patch("warpsmith.backend.cuda.backend.VARIANTS", variants),
         mock.patch("warpsmith.backend.cuda.backend.target", return_value="sm_90a"),
         # wgmma of these widths is not emulated

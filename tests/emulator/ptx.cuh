@@ -75,6 +75,7 @@ inline void copy_slot(u32 dst, const void* src, u32 bytes, u32 barrier, u64) {
 }
 constexpr u32 COPY_LANES = 32;
 #endif
+inline bool copiers_agree(bool so) { return COPY_LANES == 1 ? so : __all_sync(~0u, so); }
 inline void copy16(void* dst, const void* src) { machine::current->small_copies.push_back({dst, src}); }
 inline void land_copies(size_t from, size_t count) {
     auto& copies = machine::current->small_copies;

@@ -11,6 +11,11 @@ inline u32 load_acquire(const u32* at) { return *at; }
 
 template <int ALONG_K, int ALONG_N>
 inline u64 matrix_at(u32 sixteens) { return (u64)(ALONG_N >> 4) << 32 | (sixteens | (u32)(ALONG_K >> 4) << 16); }
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr bool PRODUCTS_QUEUE = true;
+#else
+constexpr bool PRODUCTS_QUEUE = false;
+#endif
 inline void show_to_products() {}
 inline void products_begin() {}
 inline void products_queued() {}

@@ -183,7 +183,7 @@ def device_plan(
     draft: PlannedDraft | None = None,
 ) -> dict[str, Any]:
     """What the cuda device will hold on a chip, part by part."""
-    from warpsmith.backend.cuda.choice import LARGE_CAPABILITY, activations_first, planned
+    from warpsmith.backend.cuda.choice import activations_first, planned
     from warpsmith.backend.cuda.memory.caches import CACHE_ROWS
 
     stored = {name: tensor.type.name for name, tensor in checkpoint.tensors.items()}
@@ -196,9 +196,6 @@ def device_plan(
     plan: dict[str, Any] = {"context": context, "chip": chip.name, "type_k": caches[0], "type_v": caches[1]}
     plan["parts"] = {part.what: part.nbytes for part in parts if part.nbytes}
     plan |= {"total": total, "memory": chip.memory, "fits": total <= chip.memory}
-    if large and chip.capability != LARGE_CAPABILITY:
-        needed = ".".join(map(str, LARGE_CAPABILITY))
-        plan["note"] = f"planned only: the kernels for this model need compute capability {needed} so far"
     return plan
 
 
@@ -209,7 +206,7 @@ def _device_lines(plan: dict[str, Any]) -> list[str]:
         lines.append(f"  {name:<16} {size(nbytes):>11}{kinds}")
     verdict = "fits" if plan["fits"] else "does not fit"
     lines.append(f"  {'total':<16} {size(plan['total']):>11}  {verdict} in {size(plan['memory'])}")
-    return lines + ([f"  {plan['note']}"] if "note" in plan else [])
+    return lines
 
 
 def _page(facts: dict[str, Any]) -> str:

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from warpsmith.backend.cuda.backend import CudaBackend
-from warpsmith.backend.cuda.choice import LARGE_CAPABILITY, activations_first
+from warpsmith.backend.cuda.choice import activations_first
 from warpsmith.backend.cuda.large.backend import LargeBackend
-from warpsmith.backend.cuda.memory.driver import Device
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.errors import NoDevice
 from warpsmith.model.config import Config
@@ -26,7 +25,7 @@ def open_backend(
 ) -> CudaBackend:
     """The model on the GPU, with the forward pass that suits it."""
     stored = {name: tensor.type.name for name, tensor in tensors.items()}
-    if activations_first(config, stored) and Device().chip.capability == LARGE_CAPABILITY:
+    if activations_first(config, stored):
         return LargeBackend(config, tensors, cache_type_k=cache_type_k, cache_type_v=cache_type_v, **settings)
     if (cache_type_k, cache_type_v) != ("f16", "f16"):
         raise NoDevice(

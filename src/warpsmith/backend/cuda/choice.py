@@ -9,7 +9,7 @@ from warpsmith.backend.base import MemoryPart
 from warpsmith.backend.cuda.build.profiles import Profile
 from warpsmith.backend.cuda.draft.plan import planned_draft
 from warpsmith.backend.cuda.large.layout import LargeLayout, takes
-from warpsmith.backend.cuda.large.plan import large_parts
+from warpsmith.backend.cuda.large.plan import large_parts, variants_for
 from warpsmith.backend.cuda.memory.layout import Layout
 from warpsmith.backend.cuda.memory.plan import memory_parts
 from warpsmith.backend.cuda.schedule import busy_sms
@@ -19,7 +19,6 @@ from warpsmith.model.config import Config
 
 K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
 FEW_BYTES = 2048  # hidden size up to which a model of K-quants is faster when it is held in BF16
-LARGE_CAPABILITY = (9, 0)  # that the activations-first pass is written for
 
 
 def activations_first(config: Config, stored: Mapping[str, str]) -> bool:
@@ -50,7 +49,8 @@ def planned(
     architecture = "sm_90a" if chip.capability == (9, 0) else ""
     large = LargeLayout(config, chip.sms, stored, cache_types) if activations_first(config, stored) else None
     if large is not None:
-        parts = large_parts(large, context, architecture=architecture)
+        largest_tree = variants_for(chip.shared_memory)[-1]
+        parts = large_parts(large, context, architecture=architecture, largest_tree=largest_tree)
     else:
         layout = Layout(config, min(chip.sms, busy_sms(config)), stored)
         parts = memory_parts(layout, context, architecture=architecture)

@@ -17,7 +17,7 @@ from warpsmith.backend.cuda.decoding import BURST, Decoder
 from warpsmith.backend.cuda.draft.lent import Lent, lendable
 from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.large.loading import load_weights
-from warpsmith.backend.cuda.large.plan import LARGEST_TREE, large_parts
+from warpsmith.backend.cuda.large.plan import large_parts, variants_for
 from warpsmith.backend.cuda.large.structures import LargeParams, LargeRequest
 from warpsmith.backend.cuda.memory.driver import Device, Kernel, Pinned
 from warpsmith.backend.cuda.memory.exchange import NOT_YET
@@ -37,7 +37,6 @@ from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.errors import BadRequest
 from warpsmith.model.config import Config
 
-VARIANTS = (1, 8, 16, LARGEST_TREE)  # nodes a build of the kernel takes
 THREADS = 384
 
 
@@ -57,22 +56,26 @@ class LargeBackend(CudaBackend):
         profile: Profile | None = None,
         options: Mapping[str, object] | None = None,
         prompts: bool = True,
+        architecture: str | None = None,
     ) -> None:
-        """`prompts`: kernels of their own for long chains are made ready too."""
+        """`prompts`: kernels of their own for long chains are made ready too. `architecture`: what to build for, instead
+        of this chip (`options` may name another SHARED_MEMORY)."""
         self.config, self.device = config, Device(limit=memory_limit)
         self.chip = self.device.chip
         self.chip_profile = profile or choose_profile(self.chip.name, self.chip.capability)[0]
-        self.largest_tree = VARIANTS[-1]
-        self.architecture = target(self.chip.capability)
+        self.options = dict(options or {})
+        self.shared_memory = int(str(self.options.get("SHARED_MEMORY", self.chip.shared_memory)))
+        self.variants = variants_for(self.shared_memory)
+        self.largest_tree = self.variants[-1]
+        self.architecture = architecture or target(self.chip.capability)
         stored = {name: tensor.type.name for name, tensor in tensors.items()}
         self.cache_types = (cache_type_k, cache_type_v)
         self.large = layout = LargeLayout(config, self.chip.sms, stored, self.cache_types)
         self.layout = layout  # type: ignore[assignment]  # states and snapshots ask it for the same sizes
-        self.options = dict(options or {})
         self.context = context or config.context
         refuse_what_does_not_fit(self.memory, self.context, self.device.free_memory(), self.chip.name)
-        compilers = ThreadPoolExecutor(1 + len(VARIANTS))  # side by side, and while the weights are copied
-        self._images = {n: compilers.submit(self._image, "large/forward.cu", n) for n in VARIANTS}
+        compilers = ThreadPoolExecutor(1 + len(self.variants))  # side by side, and while the weights are copied
+        self._images = {n: compilers.submit(self._image, "large/forward.cu", n) for n in self.variants}
         vocabulary = {"schedule.cuh": f"#pragma once\nconstexpr int VOCAB = {config.vocab};\n"}  # all it has to know
         top_image = compilers.submit(build, "sample/top.cu", self.architecture, vocabulary)
         compilers.shutdown(wait=False)
@@ -105,7 +108,7 @@ class LargeBackend(CudaBackend):
         self._lendable = lendable(config, tensors)
 
     def memory(self, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
-        parts = large_parts(self.large, context, sequences, snapshots, self.architecture)
+        parts = large_parts(self.large, context, sequences, snapshots, self.architecture, self.largest_tree)
         return parts + self._drafts_memory(context, sequences)
 
     def _launch_commit(self, state: CudaState, commit: Commit) -> None:
@@ -135,15 +138,17 @@ class LargeBackend(CudaBackend):
     # -- launching ------------------------------------------------------------------------------------------------
 
     def _kernel(self, nodes: int) -> Kernel:
-        size = next(n for n in VARIANTS if nodes <= n)
+        size = next(n for n in self.variants if nodes <= n)
         if size not in self._kernels:
             module = self.device.load(self._images[size].result())
-            self._kernels[size] = module.kernel("forward", self.chip.shared_memory)
+            self._kernels[size] = module.kernel("forward", self.shared_memory)
         return self._kernels[size]
 
-    def _image(self, source: str, nodes: int = VARIANTS[0]) -> bytes:
-        samples = nodes == VARIANTS[0] and self.large.samples  # the build that decodes
-        own = {"IN_FLIGHT": 4, "SHARED_MEMORY": self.chip.shared_memory, "SAMPLES": int(samples)}
+    def _image(self, source: str, nodes: int = 0) -> bytes:
+        smallest = self.variants[0]
+        nodes = nodes or smallest
+        samples = nodes == smallest and self.large.samples  # the build that decodes
+        own = {"IN_FLIGHT": 4, "SHARED_MEMORY": self.shared_memory, "SAMPLES": int(samples)}
         return build(source, self.architecture, self.large.constants(nodes) | own | self.options)
 
     def params_for(self, state: CudaState) -> LargeParams:  # type: ignore[override]

@@ -13,7 +13,13 @@ from warpsmith.backend.cuda.top import top_bytes
 from warpsmith.backend.cuda.weights.loading import STAGING_BYTES
 from warpsmith.backend.tree import MAX_NODES
 
-LARGEST_TREE = 24  # nodes
+VARIANTS = (1, 8, 16, 24)  # nodes that a build of the kernel takes
+ROOMY = 160 << 10  # bytes of shared memory that an SM needs for all of them
+
+
+def variants_for(shared_memory: int) -> tuple[int, ...]:
+    """The builds that fit an SM: a tree's rows lie in its shared memory."""
+    return VARIANTS if shared_memory >= ROOMY else tuple(n for n in VARIANTS if n <= 8)
 
 
 def prompt_bytes(layout: LargeLayout, architecture: str) -> int:
@@ -24,14 +30,20 @@ def prompt_bytes(layout: LargeLayout, architecture: str) -> int:
 
 
 def large_parts(
-    layout: LargeLayout, context: int, sequences: int = 1, snapshots: int = 0, architecture: str = ""
+    layout: LargeLayout,
+    context: int,
+    sequences: int = 1,
+    snapshots: int = 0,
+    architecture: str = "",
+    largest_tree: int = VARIANTS[-1],
 ) -> list[MemoryPart]:
-    """The weights, as many sequences of `context` tokens, bytes of snapshots, and everything a forward pass writes."""
+    """The weights, as many sequences of `context` tokens, bytes of snapshots, and everything that forward passes of
+    such trees write."""
     c = layout.config
     states = 2 * (layout.delta_bytes + layout.history_bytes)  # and the copy that decoding can go back to
     outputs = 4 * (LOGIT_ROWS * c.vocab + MAX_NODES * c.hidden * (1 + MAX_FEATURES)) + sum(top_bytes().values())
     outputs += sum(sampler_bytes(layout.sms, context).values())
-    scratch = sum(layout.scratch_bytes(LARGEST_TREE).values())
+    scratch = sum(layout.scratch_bytes(largest_tree).values())
     tables = rope_bytes(c, context) + layout.table_bytes + STAGING_BYTES
     return [
         MemoryPart("weights", layout.stream_bytes + layout.embedding_bytes + layout.vector_bytes),

@@ -334,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     } else {
         leave_registers<OTHERS_REGISTERS>();
         const int other = block.warp - WARPS;
-        if (other == 0 && block.lane == 0) copy_weights(block);
+        if (other == 0 && block.lane < (int)COPY_LANES) copy_weights(block);
         if (other == 1 || other == 2) add_up(block, other - 1);
         if (other == 3) find_tables(block);
     }

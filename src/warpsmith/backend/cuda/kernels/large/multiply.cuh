@@ -95,14 +95,15 @@ struct Multiplier : PartWalk<TYPE> {
     typedef PartWalk<TYPE> Part;
     using Part::b, Part::SUMS, Part::index, Part::lane, Part::empty, Part::total, Part::ended;
     Here slab = {};  // set, since registers that are set on some paths only are live in the whole kernel
-    u32 a[2][4][4] = {};
+    static constexpr int SETS = PRODUCTS_QUEUE ? 2 : 1;
+    u32 a[SETS][4][4] = {};
 
     using Part::Part;
     // Operands of 64 k in one of the sets; with two terms, of one of them.
     template <int NUMBER>
     __device__ __forceinline__ void make() {
         constexpr int T = NUMBER / Here::TERMS, TERM = NUMBER % Here::TERMS;
-        u32(&o)[4][4] = a[NUMBER & 1];
+        u32(&o)[4][4] = a[NUMBER % SETS];
         slab.template operand<T, 0>(o[0], TERM);
         slab.template operand<T, 1>(o[1], TERM);
         slab.template operand<T, 2>(o[2], TERM);
@@ -117,7 +118,7 @@ struct Multiplier : PartWalk<TYPE> {
             products_begin();
 #pragma unroll
             for (int j = 0; j < 4; j++)
-                multiply_group(acc, a[NUMBER & 1][j], operands + (T * 4 + j) * (STEP_BYTES >> 4), NUMBER + j > 0);
+                multiply_group(acc, a[NUMBER % SETS][j], operands + (T * 4 + j) * (STEP_BYTES >> 4), NUMBER + j > 0);
             products_queued();
             make_and_queue<NUMBER + 1>(acc, operands);
         }

@@ -12,7 +12,7 @@ struct Barriers {
         : full(base + BARRIERS_AT), empty(full + 8 * SLOTS), sums_full(empty + 8 * SLOTS),
           sums_empty(sums_full + 8 * SUM_BUFFERS), begun(sums_empty + 8 * SUM_BUFFERS), tabled(begun + 8) {}
     __device__ void init() const {
-        for (int i = 0; i < SLOTS; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, WARPS);
+        for (int i = 0; i < SLOTS; i++) barrier_init(full + 8 * i, COPY_LANES), barrier_init(empty + 8 * i, WARPS);
         for (int i = 0; i < SUM_BUFFERS; i++)
             barrier_init(sums_full + 8 * i, WARPS), barrier_init(sums_empty + 8 * i, 1);
         barrier_init(begun, 1), barrier_init(tabled, REDUCERS + 1);
@@ -74,7 +74,7 @@ __device__ __forceinline__ u32 next_place(u32& end, u32 bytes) {
 
 constexpr int MOST_ON_WAY = IN_FLIGHT < SLOTS ? IN_FLIGHT : SLOTS;  // who is waited for must be the ring's last round
 
-// One thread copies the weights, in the order in which they are used.
+// COPY_LANES threads copy the weights, in the order in which they are used.
 struct Producer {
     const Barriers bars;
     const u8* source = nullptr;
@@ -98,8 +98,8 @@ struct Producer {
     // Wait for the oldest slot's consumers. False when they have stopped.
     __device__ bool take_back() {
         Watchdog dog;
-        while (!barrier_done(bars.empty + 8 * first_taken, taken_phase)) {
-            if (stopped && *stopped) return false;
+        while (!copiers_agree(barrier_done(bars.empty + 8 * first_taken, taken_phase))) {
+            if (copiers_agree(stopped && *stopped)) return false;
             dog.check();
         }
         taken -= spans[first_taken], slots_taken--;
@@ -110,7 +110,8 @@ struct Producer {
     __device__ bool copy(u32 bytes, u32 room) {
         if (on_way >= MOST_ON_WAY) land_one();
         const u32 before = end, at = next_place(end, room), span = room + (at == before ? 0 : RING_BYTES - before);
-        while (taken + span > RING_BYTES || slots_taken == SLOTS)
+        // An empty ring has room for any slot, though it may skip more than the rest of it.
+        while (slots_taken > 0 && (taken + span > RING_BYTES || slots_taken == SLOTS))
             if (!take_back()) return false;
         copy_slot(base + RING_AT + at, source, bytes, bars.full + 8 * slot, policy);
         spans[slot] = span, taken += span, slots_taken++, on_way++;

@@ -5,7 +5,8 @@ constexpr int FREE = SHARED_MEMORY - SCRATCH_BYTES - SUMS_AFTER - SHARED_STRUCT 
 constexpr u32 RING_BYTES = FREE / 128 * 128;
 // Barriers for as many slots as fit.
 constexpr int SLOTS = FREE / extreme_slot<1>() + 1;
-static_assert(FREE >= 2 * extreme_slot<-1>(), "no room for the ring");
+// Where there is little room, one slot of the widest type must do; the others' are far smaller.
+static_assert(FREE >= (ROOMY ? 2 : 1) * extreme_slot<-1>(), "no room for the ring");
 constexpr int SUMS_AT = RING_AT + RING_BYTES, SHARED_AT = SUMS_AT + SUMS_AFTER,
               BARRIERS_AT = SHARED_AT + SHARED_STRUCT;
 constexpr int SPANS_AT = BARRIERS_AT + 8 * (2 * SLOTS + 2 * SUM_BUFFERS + 2);

@@ -140,11 +140,13 @@ constexpr int MIX_ROWS_BYTES = NODES * MIX_ROW * 4,
 // Attention: values of some chunks, as they are kept; of some tiles of 16 queries their rows, scores of two chunks,
 // weights in fp16, and what the softmax remembers. Trees of many nodes need fewer chunks ahead.
 constexpr int KEY_ROW = cache_row_bytes(KEY_TYPE), VALUE_ROW = cache_row_bytes(VALUE_TYPE);
-constexpr int VALUE_STAGES = VALUE_TYPE == CACHE_F16 ? 2 : (VALUE_TYPE == CACHE_Q8_0 ? 2 : 3) + (NODES == 1),
+constexpr int VALUE_STAGES = !ROOMY                    ? VALUE_TYPE == CACHE_Q4_0 ? 2 : 1
+                             : VALUE_TYPE == CACHE_F16 ? 2
+                                                       : (VALUE_TYPE == CACHE_Q8_0 ? 2 : 3) + (NODES == 1),
               VALUE_BYTES = CHUNK * VALUE_ROW, SCORE_TILE = 16 * CHUNK * 4;
 constexpr int QUERY_TILE_BYTES = 16 * (HEAD_DIM * 2 + CHUNK * 2 + 3 * 4) + 2 * SCORE_TILE;
 // Tiles that one walk over the keys serves: as many as leave the ring its slots.
-constexpr int ATTENTION_ROOM = (NODES <= 8 ? 104 : NODES == 16 ? 96 : 120) << 10, ALL_TILES = (NODES * GROUP + 15) / 16,
+constexpr int ATTENTION_ROOM = (!ROOMY ? 52 : NODES <= 8 ? 104 : NODES == 16 ? 96 : 120) << 10, ALL_TILES = (NODES * GROUP + 15) / 16,
               ROOM_TILES = (ATTENTION_ROOM - VALUE_STAGES * VALUE_BYTES) / QUERY_TILE_BYTES,
               MOST_TILES = ROOM_TILES < 6 ? ROOM_TILES : 6, WALKS = (ALL_TILES + MOST_TILES - 1) / MOST_TILES,
               QUERY_TILES = (ALL_TILES + WALKS - 1) / WALKS;

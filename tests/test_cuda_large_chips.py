@@ -1,0 +1,136 @@
+"""The activations-first forward pass on chips without wgmma and bulk copies, with 99 KB of shared memory an SM: it
+builds for each of them, and computes the same on an emulated one and, as PTX, on a GPU at hand."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from device_checks import check_drawn, check_interleaved, plain_run, relative, same_state
+from emulator.gpu import emulated_gpu
+from large_cases import CACHES, MIXED, SHAPE, bound_of, remember, rounded_caches, tensors_of
+from random_models import random_tree
+from warpsmith.backend.base import LOGITS, Want
+from warpsmith.backend.cuda.build.compiler import compile_source, sources, target
+from warpsmith.backend.cuda.build.profiles import load_profiles
+from warpsmith.backend.cuda.large.backend import LargeBackend
+from warpsmith.backend.cuda.large.layout import LargeLayout
+from warpsmith.backend.cuda.large.plan import variants_for
+from warpsmith.backend.reference import ReferenceBackend
+from warpsmith.backend.sampling import Sampling
+from warpsmith.backend.tree import Tree
+from warpsmith.checkpoint.convert import tensor_type
+from warpsmith.errors import NoDevice
+from warpsmith.model.config import SIZES
+from warpsmith.model.weights import expected_shapes
+
+LITTLE = load_profiles()["rtx-3090"].shared_memory
+CHIPS = ["rtx-3090", "rtx-4090", "rtx-5090"]
+MOST_SPILLED = 1024  # bytes put aside or fetched back in any function: in its loops, a few words
+
+
+def test_how_large_a_tree_may_be_follows_from_shared_memory() -> None:
+    assert variants_for(LITTLE) == (8,)
+    assert variants_for(load_profiles()["h200"].shared_memory) == (8, 16, 24)
+
+
+@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize(
+    ("size", "recipe", "caches"),
+    [("27B", "q4_k_m", ("f16", "f16")), ("27B", "q4_k_m", ("q4_0", "q4_0")), ("9B", "q6_k", ("q8_0", "q8_0"))],
+)
+def test_the_kernel_builds_for_every_chip(name: str, size: str, recipe: str, caches: tuple[str, str]) -> None:
+    chip, config = load_profiles()[name], SIZES[size]
+    shapes = expected_shapes(config)
+    stored = {n: tensor_type(recipe, n, shape, config.layers, config.tied).name for n, shape in shapes.items()}
+    layout = LargeLayout(config, chip.sms, stored, caches)
+    for nodes in variants_for(chip.shared_memory):
+        own = {"IN_FLIGHT": 4, "SHARED_MEMORY": chip.shared_memory, "SAMPLES": int(layout.samples)}
+        try:
+            architecture = target(chip.capability)
+            constants = layout.constants(nodes) | own
+            _, log = compile_source(
+                sources()["large/forward.cu"], "large/forward.cu", architecture, constants, ("--ptxas-options=-v",)
+            )
+        except NoDevice as error:
+            pytest.skip(str(error))
+        spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
+        print(f"{name}, {size} {recipe}, {nodes} nodes: {spilled}")
+        assert architecture.startswith("compute") or (spilled and max(spilled) <= MOST_SPILLED), log
+
+
+# -- what it computes: emulated, and on a GPU --------------------------------------------------------------------------
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("emulated", CACHES[0]), *(pytest.param(("gpu", caches), marks=pytest.mark.gpu) for caches in CACHES)],
+    ids=lambda param: f"{param[0]}-{'-'.join(param[1])}",
+)
+def small(request: pytest.FixtureRequest) -> Iterator[tuple[LargeBackend, ReferenceBackend]]:
+    where, (keys, values) = request.param
+    tensors = tensors_of(SHAPE, MIXED)
+    given = {"context": 512, "cache_type_k": keys, "cache_type_v": values}
+    options = {"SHARED_MEMORY": LITTLE}
+    if where == "gpu":
+        options["WATCHDOG_CYCLES"] = "2000000000ll"
+        try:
+            cuda = LargeBackend(SHAPE, tensors, architecture="compute_80", options=options, **given)
+        except NoDevice as error:
+            pytest.skip(str(error))
+        with rounded_caches((keys, values)):
+            yield cuda, ReferenceBackend(SHAPE, tensors)
+        return
+    if shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler")
+    with emulated_gpu(6, (8,)), rounded_caches((keys, values)):
+        cuda = LargeBackend(SHAPE, tensors, architecture="sm_86", options=options, **given)
+        yield cuda, ReferenceBackend(SHAPE, tensors)
+
+
+def test_it_computes_what_the_reference_does(small: tuple[LargeBackend, ReferenceBackend]) -> None:
+    cuda, reference = small
+    rng = np.random.default_rng(0)
+    for length in (0, 190):
+        state, expected = cuda.new_state(256), reference.new_state(256)
+        if length:
+            remember(cuda, state, reference, expected, length, rng)
+        tree, want = random_tree(rng, 8, SHAPE.vocab), Want("logits", features=(0, 1, 2))
+        got, exact = cuda.forward([(state, tree)], want), reference.forward([(expected, tree)], want)
+        assert relative(got.features.numpy(), exact.features.numpy()) < bound_of(cuda)
+        assert relative(got.logits.numpy(), exact.logits.numpy()) < bound_of(cuda)
+
+
+def test_a_tree_s_rows_are_those_of_plain_decoding(small: tuple[LargeBackend, ReferenceBackend]) -> None:
+    cuda, reference = small
+    rng = np.random.default_rng(1)
+    tree = random_tree(rng, 8, SHAPE.vocab)
+    path, length = tree.path(7), 126
+    state, plain = cuda.new_state(256), cuda.new_state(256)
+    for each in (state, plain):
+        remember(cuda, each, reference, reference.new_state(256), length, np.random.default_rng(length))
+    rows = cuda.forward([(state, tree)], LOGITS).logits.numpy()[path]
+    np.testing.assert_array_equal(rows, plain_run(cuda, plain, tree.tokens[path]))
+    cuda.commit(state, path)
+    assert same_state(SHAPE, state, plain)
+
+
+def test_decoding_is_forward_after_forward(small: tuple[LargeBackend, ReferenceBackend]) -> None:
+    cuda, _ = small
+    state, plain = cuda.new_state(64), cuda.new_state(64)
+    token, tokens = 7, []
+    for _ in range(3):
+        token = int(cuda.forward([(plain, Tree.chain([token]))]).argmax[0])
+        cuda.commit(plain, [0])
+        tokens.append(token)
+    assert list(cuda.decode(state, 7, 3)) == tokens
+    assert same_state(SHAPE, state, plain)
+    check_drawn(cuda, Sampling(temperature=0.9, top_k=5, top_p=0.95, seed=7), 2)
+
+
+def test_sequences_interleave(small: tuple[LargeBackend, ReferenceBackend]) -> None:
+    check_interleaved(small[0], [2, 3], 2)
