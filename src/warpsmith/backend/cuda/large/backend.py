@@ -58,7 +58,7 @@ class LargeBackend(CudaBackend):
         prompts: bool = True,
         architecture: str | None = None,
     ) -> None:
-        """`prompts`: kernels of their own for long chains are made ready too. `architecture`: what to build for, instead
+        """`prompts`: kernels of their own for long chains are made ready too. `architecture`: what to build for instead
         of this chip (`options` may name another SHARED_MEMORY)."""
         self.config, self.device = config, Device(limit=memory_limit)
         self.chip = self.device.chip
