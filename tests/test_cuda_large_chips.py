@@ -38,10 +38,13 @@ def test_how_large_a_tree_may_be_follows_from_shared_memory() -> None:
     assert variants_for(load_profiles()["h200"].shared_memory) == (8, 16, 24)
 
 
-@pytest.mark.parametrize("name", CHIPS)
+FILES = [("27B", "q4_k_m", ("f16", "f16")), ("27B", "q4_k_m", ("q4_0", "q4_0")), ("9B", "q6_k", ("q8_0", "q8_0"))]
+BUILDS = [(chip, *file) for chip in CHIPS for file in FILES]
+
+
 @pytest.mark.parametrize(
-    ("size", "recipe", "caches"),
-    [("27B", "q4_k_m", ("f16", "f16")), ("27B", "q4_k_m", ("q4_0", "q4_0")), ("9B", "q6_k", ("q8_0", "q8_0"))],
+    ("name", "size", "recipe", "caches"),
+    BUILDS[:1] + [pytest.param(*each, marks=pytest.mark.slow) for each in BUILDS[1:]],
 )
 def test_the_kernel_builds_for_every_chip(name: str, size: str, recipe: str, caches: tuple[str, str]) -> None:
     chip, config = load_profiles()[name], SIZES[size]
