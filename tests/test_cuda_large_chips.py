@@ -34,8 +34,8 @@ MOST_SPILLED = 1024  # bytes put aside or fetched back in any function: in its l
 
 
 def test_how_large_a_tree_may_be_follows_from_shared_memory() -> None:
-    assert variants_for(LITTLE) == (8,)
-    assert variants_for(load_profiles()["h200"].shared_memory) == (8, 16, 24)
+    assert variants_for(LITTLE) == (1, 8)
+    assert variants_for(load_profiles()["h200"].shared_memory) == (1, 8, 16, 24)
 
 
 FILES = [("27B", "q4_k_m", ("f16", "f16")), ("27B", "q4_k_m", ("q4_0", "q4_0")), ("9B", "q6_k", ("q8_0", "q8_0"))]
@@ -52,7 +52,7 @@ def test_the_kernel_builds_for_every_chip(name: str, size: str, recipe: str, cac
     stored = {n: tensor_type(recipe, n, shape, config.layers, config.tied).name for n, shape in shapes.items()}
     layout = LargeLayout(config, chip.sms, stored, caches)
     for nodes in variants_for(chip.shared_memory):
-        own = {"IN_FLIGHT": 4, "SHARED_MEMORY": chip.shared_memory, "SAMPLES": int(layout.samples)}
+        own = {"IN_FLIGHT": 4, "SHARED_MEMORY": chip.shared_memory, "SAMPLES": int(nodes == 1 and layout.samples)}
         try:
             architecture = target(chip.capability)
             constants = layout.constants(nodes) | own
@@ -90,7 +90,7 @@ def small(request: pytest.FixtureRequest) -> Iterator[tuple[LargeBackend, Refere
         return
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
-    with emulated_gpu(6, (8,)), rounded_caches((keys, values)):
+    with emulated_gpu(6, (1, 8)), rounded_caches((keys, values)):
         cuda = LargeBackend(SHAPE, tensors, architecture="sm_86", options=options, **given)
         yield cuda, ReferenceBackend(SHAPE, tensors)
 
