@@ -127,7 +127,7 @@ def test_sigterm_under_load(drain: str, code: int) -> None:
         while True:
             try:
                 begun.release()
-                status, answer, _ = server.ask(CHAT, HELLO | {"max_tokens": 30, "stream": stream})
+                status, answer, _ = server.ask(CHAT, HELLO | {"max_tokens": 200, "stream": stream})
             except (urllib.error.URLError, ConnectionError):
                 return  # no longer there
             text = answer if isinstance(answer, str) else json.dumps(answer)
@@ -139,6 +139,8 @@ def test_sigterm_under_load(drain: str, code: int) -> None:
         client.start()
     for _ in range(12):
         begun.acquire()
+    while not server.metric("requests_processing"):
+        pass  # some may be between two requests
     ended, said = server.stop(signal.SIGTERM)
     for client in clients:
         client.join()

@@ -42,14 +42,18 @@ def attention_constants(stream: PromptStream) -> dict[str, object]:
 
 
 def header(stream: PromptStream) -> dict[str, object]:
-    """prompt.cuh, what every build is told of the model."""
+    """prompt.cuh, what every build is told of the model, and embedding_format.cuh."""
     c = stream.config
     numbers = {
         "HIDDEN": c.hidden, "VOCAB": c.vocab, "HEADS": c.heads, "KV_HEADS": c.kv_heads, "KEY_HEADS": c.key_heads,
         "VALUE_HEADS": c.value_heads, **stream.numbers(),
     }  # fmt: skip
     lines = [f"constexpr int {name} = {int(value)};" for name, value in numbers.items()]
-    return {"prompt.cuh": "\n".join(["#pragma once", *lines, f"constexpr float EPS = {c.eps!r}f;", ""])}
+    lines.append(f"constexpr float EPS = {c.eps!r}f;")
+    embedding = stream.embedding_format
+    names = [f'#include "{embedding.header}"', f"typedef {embedding.struct} EmbeddingFormat;"]
+    texts = {"prompt.cuh": lines, "embedding_format.cuh": names}
+    return {name: "\n".join(["#pragma once", *text, ""]) for name, text in texts.items()}
 
 
 def kernels_of(stream: PromptStream) -> list[Build]:

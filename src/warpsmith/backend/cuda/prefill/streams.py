@@ -13,7 +13,6 @@ from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.memory.caches import CACHE_ROWS, CacheRows
 from warpsmith.backend.cuda.memory.layout import Layout
 from warpsmith.backend.cuda.prefill.products import (
-    BF16,
     LOGITS,
     NARROW_TILES,
     PLAIN,
@@ -52,6 +51,7 @@ class PromptStream(Protocol):
 
     config: Config
     embedding_type: int  # EmbeddingType of large/embedding.cuh, where rows are looked up as the file has them
+    embedding_format: Format  # else of the stream or the table
     key_rows: CacheRows
     value_rows: CacheRows
 
@@ -82,6 +82,7 @@ class RowTiles:
     def __init__(self, layout: Layout) -> None:
         self.layout, self.config = layout, layout.config
         self.key_rows = self.value_rows = CACHE_ROWS["f16"]
+        self.embedding_format = layout.stream.embedding_format
         self._stages = {(stage.slot, stage.layer): stage for stage in layout.schedule.weight_stages}
         self._starts: dict[tuple[str, int | None], np.ndarray] = {}
         self._formats: dict[tuple[str, int | None], set[Format]] = {}
@@ -99,9 +100,7 @@ class RowTiles:
         return self.layout.schedule.vectors()
 
     def numbers(self) -> dict[str, int | bool]:
-        embedding = self.layout.stream.embedding_format.type.ggml_id
-        tiles = tiles_of(self.config.vocab, WIDE)
-        return {"SLABS": False, "TIED": self.config.tied, "HEAD_TILES": tiles, "EMBEDDING_FORMAT": embedding}
+        return {"SLABS": False, "TIED": self.config.tied, "HEAD_TILES": tiles_of(self.config.vocab, WIDE)}
 
     def matrix(self, slot: str, layer: int) -> Matrix:
         place = slot, None if slot == "HEAD" else layer
@@ -129,6 +128,8 @@ class RowTiles:
 class SlabStream:
     """K-quants and their like in the slabs of the activations-first pass."""
 
+    embedding_format: Format = Bf16()  # not asked for: the table has types of its own
+
     def __init__(self, layout: LargeLayout) -> None:
         self.layout, self.config = layout, layout.config
         self.embedding_type = EMBEDDINGS.index(layout.embedding_type)
@@ -141,7 +142,7 @@ class SlabStream:
         return self.layout.vectors()
 
     def numbers(self) -> dict[str, int | bool]:
-        return {"SLABS": True, "TIED": False, "HEAD_TILES": 0, "EMBEDDING_FORMAT": BF16}  # it has its own types
+        return {"SLABS": True, "TIED": False, "HEAD_TILES": 0}
 
     def matrix(self, slot: str, layer: int) -> Matrix:
         stage = self.layout.stages[self._number(slot, layer)]

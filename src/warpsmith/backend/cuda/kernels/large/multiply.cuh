@@ -88,7 +88,8 @@ struct PartWalk {
 };
 
 // Products are queued and end in order. Two sets of registers hold operands, each of 64 k: one is made while products
-// of the other are on their way; where products do not queue, one set does. The next superblock is loaded before the sums of this one are waited for.
+// of the other are on their way; where products do not queue, one set does. The next superblock is loaded before the
+// sums of this one are waited for.
 template <int TYPE>
 struct Multiplier : PartWalk<TYPE> {
     typedef Slab<TYPE> Here;

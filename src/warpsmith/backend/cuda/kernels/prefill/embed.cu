@@ -4,9 +4,7 @@
 // product. Layout: f32 and bf16 tiles (common.cuh). Tokens before the piece and behind it, up to a multiple of eight,
 // are zeros. Grid: a CTA of 128 threads a token; a thread has eight channels at a time. Bytes: 2 read and 6 written a
 // channel.
-#include "formats/bf16.cuh"
-#include "formats/q4_0.cuh"
-#include "formats/q8_0.cuh"
+#include "embedding_format.cuh"
 #include "prefill/common.cuh"
 // after the model's numbers
 #include "large/embedding.cuh"
@@ -31,19 +29,17 @@ __device__ __forceinline__ void embedding(const Embed& a, int id, int k, float (
 #pragma unroll
         for (int i = 0; i < 8; i++) x[i] = embedding_value(row, k + i);
     } else {
-        Formats<Bf16, Q8_0, Q4_0>::with(EMBEDDING_FORMAT, [&](auto format) {
-            typedef decltype(format) Format;
-            Eight v;
-            if constexpr (TIED) {
-                constexpr int CHUNKS = chunks_of(HIDDEN);
-                const int lane = id % 8 * 4 + k % 32 / 8, warp = k / (CHUNKS * 32), chunk = k % (CHUNKS * 32) / 32;
-                const u8* row_tile = a.stream + __ldg(a.head_start + id / WIDE);
-                v = Format::embed(row_tile + chunk * Format::chunk_bytes(WIDE), warp, lane, id % WIDE / 8);
-            } else {
-                v = Format::look_up(a.table, (size_t)id * HIDDEN + k);
-            }
-            *(float4*)x = v.low, *(float4*)(x + 4) = v.high;
-        });
+        typedef EmbeddingFormat Format;
+        Eight v;
+        if constexpr (TIED) {
+            constexpr int CHUNKS = chunks_of(HIDDEN);
+            const int lane = id % 8 * 4 + k % 32 / 8, warp = k / (CHUNKS * 32), chunk = k % (CHUNKS * 32) / 32;
+            const u8* row_tile = a.stream + __ldg(a.head_start + id / WIDE);
+            v = Format::embed(row_tile + chunk * Format::chunk_bytes(WIDE), warp, lane, id % WIDE / 8);
+        } else {
+            v = Format::look_up(a.table, (size_t)id * HIDDEN + k);
+        }
+        *(float4*)x = v.low, *(float4*)(x + 4) = v.high;
     }
 }
 
