@@ -146,7 +146,8 @@ constexpr int VALUE_STAGES = !ROOMY                    ? VALUE_TYPE == CACHE_Q4_
               VALUE_BYTES = CHUNK * VALUE_ROW, SCORE_TILE = 16 * CHUNK * 4;
 constexpr int QUERY_TILE_BYTES = 16 * (HEAD_DIM * 2 + CHUNK * 2 + 3 * 4) + 2 * SCORE_TILE;
 // Tiles that one walk over the keys serves: as many as leave the ring its slots.
-constexpr int ATTENTION_ROOM = (!ROOMY ? 52 : NODES <= 8 ? 104 : NODES == 16 ? 96 : 120) << 10, ALL_TILES = (NODES * GROUP + 15) / 16,
+constexpr int ATTENTION_ROOM = (!ROOMY ? 52 : NODES <= 8 ? 104 : NODES == 16 ? 96 : 120) << 10,
+              ALL_TILES = (NODES * GROUP + 15) / 16,
               ROOM_TILES = (ATTENTION_ROOM - VALUE_STAGES * VALUE_BYTES) / QUERY_TILE_BYTES,
               MOST_TILES = ROOM_TILES < 6 ? ROOM_TILES : 6, WALKS = (ALL_TILES + MOST_TILES - 1) / MOST_TILES,
               QUERY_TILES = (ALL_TILES + WALKS - 1) / WALKS;
