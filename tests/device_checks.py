@@ -50,6 +50,18 @@ def same_state(config: Config, a, b) -> bool:
     )
 
 
+def check_decoded(cuda, count: int) -> None:
+    """So many tokens decoded on the device are those of one forward pass after another, and so is the state."""
+    state, plain = cuda.new_state(64), cuda.new_state(64)
+    token, tokens = 7, []
+    for _ in range(count):
+        token = int(cuda.forward([(plain, Tree.chain([token]))]).argmax[0])
+        cuda.commit(plain, [0])
+        tokens.append(token)
+    assert list(cuda.decode(state, 7, count)) == tokens
+    assert same_state(cuda.config, state, plain)
+
+
 def check_interleaved(cuda, sizes: list[int], decoded: int) -> None:
     """Trees of several sequences in one forward, as each alone; and what is drafted on one of them outlives the passes,
     the decoding and the commits of the others."""

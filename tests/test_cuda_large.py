@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from device_checks import check_drawn, check_verified, distance, plain_run, relative, same_state
+from device_checks import check_decoded, check_drawn, check_verified, distance, plain_run, relative, same_state
 from emulator.gpu import emulated_gpu
 from large_cases import CACHES, MIXED, SHAPE, bound_of, remember, rounded_caches, tensors_of
 from random_models import random_tree
@@ -136,15 +136,7 @@ def test_a_build_for_more_nodes_has_the_same_bits() -> None:
 
 
 def test_decoding_on_the_device_is_forward_after_forward(both: tuple[LargeBackend, ReferenceBackend]) -> None:
-    cuda, _ = both
-    state, plain = cuda.new_state(64), cuda.new_state(64)
-    token, tokens = 7, []
-    for _ in range(3):
-        token = int(cuda.forward([(plain, Tree.chain([token]))]).argmax[0])
-        cuda.commit(plain, [0])
-        tokens.append(token)
-    assert list(cuda.decode(state, 7, 3)) == tokens
-    assert same_state(SHAPE, state, plain)
+    check_decoded(both[0], 3)
 
 
 def test_no_word_of_one_node_is_left_for_the_next_launch(both: tuple[LargeBackend, ReferenceBackend]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from device_checks import check_drawn, check_interleaved, plain_run, relative, same_state
+from device_checks import check_decoded, check_drawn, check_interleaved, plain_run, relative, same_state
 from emulator.gpu import emulated_gpu
 from large_cases import CACHES, MIXED, SHAPE, bound_of, remember, rounded_caches, tensors_of
 from random_models import random_tree
@@ -22,7 +22,6 @@ from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.large.plan import variants_for
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.sampling import Sampling
-from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.convert import tensor_type
 from warpsmith.errors import NoDevice
 from warpsmith.model.config import SIZES
@@ -123,16 +122,8 @@ def test_a_tree_s_rows_are_those_of_plain_decoding(small: tuple[LargeBackend, Re
 
 
 def test_decoding_is_forward_after_forward(small: tuple[LargeBackend, ReferenceBackend]) -> None:
-    cuda, _ = small
-    state, plain = cuda.new_state(64), cuda.new_state(64)
-    token, tokens = 7, []
-    for _ in range(3):
-        token = int(cuda.forward([(plain, Tree.chain([token]))]).argmax[0])
-        cuda.commit(plain, [0])
-        tokens.append(token)
-    assert list(cuda.decode(state, 7, 3)) == tokens
-    assert same_state(SHAPE, state, plain)
-    check_drawn(cuda, Sampling(temperature=0.9, top_k=5, top_p=0.95, seed=7), 2)
+    check_decoded(small[0], 3)
+    check_drawn(small[0], Sampling(temperature=0.9, top_k=5, top_p=0.95, seed=7), 2)
 
 
 def test_sequences_interleave(small: tuple[LargeBackend, ReferenceBackend]) -> None:

@@ -316,10 +316,8 @@ class Generation:
         stats.commit_seconds += self._commit_seconds
         stats.decode_seconds += seconds
         if self.proposer is not None:
-            told, others = (
-                forward + self._commit_seconds if self.asks else None,
-                Others(sequences - 1, nodes - 1 - self.drafted),
-            )
+            told = forward + self._commit_seconds if self.asks else None
+            others = Others(sequences - 1, nodes - 1 - self.drafted)
             self.proposer.spent(self.sequence.draft, self._decided, seconds - elsewhere, told, others)
         if self.on_step is not None:
             assert self._step is not None

@@ -152,7 +152,8 @@ void Pass::mlp(int thread, const Layer& l) {
 }
 
 void Pass::finish(int thread, const float* norm, const Want& want) {
-    const int count = want.tokens == Tokens::None ? 0 : static_cast<int>(want.rows.size()), hidden = want.hidden_out ? n : 0;
+    const int count = want.tokens == Tokens::None ? 0 : static_cast<int>(want.rows.size());
+    const int hidden = want.hidden_out ? n : 0;
     if (count + hidden == 0) return;
     pool.share(count + hidden, 1, [&](int i) {
         const size_t row = i < count ? want.rows[i] : i - count;

@@ -4,7 +4,8 @@
 // blocks; keys and values may be of different types.
 // DeltaNet states, per DeltaNet layer: [value head][dv / width][dk][width] floats (delta_width). They are large beside
 // what a token adds to them: a commit of the root alone owes them its update, as a chain does its last token's, and the
-// next pass, which reads them anyway, adds it. Convolution inputs: the last taps-1 rows of channels, that of position p in place p modulo taps-1.
+// next pass, which reads them anyway, adds it. Convolution inputs: the last taps-1 rows of channels, that of position p
+// in place p modulo taps-1.
 #pragma once
 #include <array>
 #include <vector>
@@ -51,7 +52,8 @@ struct State {
     float* delta(int layer) const { return delta_.floats() + static_cast<size_t>(slot_[layer]) * delta_floats(); }
 
     // Updates of a layer's head: decay, 15 floats of nothing, k, write.
-    float* next_update(int layer, int head) const { return update(1 - current_, slot_[layer], head); }  // of the last pass
+    // of the last pass
+    float* next_update(int layer, int head) const { return update(1 - current_, slot_[layer], head); }
     float* owed_update(int layer, int head) const { return update(current_, slot_[layer], head); }      // where `owes`
     bool owes = false;  // updates of all layers and heads to `delta`
     void owe_next() { current_ = 1 - current_, owes = true; }

@@ -144,10 +144,8 @@ class LargeBackend(CudaBackend):
             self._kernels[size] = module.kernel("forward", self.shared_memory)
         return self._kernels[size]
 
-    def _image(self, source: str, nodes: int = 0) -> bytes:
-        smallest = self.variants[0]
-        nodes = nodes or smallest
-        samples = nodes == smallest and self.large.samples  # the build that decodes
+    def _image(self, source: str, nodes: int = 1) -> bytes:
+        samples = nodes == 1 and self.large.samples  # the build that decodes
         own = {"IN_FLIGHT": 4, "SHARED_MEMORY": self.shared_memory, "SAMPLES": int(samples)}
         return build(source, self.architecture, self.large.constants(nodes) | own | self.options)
 
