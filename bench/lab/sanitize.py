@@ -62,13 +62,14 @@ def read_prompts() -> None:
 
 def read_prompts_of_slabs() -> None:
     """The same of K-quants, over caches of blocks."""
-    from warpsmith.backend.cuda.large.backend import LargeBackend
+    from warpsmith.backend.cuda.large import backend as large
     from warpsmith.backend.cuda.prefill import streams
     from warpsmith.backend.cuda.prefill.products import SLAB_TILES
 
+    large.variants_for = lambda shared_memory: (1,)
     for tile, cache in zip(SLAB_TILES, ("f16", "q8_0", "q4_0", "f16"), strict=True):
         streams.SLAB_TILES = (tile,)
-        read_some(LargeBackend, "q4_k_m", 6, cache_type_k=cache, cache_type_v=cache)
+        read_some(large.LargeBackend, "q4_k_m", 6, cache_type_k=cache, cache_type_v=cache)
 
 
 def read_some(backend_type, recipe: str, value_heads: int, **others) -> None:
