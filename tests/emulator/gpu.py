@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -24,12 +24,19 @@ from unittest import mock
 
 import numpy as np
 
+from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.build.compiler import sources
+from warpsmith.backend.cuda.prefill.products import Launch, Launcher
 
 HERE = Path(__file__).parent
 ARGUMENTS = {"forward": ["Params", "Request"], "commit": ["Params", "Commit"], "pack": ["Pack"], "top": ["Top"],
              "draft": ["Params", "Request"], "gather": ["Gather"], "head": ["Params", "Request"],
              "enter": ["Enter"], "tree": ["Grow"], "walk": ["Walk", "Draw"]}  # fmt: skip
+PROMPTS = {"embed": ["Embed", "Piece"], "rows": ["Rows", "Piece"], "head": ["Head", "Piece"], "gemm": ["Gemm", "Span"],
+           "slab_gemm": ["Gemm", "Span"], "attention_rows": ["Attention", "Piece"],
+           **{f"attention_{name}": ["Attention", "Piece", "Queries"] for name in ("flash", "merge")},
+           **{f"delta_{name}": ["Delta", "Piece"] for name in ("prep", "scan", "output")}}  # fmt: skip
+ARGUMENTS |= {f"prefill/{name}.cu": types for name, types in PROMPTS.items()}
 TOGETHER = ("forward", "draft", "head")  # their blocks wait for each other
 MUCH_RUN = ("pack",)  # the others are compiled longer than they are run
 FLAGS = ["-std=c++17", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-ffp-contract=off"]
@@ -40,7 +47,7 @@ FLAGS += ["-fvisibility=hidden", *(["-march=native"] if platform.machine() == "x
 def build(name: str, architecture: str, constants: Mapping[str, Any], options: tuple[str, ...] = ()) -> bytes:
     """The path of a library with the kernel."""
     kernel = Path(name).stem
-    if kernel not in ARGUMENTS:
+    if name not in ARGUMENTS and kernel not in ARGUMENTS:
         return b""  # not emulated
     return _compiled(name, kernel, architecture, tuple(sorted((k, str(v)) for k, v in constants.items()))).encode()
 
@@ -52,7 +59,7 @@ def _folder() -> Path:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for name, text in sources().items():
         text = re.sub(
-            r"extern __shared__ __align__\(128\) u8 memory\[\];", "u8* memory = machine::shared_memory();", text
+            r"extern __shared__ __align__\(\d+\) u8 memory\[\];", "u8* memory = machine::shared_memory();", text
         )
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
@@ -69,7 +76,7 @@ def _compiled(name: str, kernel: str, architecture: str, constants: tuple[tuple[
     if architecture == "sm_90a":
         defined.append("#define __CUDA_ARCH_FEAT_SM90_ALL 1")
     draws = kernel == "forward" and (name.startswith("large/") or dict(constants).get("NODES") == "1")
-    types = [*ARGUMENTS[kernel], *(["Draw"] if draws else [])]
+    types = [*(ARGUMENTS.get(name) or ARGUMENTS[kernel]), *(["Draw"] if draws else [])]
     passed = ", ".join(f"*(const {kind}*)arguments[{i}]" for i, kind in enumerate(types))
     text = "\n".join(
         [
@@ -79,7 +86,7 @@ def _compiled(name: str, kernel: str, architecture: str, constants: tuple[tuple[
             f'#include "{name}"',
             "EXPORTED int launch(int grid, int threads, int shared, unsigned seed, void** arguments) {",
             f"    const auto run = [&] {{ {kernel}({passed}); }};",
-            f"    return machine::run({str(kernel in TOGETHER).lower()}, grid, threads, shared, seed, run);",
+            f"    return machine::run({str(kernel in TOGETHER and name not in ARGUMENTS).lower()}, grid, threads, shared, seed, run);",
             "}",
         ]
     )
@@ -95,11 +102,48 @@ def _compiled(name: str, kernel: str, architecture: str, constants: tuple[tuple[
     return str(library)
 
 
+class Function:
+    """A kernel, whose address the backend may ask for."""
+
+    def __init__(self, launch: Any) -> None:
+        self.launch = launch
+
+    def __call__(self, *arguments: Any) -> int:
+        return self.launch(*arguments)
+
+    def __int__(self) -> int:
+        return id(self)
+
+
+class Config(SimpleNamespace):
+    def getPtr(self) -> int:
+        return id(self)
+
+
+def launch(launcher: Launcher, each: Launch) -> None:
+    """Without the driver's own library."""
+    config = each.config
+    size = (config.gridDimX, 1, 1, config.blockDimX, 1, 1, config.sharedMemBytes, 0)
+    launcher.device.cu.cuLaunchKernel(each.function, *size, each.arguments)
+
+
+class Again:
+    """Launches that come again, one by one."""
+
+    def __init__(self, launcher: Launcher, launches: Sequence[Launch]) -> None:
+        self.launcher, self.launches = launcher, launches
+
+    def queue(self) -> None:
+        for each in self.launches:
+            launch(self.launcher, each)
+
+
 class Driver:
     """The functions of `cuda.bindings.driver` that the backend calls."""
 
     CU_MEMHOSTALLOC_DEVICEMAP = 2
     CUDA_MEMCPY2D = SimpleNamespace
+    CUlaunchConfig = Config
     CUmemorytype = SimpleNamespace(CU_MEMORYTYPE_DEVICE=2)
     CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
     CUdevice_attribute = SimpleNamespace(
@@ -192,7 +236,7 @@ class Driver:
         return 0, ctypes.CDLL(image.decode()) if image else None
 
     def cuModuleGetFunction(self, module: ctypes.CDLL | None, name: bytes) -> tuple[int, Any]:
-        return 0, module and module.launch
+        return 0, module and Function(module.launch)
 
     def cuLaunchKernel(self, function: Any, *rest: int) -> tuple[int]:
         grid, _, _, threads, _, _, shared, _, arguments, *_ = rest
@@ -205,8 +249,9 @@ class Driver:
 
 
 @contextmanager
-def emulated_gpu(sms: int, variants: tuple[int, ...]) -> Iterator[Driver]:
-    """A machine with a GPU of so many SMs; the kernel is built for trees of these sizes."""
+def emulated_gpu(sms: int, variants: tuple[int, ...], prompts: bool = False) -> Iterator[Driver]:
+    """A machine with a GPU of so many SMs; the kernel is built for trees of these sizes. `prompts`: they go through
+    kernels of their own, which for chips without wgmma are emulated."""
     driver = Driver(sms)
     _folder()  # once, before several threads build
     with (
@@ -221,8 +266,9 @@ def emulated_gpu(sms: int, variants: tuple[int, ...]) -> Iterator[Driver]:
         mock.patch("warpsmith.backend.cuda.large.plan.VARIANTS", variants),
         mock.patch("warpsmith.backend.cuda.backend.VARIANTS", variants),
         mock.patch("warpsmith.backend.cuda.backend.target", return_value="sm_90a"),
-        # wgmma of these widths is not emulated
-        mock.patch("warpsmith.backend.cuda.prefill.streams.RowTiles.suits", return_value=False),
-        mock.patch("warpsmith.backend.cuda.prefill.streams.SlabStream.suits", return_value=False),
+        mock.patch.object(CudaBackend, "_prepare_prompts", CudaBackend._prepare_prompts if prompts else lambda *_: None),
+        mock.patch("warpsmith.backend.cuda.prefill.run.build", build),
+        mock.patch("warpsmith.backend.cuda.prefill.run.Replay", Again),
+        mock.patch("warpsmith.backend.cuda.prefill.products.Launcher.launch", launch),
     ):
         yield driver

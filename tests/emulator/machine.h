@@ -61,8 +61,8 @@ struct Wait {
 struct Block {
     std::vector<unsigned char> shared;
     std::vector<Warp> warps;
-    int waiting[3] = {0, 0, 0};
-    u64 generation[3] = {0, 0, 0};
+    int waiting[16] = {};
+    u64 generation[16] = {};
 };
 struct Fiber {
     Fiber *next = nullptr, *warp_begin, *warp_end;  // in the order of turns; the lanes of its warp
@@ -213,13 +213,17 @@ inline T shuffle(T give, Pick pick) {
     collect(give);
     return given<T>(generation, pick(current->thread.x & 31));
 }
+inline bool arrive(int id, int count) {  // the last one
+    Block& block = *current->block;
+    progress();
+    if (++block.waiting[id] < count) return false;
+    block.waiting[id] = 0, block.generation[id]++;
+    return true;
+}
 inline void barrier(int id, int count) {
     Block& block = *current->block;
     const u64 mine = block.generation[id];
-    if (++block.waiting[id] == count) {
-        block.waiting[id] = 0, block.generation[id]++;
-        progress();
-    } else {
+    if (!arrive(id, count)) {
         while (block.generation[id] == mine) hand_on(id ? "the consumers" : "its block", {&block.generation[id], ~0ull, mine});
     }
 }
@@ -373,6 +377,8 @@ template <class T>
 inline T __ldg(const T* at) { return *at; }
 template <class T>
 inline T __ldcg(const T* at) { return *at; }
+template <class T>
+inline T __ldcs(const T* at) { return *at; }
 template <class To, class From>
 inline To as_bits(From v) {
     static_assert(sizeof(To) == sizeof(From));

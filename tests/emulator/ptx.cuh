@@ -77,12 +77,17 @@ constexpr u32 COPY_LANES = 32;
 #endif
 inline bool copiers_agree(bool so) { return COPY_LANES == 1 ? so : __all_sync(~0u, so); }
 inline void copy16(void* dst, const void* src) { machine::current->small_copies.push_back({dst, src}); }
+inline void copy16(u32 to, const void* from, bool there = true) {
+    static const uint4 zeros = {};
+    copy16(shared_pointer(to), there ? from : &zeros);
+}
 inline void land_copies(size_t from, size_t count) {
     auto& copies = machine::current->small_copies;
     for (size_t i = from; i < from + count; i++) std::memcpy(copies[i].first, copies[i].second, 16);
     copies.erase(copies.begin() + from, copies.begin() + from + count);
 }
 inline void copies_done() { land_copies(0, machine::current->small_copies.size()), machine::current->groups.clear(); }
+inline void arrive_with_copies(u32 barrier) { copies_done(), arrive(barrier, 0); }
 inline void copies_queued() {
     size_t queued = 0;
     for (size_t each : machine::current->groups) queued += each;
@@ -115,6 +120,10 @@ inline void sync_with_reducers() { machine::barrier(2, COUNT); }
 inline void fence_gpu() {}
 template <int COUNT>
 inline void sync_threads() { machine::barrier(1, COUNT); }
+template <int COUNT>
+inline void sync_some(int id) { machine::barrier(id, COUNT); }
+template <int COUNT>
+inline void arrive_some(int id) { machine::arrive(id, COUNT); }
 
 // Launches follow one another here.
 inline void let_next_start() {}
@@ -237,6 +246,12 @@ inline uint4 load_shared16(u32 address) { return *(const uint4*)shared_pointer(a
 inline uint2 load_shared8(u32 address) { return *(const uint2*)shared_pointer(address); }
 inline u32 load_shared4(u32 address) { return *(const u32*)shared_pointer(address); }
 inline u32 load_shared2(u32 address) { return *(const u16*)shared_pointer(address); }
+inline void load_shared_words(u32* v, u32 at) { std::memcpy(v, shared_pointer(at), 16); }
+inline float load_shared_float(u32 at) { return *(const float*)shared_pointer(at); }
+inline float2 load_shared_float2(u32 at) { return *(const float2*)shared_pointer(at); }
+template <class T>
+inline void store_shared(u32 at, T v) { *(T*)shared_pointer(at) = v; }
+inline void load_once16(u32* v, const u8* at) { std::memcpy(v, at, 16); }
 
 inline int uniform(int v) { return __shfl_sync(~0u, v, 0); }
 inline bool everywhere(bool here) { return __all_sync(~0u, here); }

@@ -88,7 +88,7 @@ class CudaBackend(Backend):
 
     name = "cuda"
     cache_types: tuple[str, str] = ("f16", "f16")  # of keys and of values
-    _prompts: Prefill | None = None  # where the model and the chip suit its kernels
+    _prompts: Prefill | None = None  # where the model suits its kernels
     _lent: Lent | None = None  # these once a draft has asked
     _draft: DraftLayout | None = None
     _head: HeadProgram | None = None
@@ -117,7 +117,7 @@ class CudaBackend(Backend):
         self.layout = layout = Layout(config, min(self.chip.sms, busy_sms(config)), stored)
         self.options = dict(options or {})
         self.context = context or config.context
-        check_fit(layout, self.context, self.device.free_memory(), self.chip.name, self.architecture)
+        check_fit(layout, self.context, self.device.free_memory(), self.chip.name)
         self._kernels: dict[int, Kernel] = {}
         compilers = ThreadPoolExecutor(1 + len(VARIANTS))  # side by side, and while the weights are copied
         sizes = [n for n in VARIANTS if n <= self.largest_tree]
@@ -147,18 +147,17 @@ class CudaBackend(Backend):
         self.top = Top(self.device, top_image.result(), self.logits)
         sampler = DeviceSampler(self.device, layout.sms, self.context, layout.samples)
         self._decoder = Decoder(self.device, sampler, self.ring, self.logits, config.vocab)
-        self._prepare_prompts(RowTiles(layout))
+        self._prepare_prompts(RowTiles(layout, self.architecture))
         self.undecided = 0  # sampled tokens that the device left to the host
         self._launches = 0  # so far: rows of an output are overwritten by the next
         self._weight_types = " ".join(sorted(set(stored.values())))
         self._lendable = lendable(config, tensors)
 
     def _prepare_prompts(self, weights: PromptStream) -> None:
-        if weights.suits(self.architecture):
+        if weights.suits():
             self._prompts = Prefill(
                 self.device,
                 weights,
-                self.architecture,
                 stream=self.stream,
                 embedding=self.embedding,
                 vectors=self.vectors,
@@ -185,7 +184,7 @@ class CudaBackend(Backend):
         }
 
     def memory(self, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
-        parts = memory_parts(self.layout, context, sequences, snapshots, self.architecture)
+        parts = memory_parts(self.layout, context, sequences, snapshots)
         return parts + self._drafts_memory(context, sequences)
 
     def _drafts_memory(self, context: int, sequences: int) -> list[MemoryPart]:

@@ -46,14 +46,13 @@ def planned(
     draft: PlannedDraft | None = None,
 ) -> list[MemoryPart]:
     """What a model with tensors of these types takes on a chip, and its draft with it."""
-    architecture = "sm_90a" if chip.capability == (9, 0) else ""
     large = LargeLayout(config, chip.sms, stored, cache_types) if activations_first(config, stored) else None
     if large is not None:
         largest_tree = variants_for(chip.shared_memory)[-1]
-        parts = large_parts(large, context, architecture=architecture, largest_tree=largest_tree)
+        parts = large_parts(large, context, largest_tree=largest_tree)
     else:
         layout = Layout(config, min(chip.sms, busy_sms(config)), stored)
-        parts = memory_parts(layout, context, architecture=architecture)
+        parts = memory_parts(layout, context)
     if draft is not None:
         parts += planned_draft(large, config, stored, chip.sms, draft.config, draft.stored, draft.capacity, context)
     return parts

@@ -101,14 +101,14 @@ class LargeBackend(CudaBackend):
         sampler = DeviceSampler(device, layout.sms, self.context, layout.samples)
         self._decoder = Decoder(device, sampler, self.ring, self.logits, config.vocab)
         if prompts:
-            self._prepare_prompts(SlabStream(layout))
+            self._prepare_prompts(SlabStream(layout, self.architecture))
         self.undecided = 0
         self._launches = 0
         self._weight_types = " ".join(sorted(set(stored.values())))
         self._lendable = lendable(config, tensors)
 
     def memory(self, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
-        parts = large_parts(self.large, context, sequences, snapshots, self.architecture, self.largest_tree)
+        parts = large_parts(self.large, context, sequences, snapshots, self.largest_tree)
         return parts + self._drafts_memory(context, sequences)
 
     def _launch_commit(self, state: CudaState, commit: Commit) -> None:

@@ -6,7 +6,7 @@ from warpsmith.backend.base import MemoryPart
 from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.memory.layout import rope_bytes
 from warpsmith.backend.cuda.memory.plan import DRIVER_BYTES, pending_bytes
-from warpsmith.backend.cuda.prefill import SlabStream, buffer_bytes
+from warpsmith.backend.cuda.prefill import buffer_bytes
 from warpsmith.backend.cuda.sampler import sampler_bytes
 from warpsmith.backend.cuda.shape import LOGIT_ROWS, MAX_FEATURES
 from warpsmith.backend.cuda.top import top_bytes
@@ -22,9 +22,7 @@ def variants_for(shared_memory: int) -> tuple[int, ...]:
     return VARIANTS if shared_memory >= ROOMY else tuple(n for n in VARIANTS if n <= 8)
 
 
-def prompt_bytes(layout: LargeLayout, architecture: str) -> int:
-    if not SlabStream(layout).suits(architecture):
-        return 0
+def prompt_bytes(layout: LargeLayout) -> int:
     places = sum(stage.tiles * stage.blocks for stage in layout.stages)
     return sum(buffer_bytes(layout.config).values()) + 8 * places
 
@@ -34,7 +32,6 @@ def large_parts(
     context: int,
     sequences: int = 1,
     snapshots: int = 0,
-    architecture: str = "",
     largest_tree: int = VARIANTS[-1],
 ) -> list[MemoryPart]:
     """The weights, as many sequences of `context` tokens, bytes of snapshots, and everything that forward passes of
@@ -52,6 +49,6 @@ def large_parts(
         MemoryPart("rows of a tree", sequences * sum(pending_bytes(layout).values())),
         MemoryPart("snapshots", snapshots),
         MemoryPart("scratch", scratch + outputs + tables),
-        MemoryPart("prompts", prompt_bytes(layout, architecture)),
+        MemoryPart("prompts", prompt_bytes(layout)),
         MemoryPart("driver", DRIVER_BYTES),
     ]

@@ -30,7 +30,7 @@ def pending_bytes(layout: Sized) -> dict[str, int]:
 
 
 def memory_parts(
-    layout: Layout, context: int, sequences: int = 1, snapshots: int = 0, architecture: str = ""
+    layout: Layout, context: int, sequences: int = 1, snapshots: int = 0
 ) -> list[MemoryPart]:
     """The weights, as many sequences of `context` tokens, bytes of snapshots, and everything a forward pass or a prompt
     writes."""
@@ -47,14 +47,14 @@ def memory_parts(
         MemoryPart("rows of a tree", sequences * sum(pending_bytes(layout).values())),
         MemoryPart("snapshots", snapshots),
         MemoryPart("scratch", exchanges + outputs + tables),
-        MemoryPart("prompts", sum(buffer_bytes(c).values()) if RowTiles(layout).suits(architecture) else 0),
+        MemoryPart("prompts", sum(buffer_bytes(c).values()) if RowTiles(layout).suits() else 0),
         MemoryPart("driver", DRIVER_BYTES),
     ]
 
 
-def check_fit(layout: Layout, context: int, free: int, device: str, architecture: str = "") -> None:
+def check_fit(layout: Layout, context: int, free: int, device: str) -> None:
     def parts(tokens: int) -> list[MemoryPart]:
-        return memory_parts(layout, tokens, architecture=architecture)
+        return memory_parts(layout, tokens)
 
     refuse_what_does_not_fit(parts, context, free, device)
 

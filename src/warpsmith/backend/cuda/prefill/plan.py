@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from warpsmith.backend.base import PREFILL_CHUNK
+from warpsmith.backend.cuda.prefill.products import QUEUED
 from warpsmith.backend.cuda.prefill.streams import ENDINGS, SLOTS, PromptStream
 from warpsmith.backend.cuda.shape import HEAD_DIM, STATE_DIM
 from warpsmith.model.config import Config
@@ -11,9 +12,9 @@ PIECE = 2048  # tokens that run together
 OVERRUN = 256  # tokens that a product's last tile may read past a piece
 SHORT, SHORTS, LONG = 512, 15, 2048  # keys whose attention is one part (attention.cuh)
 PARTS_BYTES = 128 << 20  # of attention's parts; more queries than fit take turns
-PREP_SHARED, SLICE = 105_216, 16  # of delta_prep.cu and delta_scan.cu
+PREP_SHARED, SLICE = 100_608, 16  # of delta_prep.cu and delta_scan.cu
 SHORT_SHARED, SHORT_CTAS = 126_720, 4  # of delta_short.cu, and CTAs that share a head
-SCANS = (2, 5)  # chunks on their way in a scan of few and of many: few leave room for the next launch's blocks
+FEW, MANY = 2, 5  # chunks on their way in a scan of few and of many: few leave room for the next launch's blocks
 ROWS_A_CTA = 4  # of attention_rows.cu
 
 Build = tuple[str, dict[str, object]]
@@ -30,8 +31,20 @@ def scan_shared(ahead: int) -> int:
     return ahead * 36_864 + 12_288 + 256
 
 
+def scans_of(stream: PromptStream) -> tuple[int, ...]:
+    """By chunks on their way."""
+    return (FEW, MANY) if stream.architecture == QUEUED else (FEW,)
+
+
+def groups_of(stream: PromptStream) -> tuple[int, ...]:
+    """Warpgroups of attention's builds."""
+    return (1, 2) if stream.architecture == QUEUED else (2,)
+
+
 def flash_shared(groups: int, stream: PromptStream) -> int:
     """SHARED_HERE of attention_flash.cu."""
+    if stream.architecture != QUEUED:
+        return (groups * 64 + PREFILL_CHUNK) * HEAD_DIM * 2
     staged = sum(rows.row_bytes for rows in (stream.key_rows, stream.value_rows) if rows.name != "f16")
     return (groups * 64 + 256) * HEAD_DIM * 2 + PREFILL_CHUNK * staged
 
@@ -58,11 +71,13 @@ def header(stream: PromptStream) -> dict[str, object]:
 
 def kernels_of(stream: PromptStream) -> list[Build]:
     """Files of kernels/prefill, and what each of their builds is told beside the model's numbers."""
-    names, cache = ("rows", "delta_prep", "delta_output", "delta_short"), attention_constants(stream)
+    names, cache = ["rows", "delta_prep", "delta_output"], attention_constants(stream)
+    if stream.architecture == QUEUED:
+        names.append("delta_short")  # its blocks are clusters
     kernels: list[Build] = [("embed", {"EMBEDDING_TYPE": stream.embedding_type}), *((name, {}) for name in names)]
-    kernels += [("delta_scan", {"AHEAD": ahead}) for ahead in SCANS]
+    kernels += [("delta_scan", {"AHEAD": ahead}) for ahead in scans_of(stream)]
     kernels += [("attention_rows", cache), ("attention_merge", cache)]
-    kernels += [("attention_flash", {"GROUPS": groups, **cache}) for groups in (1, 2)]
+    kernels += [("attention_flash", {"GROUPS": groups, **cache}) for groups in groups_of(stream)]
     kernels += stream.heads()
     slots = [(slot, layer) for layer in range(stream.config.layers) for slot in SLOTS]
     for slot, layer in slots if stream.heads() else [*slots, ("HEAD", 0)]:

@@ -16,10 +16,17 @@ from warpsmith.backend.cuda.prefill.structures import Gemm, Piece, Span
 from warpsmith.backend.cuda.weights.formats import FORMATS, Bf16
 
 PLAIN, SILU, RESIDUAL, LOGITS = range(4)  # Ending of product.cuh
-SHARED = 232_448  # bytes of shared memory a block may ask for
+QUEUED = "sm_90a"  # the architecture with wgmma, whose products are queued; all others have mma.sync
+SHARED, DIRECT_SHARED = 232_448, 101_376  # bytes of shared memory a block may ask for, there and on all others
+FEWEST = 64  # tokens of a tile over slabs
 BLOCK_K = 256  # k of a slab
 ROW_BYTES = {kind.type.ggml_id: kind.type.row_bytes(32) for kind in FORMATS}  # of 32 k, by the type's number in a file
 BF16 = Bf16.type.ggml_id
+
+
+def shared_memory(architecture: str) -> int:
+    """SHARED_MEMORY_HERE of queued.cuh and direct.cuh."""
+    return SHARED if architecture == QUEUED else DIRECT_SHARED
 
 
 class AnyTile(Protocol):
@@ -59,6 +66,7 @@ class Tile:
     step_tiles: int
     ahead: int
     rate: float  # measured on an H200, fixed costs apart
+    sends: bool = True  # results leave through shared memory where a warpgroup has one block of rows
 
     @property
     def threads(self) -> int:
@@ -83,7 +91,8 @@ class Tile:
         stage = (n * 64 + (self.rows(ending) * ROW_BYTES[types] if ring else 0)) * self.stage_tiles
         sums = -(-n // 16) * 2048 * (1 + self.row_blocks) if residual and not both else 0
         squares = n * 16 * (2 if both else 1) if residual else 0
-        results = 0 if residual or both else self.rows(ending) // (64 if ending == SILU else 32) * n * 64
+        sends = self.sends and not residual and not both
+        results = self.rows(ending) // (64 if ending == SILU else 32) * n * 64 if sends else 0
         scales = 0 if residual else -(-n * 8 // 128) * 128
         return 1024 + scales + self.stages * stage + sums + squares + results
 
@@ -98,13 +107,17 @@ class SlabTile:
     tokens: int
     beside: int
     rate: float  # measured on an H200, fixed costs apart
+    memory: int = SHARED
 
     def constant(self, ending: int, types: int) -> dict[str, object] | None:
-        """As many stages of activations and slots of weights as there is room for; none where that is too few."""
+        """As many stages of activations and slots of weights as there is room for; none where that is too few. The
+        smallest tile fits everywhere, if with a single slot."""
         slot = 2 * 4 * max(SLAB_BYTES[name] for i, name in enumerate(SLABS) if types >> i & 1)
         stage = self.tokens * 128
-        room = SHARED - 1024 - self.tokens * (32 if ending == RESIDUAL else 8) - 128
+        room = self.memory - 1024 - self.tokens * (32 if ending == RESIDUAL else 8) - 128
         stages = min(8, (room - 2 * slot) // stage)
+        if stages < 3 and self.tokens == FEWEST:
+            stages = min(8, (room - slot) // stage)
         if stages < 3:
             return None
         slots = min(4, (room - stages * stage) // slot)
@@ -119,7 +132,7 @@ class SlabTile:
         return 1
 
     def shared(self, ending: int, types: int) -> int:
-        return SHARED
+        return self.memory
 
 
 WIDE_TILES = (
@@ -133,7 +146,18 @@ NARROW_TILES = (Tile(32, 0, 4, 4, 2, 2, 0.5), Tile(72, 1, 4, 8, 2, 4, 0.4), Tile
 # Blocks with scales come through shared memory, which has no room for more.
 SCALED_WIDE_TILES = (Tile(64, 0, 2, 5, 2, 2, 0.6), Tile(128, 2, 2, 5, 2, 2, 0.8), Tile(136, 2, 2, 5, 2, 2, 0.8))
 SCALED_NARROW_TILES = (Tile(32, 0, 4, 4, 2, 2, 0.5), Tile(128, 2, 4, 4, 2, 2, 0.6))
-SLAB_TILES = (SlabTile(64, 1, 0.4), SlabTile(128, 1, 0.6), SlabTile(232, 2, 0.78), SlabTile(256, 2, 0.8))
+SLAB_TILES = (SlabTile(FEWEST, 1, 0.4), SlabTile(128, 1, 0.6), SlabTile(232, 2, 0.78), SlabTile(256, 2, 0.8))
+
+# Without wgmma, for 99 KB of shared memory. Rates are guesses: none of these chips was at hand.
+DIRECT_WIDE_TILES = (Tile(64, 1, 2, 8, 1, 4, 0.3, False), Tile(128, 1, 2, 5, 1, 4, 0.4, False))
+DIRECT_NARROW_TILES = (Tile(32, 2, 4, 8, 1, 4, 0.2, False), Tile(64, 2, 4, 5, 1, 4, 0.3, False))
+DIRECT_SCALED_WIDE_TILES = (Tile(64, 1, 2, 5, 1, 2, 0.3, False), Tile(128, 1, 2, 3, 1, 2, 0.4, False))
+DIRECT_SCALED_NARROW_TILES = (Tile(32, 2, 2, 6, 1, 2, 0.2, False), Tile(64, 2, 2, 5, 1, 2, 0.3, False))
+DIRECT_SLAB_TILES = (
+    SlabTile(FEWEST, 1, 0.3, DIRECT_SHARED),
+    SlabTile(96, 1, 0.35, DIRECT_SHARED),
+    SlabTile(128, 1, 0.4, DIRECT_SHARED),
+)
 
 
 def tile_count(tile: AnyTile, ending: int, rows: int, octets: int) -> int:
@@ -161,12 +185,12 @@ class Launch:
 
 
 class Launcher:
-    """Queues kernels, each of which may start while the one before it ends.
+    """Queues kernels, each of which may start while the one before it ends (`early`: where kernels know of it).
 
     A short prompt is some 130 launches of a few microseconds: the driver is called as directly as Python can."""
 
-    def __init__(self, device: Device) -> None:
-        self.device = device
+    def __init__(self, device: Device, early: bool) -> None:
+        self.device, self.early = device, early
         self._configs: dict[tuple[int, int, int], Any] = {}
 
     @cached_property
@@ -193,14 +217,15 @@ class Launcher:
         key = (grid, threads, shared)
         if key not in self._configs:
             cu = self.device.cu
-            early = cu.CUlaunchAttribute()
-            early.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            early.value.programmaticStreamSerializationAllowed = 1
             config = cu.CUlaunchConfig()
             config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
             config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
             config.sharedMemBytes, config.hStream = shared, 0
-            config.attrs, config.numAttrs = [early], 1
+            if self.early:
+                early = cu.CUlaunchAttribute()
+                early.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+                early.value.programmaticStreamSerializationAllowed = 1
+                config.attrs, config.numAttrs = [early], 1
             self._configs[key] = config
         return self._configs[key]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,24 +23,26 @@ from warpsmith.backend.cuda.memory.driver import Buffer, Device, Pinned
 from warpsmith.backend.cuda.prefill.heads import RowTileHead, SlabHead
 from warpsmith.backend.cuda.prefill.kept import Kept
 from warpsmith.backend.cuda.prefill.plan import (
+    FEW,
     OVERRUN,
     PARTS_BYTES,
     PIECE,
     PREP_SHARED,
     ROWS_A_CTA,
-    SCANS,
     SHORT_CTAS,
     SHORT_SHARED,
     SLICE,
     attention_constants,
     buffer_bytes,
     flash_shared,
+    groups_of,
     header,
     kernels_of,
     scan_shared,
+    scans_of,
     segments_of,
 )
-from warpsmith.backend.cuda.prefill.products import SILU, Launch, Launcher, Product, Step
+from warpsmith.backend.cuda.prefill.products import QUEUED, SILU, Launch, Launcher, Product, Step
 from warpsmith.backend.cuda.prefill.replay import Replay
 from warpsmith.backend.cuda.prefill.streams import ENDINGS, SLOTS, PromptStream, head_octets
 from warpsmith.backend.cuda.prefill.structures import (
@@ -79,7 +82,6 @@ class Prefill:
         self,
         device: Device,
         weights: PromptStream,
-        architecture: str,
         *,
         stream: Buffer,
         embedding: Buffer,
@@ -91,11 +93,11 @@ class Prefill:
         options: Mapping[str, object] | None = None,
     ) -> None:
         """`options`: what every build is told besides, for measuring and checking."""
-        self.device, self.weights, self.architecture, self.sms = device, weights, architecture, sms
+        self.device, self.weights, self.sms = device, weights, sms
         self.piece_tokens = piece
         self.stream, self.embedding, self.vectors, self.rope, self.logits = stream, embedding, vectors, rope, logits
         c = self.config = weights.config
-        self.launcher = Launcher(device)
+        self.launcher = Launcher(device, early=int(re.sub(r"\D", "", weights.architecture)) >= 90)
         self._kernels: dict[tuple[str, tuple[tuple[str, object], ...]], Any] = {}
         self._images: dict[tuple[str, tuple[tuple[str, object], ...]], Future[bytes]] = {}
         self._start_builds(options or {})
@@ -122,7 +124,7 @@ class Prefill:
         pool = ThreadPoolExecutor(8)
         model = header(self.weights) | dict(options)
         for name, extra in kernels_of(self.weights):
-            job = pool.submit(build, f"prefill/{name}.cu", self.architecture, model | extra)
+            job = pool.submit(build, f"prefill/{name}.cu", self.weights.architecture, model | extra)
             self._images[name, tuple(extra.items())] = job
         pool.shutdown(wait=False)
 
@@ -189,7 +191,7 @@ class Prefill:
         embed = self._kernel("embed", EMBEDDING_TYPE=weights.embedding_type)
         self.embed = step(embed, 128, self.embed_arguments, piece)
         self.layers: list[_Layer] = []
-        cache = attention_constants(weights)
+        cache, queued = attention_constants(weights), weights.architecture == QUEUED
         for layer, recurrent in enumerate(c.recurrent):
             block = f"blk.{layer}."
             after = f"blk.{layer + 1}.attn_norm.weight" if layer + 1 < c.layers else "output_norm.weight"
@@ -207,10 +209,10 @@ class Prefill:
                     prep=step(self._kernel("delta_prep", PREP_SHARED), 256, delta, piece),
                     scans={
                         ahead: step(self._kernel("delta_scan", scan_shared(ahead), AHEAD=ahead), 256, delta, piece)
-                        for ahead in SCANS
+                        for ahead in scans_of(weights)
                     },
                     output=step(self._kernel("delta_output"), 256, delta, piece),
-                    short=step(self._kernel("delta_short", SHORT_SHARED), 256, delta, piece),
+                    short=step(self._kernel("delta_short", SHORT_SHARED), 256, delta, piece) if queued else None,
                 )
                 rows, gate_rows = c.conv_channels + c.value_dim, 2 * c.value_heads
             else:
@@ -247,7 +249,7 @@ class Prefill:
                 steps[octets] = step(self._kernel(name, octets * c.hidden * 16, **extra), 512, arguments, piece)
             best = self.buffers["best"]
             fetched = Pinned(self.device, np.uint32, best.nbytes // 4)
-            self.head = RowTileHead(head_octets(c), arguments, best, fetched, steps, self.sms)
+            self.head = RowTileHead(head_octets(weights), arguments, best, fetched, steps, self.sms)
         else:
             self.head = SlabHead(product("HEAD", c.layers, c.vocab, x=at["x"]), self.asked)
         self.rows_arguments = Rows(residual=at["residual"], squares=at["squares"])
@@ -365,14 +367,15 @@ class Prefill:
         for number, layer in enumerate(self.layers):
             ends = number == c.layers - 1 and not shape.every
             yield layer.enter.on(self.whole, octets)
-            if isinstance(layer.mixer, _DeltaMixer) and octets <= PREFILL_CHUNK // 8:
-                yield layer.mixer.short.on(c.value_heads * SHORT_CTAS)
-            elif isinstance(layer.mixer, _DeltaMixer):
-                items = -(-octets // 8) * c.value_heads
-                yield layer.mixer.prep.on(items)
-                scan = layer.mixer.scans[SCANS[0] if octets <= 8 * SCANS[0] else SCANS[1]]
-                yield scan.on(c.value_heads * (STATE_DIM // SLICE))
-                yield layer.mixer.output.on(items)
+            if isinstance(layer.mixer, _DeltaMixer):
+                if layer.mixer.short is not None and octets <= PREFILL_CHUNK // 8:
+                    yield layer.mixer.short.on(c.value_heads * SHORT_CTAS)
+                else:
+                    items, scans = -(-octets // 8) * c.value_heads, layer.mixer.scans
+                    yield layer.mixer.prep.on(items)
+                    scan = scans[FEW if octets <= 8 * FEW else max(scans)]
+                    yield scan.on(c.value_heads * (STATE_DIM // SLICE))
+                    yield layer.mixer.output.on(items)
             else:
                 yield layer.mixer.rows.on(octets * -(-(c.heads + 2 * c.kv_heads) // ROWS_A_CTA))
                 if not ends or shape.last:
@@ -393,7 +396,8 @@ class Prefill:
             queries = self._queries.setdefault((first, count), Queries(first, count))
             rows = count * (c.heads // c.kv_heads)
             items = c.kv_heads * shape.segments
-            groups = 2 if math.ceil(rows / 128) * items >= self.sms else 1
+            known = groups_of(self.weights)
+            groups = known[-1] if math.ceil(rows / 128) * items >= self.sms else known[0]
             for name, threads, grid, shared, extra in (
                 (
                     "attention_flash",
@@ -441,7 +445,7 @@ class _DeltaMixer:
     prep: Step
     scans: dict[int, Step]  # by chunks that are on their way
     output: Step
-    short: Step  # all of them, of one chunk
+    short: Step | None  # all of them, of one chunk; none without clusters
 
 
 @dataclass

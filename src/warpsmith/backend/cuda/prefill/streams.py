@@ -13,17 +13,23 @@ from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.memory.caches import CACHE_ROWS, CacheRows
 from warpsmith.backend.cuda.memory.layout import Layout
 from warpsmith.backend.cuda.prefill.products import (
+    DIRECT_NARROW_TILES,
+    DIRECT_SCALED_NARROW_TILES,
+    DIRECT_SCALED_WIDE_TILES,
+    DIRECT_SLAB_TILES,
+    DIRECT_WIDE_TILES,
     LOGITS,
     NARROW_TILES,
     PLAIN,
+    QUEUED,
     RESIDUAL,
     SCALED_NARROW_TILES,
     SCALED_WIDE_TILES,
-    SHARED,
     SILU,
     SLAB_TILES,
     WIDE_TILES,
     AnyTile,
+    shared_memory,
 )
 from warpsmith.backend.cuda.shape import WIDE, tiles_of
 from warpsmith.backend.cuda.weights.formats import Bf16, Format
@@ -50,12 +56,13 @@ class PromptStream(Protocol):
     """A model's weights on the device as the kernels of a prompt see them."""
 
     config: Config
+    architecture: str  # that kernels are built for
     embedding_type: int  # EmbeddingType of large/embedding.cuh, where rows are looked up as the file has them
     embedding_format: Format  # else of the stream or the table
     key_rows: CacheRows
     value_rows: CacheRows
 
-    def suits(self, architecture: str) -> bool:
+    def suits(self) -> bool:
         """Whether the kernels take the model."""
 
     def vectors(self) -> list[str]:
@@ -79,8 +86,8 @@ class RowTiles:
 
     embedding_type = EMBEDDINGS.index(Bf16.type.name)  # not asked for: rows are looked up in the stream's formats
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout, self.config = layout, layout.config
+    def __init__(self, layout: Layout, architecture: str = QUEUED) -> None:
+        self.layout, self.config, self.architecture = layout, layout.config, architecture
         self.key_rows = self.value_rows = CACHE_ROWS["f16"]
         self.embedding_format = layout.stream.embedding_format
         self._stages = {(stage.slot, stage.layer): stage for stage in layout.schedule.weight_stages}
@@ -89,12 +96,12 @@ class RowTiles:
         for held in layout.stream.parts:
             self._formats.setdefault((held.stage.slot, held.stage.layer), set()).add(held.format)
 
-    def suits(self, architecture: str) -> bool:
-        """One type a matrix, widths of whole steps, on sm_90a."""
+    def suits(self) -> bool:
+        """One type a matrix, widths of whole steps."""
         c = self.config
         fits = all(len(formats) == 1 for formats in self._formats.values())
         widths = c.hidden % 256 == 0 and c.ffn % 512 == 0 and c.value_dim % 512 == 0 and c.heads % 2 == 0
-        return architecture == "sm_90a" and fits and widths
+        return fits and widths
 
     def vectors(self) -> list[str]:
         return self.layout.schedule.vectors()
@@ -105,7 +112,11 @@ class RowTiles:
     def matrix(self, slot: str, layer: int) -> Matrix:
         place = slot, None if slot == "HEAD" else layer
         stage, (held, *_) = self._stages[place], self._formats[place]
-        wide, narrow = (SCALED_WIDE_TILES, SCALED_NARROW_TILES) if held.quantised else (WIDE_TILES, NARROW_TILES)
+        plain, scaled = (WIDE_TILES, NARROW_TILES), (SCALED_WIDE_TILES, SCALED_NARROW_TILES)
+        if self.architecture != QUEUED:
+            plain = DIRECT_WIDE_TILES, DIRECT_NARROW_TILES
+            scaled = DIRECT_SCALED_WIDE_TILES, DIRECT_SCALED_NARROW_TILES
+        wide, narrow = scaled if held.quantised else plain
         return Matrix(stage.k, stage.tiles, narrow if ENDINGS[slot] == RESIDUAL else wide, held.type.ggml_id)
 
     def starts(self, slot: str, layer: int) -> np.ndarray:
@@ -122,7 +133,7 @@ class RowTiles:
 
     def heads(self) -> list[tuple[str, dict[str, object]]]:
         kind = self.matrix("HEAD", 0).types
-        return [("head", {"HEAD_OCTETS": n, "HEAD_TYPE": kind}) for n in sorted({1, head_octets(self.config)})]
+        return [("head", {"HEAD_OCTETS": n, "HEAD_TYPE": kind}) for n in sorted({1, head_octets(self)})]
 
 
 class SlabStream:
@@ -130,13 +141,13 @@ class SlabStream:
 
     embedding_format: Format = Bf16()  # not asked for: the table has types of its own
 
-    def __init__(self, layout: LargeLayout) -> None:
-        self.layout, self.config = layout, layout.config
+    def __init__(self, layout: LargeLayout, architecture: str = QUEUED) -> None:
+        self.layout, self.config, self.architecture = layout, layout.config, architecture
         self.embedding_type = EMBEDDINGS.index(layout.embedding_type)
         self.key_rows, self.value_rows = layout.key_rows, layout.value_rows
 
-    def suits(self, architecture: str) -> bool:
-        return architecture == "sm_90a"
+    def suits(self) -> bool:
+        return True
 
     def vectors(self) -> list[str]:
         return self.layout.vectors()
@@ -147,11 +158,12 @@ class SlabStream:
     def matrix(self, slot: str, layer: int) -> Matrix:
         stage = self.layout.stages[self._number(slot, layer)]
         types = [SLABS.index(part.type) for part in stage.parts]
+        tiles = SLAB_TILES if self.architecture == QUEUED else DIRECT_SLAB_TILES
         ends = [*np.cumsum([part.tiles for part in stage.parts]).tolist(), stage.tiles, stage.tiles]
         return Matrix(
             k=stage.k,
             row_tiles=stage.tiles,
-            tiles=SLAB_TILES[:1] if slot == "HEAD" else SLAB_TILES,
+            tiles=tiles[:1] if slot == "HEAD" else tiles,
             types=sum({1 << t for t in types}),
             second=ends[0],
             third=ends[1],
@@ -168,6 +180,6 @@ class SlabStream:
         return []  # it is a product like the others
 
 
-def head_octets(config: Config) -> int:
+def head_octets(stream: PromptStream) -> int:
     """Octets of tokens whose logits are made together: their activations lie in shared memory."""
-    return min(8, (SHARED - 4096) // (config.hidden * 16))
+    return min(8, (shared_memory(stream.architecture) - 4096) // (stream.config.hidden * 16))

@@ -122,6 +122,14 @@ __device__ __forceinline__ bool copiers_agree(bool so) { return COPY_LANES == 1 
 __device__ __forceinline__ void copy16(void* dst, const void* src) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(dst)), "l"(src) : "memory");
 }
+// The same by a shared address; zeros, and nothing is read, where it is not `there`.
+__device__ __forceinline__ void copy16(u32 to, const void* from, bool there = true) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+// This thread comes to a barrier when all of its copies so far have ended.
+__device__ __forceinline__ void arrive_with_copies(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
 __device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Those since the last call are a group.
 __device__ __forceinline__ void copies_queued() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -218,6 +226,17 @@ __device__ __forceinline__ void sync_threads() {
 template <int COUNT>
 __device__ __forceinline__ void sync_with_reducers() { asm volatile("bar.sync 2, %0;" ::"n"(COUNT) : "memory"); }
 
+// COUNT threads at one of 16 barriers, whose first four others have.
+template <int COUNT>
+__device__ __forceinline__ void sync_some(int id) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(COUNT) : "memory");
+}
+// The others need not be waited for.
+template <int COUNT>
+__device__ __forceinline__ void arrive_some(int id) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(COUNT) : "memory");
+}
+
 // What this thread has written before is seen by other SMs before what it writes afterwards.
 __device__ __forceinline__ void fence_gpu() { __threadfence(); }
 
@@ -308,6 +327,43 @@ __device__ __forceinline__ u32 load_shared2(u32 address) {
     u32 v;
     asm volatile("ld.shared.u16 %0, [%1];" : "=r"(v) : "r"(address));
     return v;
+}
+
+// The same where others write between one load and the next.
+__device__ __forceinline__ void load_shared_words(u32* v, u32 at) {
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(at)
+                 : "memory");
+}
+__device__ __forceinline__ float load_shared_float(u32 at) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ float2 load_shared_float2(u32 at) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ void store_shared(u32 at, float v) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory");
+}
+__device__ __forceinline__ void store_shared(u32 at, u32 v) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
+}
+__device__ __forceinline__ void store_shared(u32 at, uint2 v) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(v.x), "r"(v.y) : "memory");
+}
+__device__ __forceinline__ void store_shared(u32 at, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+// Weights, which stay in the L2 cache alone.
+__device__ __forceinline__ void load_once16(u32* v, const u8* at) {
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "l"(at));
 }
 
 // The same number in every lane, which the compiler then knows: it may keep it in a register of the whole warp.

@@ -2,20 +2,26 @@
 // weight.
 //
 // A warpgroup has 64 rows (see attention.cuh); two share the keys of a CTA where there are enough rows. Queries, a tile
-// of 64 keys and its values lie in shared memory as four blocks of 64 dimensions, a row 128 bytes, whose eight pieces
-// of 16 are swapped by row (exclusive or): as wgmma reads them, keys as rows and values as k. Keys and values come a
-// tile ahead of their use; rows of blocks come as they are and are widened to fp16 just before. Given with -D: GROUPS,
-// warpgroups. Grid: tiles of rows x key heads x segments; those without keys end at once. Bytes: 64 KB a tile of keys
-// and CTA (f16), from L2.
+// of keys and its values lie in shared memory as four blocks of 64 dimensions, a row 128 bytes, whose eight pieces of 16
+// are swapped by row (exclusive or): as wgmma reads them, keys as rows and values as k. Tiles have 64 keys, and come one
+// ahead of their use; rows of blocks come as they are and are widened to fp16 just before. Without wgmma tiles have 32
+// keys and one place each: keys come while values are summed, values while there are scores to be made; rows of blocks
+// are widened on their way. Given with -D: GROUPS, warpgroups. Grid: tiles of rows x key heads x segments; those without
+// keys end at once. Bytes: 1 KB a key and CTA (f16), from L2.
 #include "prefill/attention.cuh"
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #include "prefill/wgmma_half.cuh"
+#else
+#include "prefill/mma_half.cuh"
+#endif
 
-constexpr int ROWS = GROUPS * 64, THREADS_HERE = GROUPS * 128, TILE_BYTES = CHUNK * HEAD_DIM * 2;
+constexpr int KEYS = QUEUED ? CHUNK : CHUNK / 2, PLACES = QUEUED ? 2 : 1;  // of a tile; for tiles
+constexpr int ROWS = GROUPS * 64, THREADS_HERE = GROUPS * 128, TILE_BYTES = KEYS * HEAD_DIM * 2;
 constexpr bool WIDENS = KEY_TYPE != CACHE_F16 || VALUE_TYPE != CACHE_F16;
-constexpr int staged_bytes(int type) { return type == CACHE_F16 ? 0 : CHUNK * cache_row_bytes(type); }
+constexpr int staged_bytes(int type) { return type == CACHE_F16 || !QUEUED ? 0 : KEYS * cache_row_bytes(type); }
 constexpr int STAGED = staged_bytes(KEY_TYPE) + staged_bytes(VALUE_TYPE);  // a tile of rows of blocks, on their way
-constexpr int SHARED_HERE = ROWS * HEAD_DIM * 2 + 4 * TILE_BYTES + STAGED;
-static_assert(SHARED_HERE <= 232448, "");
+constexpr int SHARED_HERE = ROWS * HEAD_DIM * 2 + 2 * PLACES * TILE_BYTES + STAGED;
+static_assert(SHARED_HERE <= SHARED_MEMORY_HERE, "");
 
 // Operands in shared memory, swizzled by 128 bytes. Rows of 64 dimensions, 128 bytes each, eight of them 1 KB.
 __device__ __forceinline__ u64 operand_at(u32 at, u32 next_block) {
@@ -33,9 +39,7 @@ __device__ __forceinline__ void fetch_rows(u32 to, const u16* from, int count) {
 #pragma unroll
     for (int i = 0; i < COUNT / STEP; i++) {
         const int piece = lane % 8 ^ (first + i * STEP) % 8;
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + i * STEP * 128 + piece * 16),
-                     "l"(mine + i * STEP * HEAD_DIM), "r"(first + i * STEP < count ? 16 : 0)
-                     : "memory");
+        copy16(to + i * STEP * 128 + piece * 16, mine + i * STEP * HEAD_DIM, first + i * STEP < count);
     }
 }
 // A tile of rows of blocks, as it is.
@@ -43,31 +47,53 @@ template <int TYPE>
 __device__ __forceinline__ void stage_rows(u32 to, const u8* from, int count) {
     constexpr int PIECES = cache_row_bytes(TYPE) / 16;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < CHUNK * PIECES; i += THREADS_HERE)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + i * 16), "l"(from + i * 16),
-                     "r"(i / PIECES < count ? 16 : 0)
-                     : "memory");
+    for (int i = threadIdx.x; i < KEYS * PIECES; i += THREADS_HERE)
+        copy16(to + i * 16, from + i * 16, i / PIECES < count);
 }
-// And its values in fp16 where wgmma reads them: a warp a row, eight dimensions a lane.
+// Eight dimensions a lane, in fp16 where a product reads them.
+template <int TYPE>
+__device__ __forceinline__ void put_widened(u32 to, int row, uint2 words, u32 scale) {
+    const int lane = threadIdx.x % 32;
+    store_shared(to + lane / 8 * (KEYS * 128) + row * 128 + (lane % 8 ^ row % 8) * 16,
+                 eight_values<TYPE>(words, scale | scale << 16));
+}
+// All of a staged tile: a warp a row.
 template <int TYPE>
 __device__ __forceinline__ void widen_rows(u32 to, u32 from) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 2
-    for (int row = threadIdx.x / 32; row < CHUNK; row += THREADS_HERE / 32) {
+    for (int row = threadIdx.x / 32; row < KEYS; row += THREADS_HERE / 32) {
         const u32 at = from + row * cache_row_bytes(TYPE);
         const u32 d = load_shared2(at + cache_scales_at(TYPE) + 2 * (lane / 4));
-        const uint2 words = TYPE == CACHE_Q8_0 ? load_shared8(at + 8 * lane) : uint2{load_shared4(at + 4 * lane), 0};
-        const uint4 v = eight_values<TYPE>(words, d | d << 16);
-        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to + lane / 8 * (CHUNK * 128) + row * 128 +
-                                                                      (lane % 8 ^ row % 8) * 16),
-                     "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-                     : "memory");
+        put_widened<TYPE>(
+            to, row, TYPE == CACHE_Q8_0 ? load_shared8(at + 8 * lane) : uint2{load_shared4(at + 4 * lane), 0}, d);
     }
 }
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int LEFT>
-__device__ __forceinline__ void wait_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+// The same straight from the cache; rows from `count` on are zeros.
+template <int TYPE>
+__device__ __forceinline__ void fetch_widened(u32 to, const u8* from, int count) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int row = threadIdx.x / 32; row < KEYS; row += THREADS_HERE / 32) {
+        const u8* at = from + row * cache_row_bytes(TYPE);
+        uint2 words = {};
+        u32 d = 0;
+        if (row < count) {
+            d = *(const u16*)(at + cache_scales_at(TYPE) + 2 * (lane / 4));
+            words = TYPE == CACHE_Q8_0 ? *(const uint2*)(at + 8 * lane) : uint2{*(const u32*)(at + 4 * lane), 0};
+        }
+        put_widened<TYPE>(to, row, words, d);
+    }
+}
+// A tile of rows of the cache on its way to where a product reads it, or to `staged`.
+template <int TYPE>
+__device__ __forceinline__ void fetch_tile(u32 to, u32 staged, const u8* from, int count) {
+    if constexpr (TYPE == CACHE_F16)
+        fetch_rows<KEYS>(to, (const u16*)from, count);
+    else if constexpr (QUEUED)
+        stage_rows<TYPE>(staged, from, count);
+    else
+        fetch_widened<TYPE>(to, from, count);
 }
 
 // What a CTA has: 64 or 128 rows of a key head, and a segment; long segments come first, and one that has begun but
@@ -75,8 +101,7 @@ __device__ __forceinline__ void wait_copies() {
 struct Item {
     int kv_head, segment, row0, last_row;
     __device__ __forceinline__ Item(const Queries& s, const Piece& p) {
-        int block;  // asked for anew, so that nothing of this is kept in registers in between
-        asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+        const int block = block_number();
         const int tiles = (s.count * GROUP + ROWS - 1) / ROWS;
         kv_head = block / tiles % KV_HEADS;
         const int newest = (int)(gridDim.x - 1) / tiles / KV_HEADS, before = block / tiles / KV_HEADS;
@@ -95,45 +120,66 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
     const int kv_head = item.kv_head, segment = item.segment, row0 = item.row0, last_row = item.last_row;
     const int first_key = segment_start(segment), newest = p.base + min(last_row / GROUP, p.end - 1);  // positions
     if (first_key > newest) return;
-    const int key_tiles = min(segment_start(segment + 1) - first_key, newest + 1 - first_key + CHUNK - 1) / CHUNK;
-    const int whole_tiles = max(p.base + row0 / GROUP - first_key + 1, 0) / CHUNK;  // that every query sees all of
-    const u32 queries = shared_address(memory), keys = queries + ROWS * HEAD_DIM * 2, values = keys + 2 * TILE_BYTES;
+    const int key_tiles = min(segment_start(segment + 1) - first_key, newest + 1 - first_key + KEYS - 1) / KEYS;
+    const int whole_tiles = max(p.base + row0 / GROUP - first_key + 1, 0) / KEYS;  // that every query sees all of
+    const u32 queries = shared_address(memory), keys = queries + ROWS * HEAD_DIM * 2, values = keys + PLACES * TILE_BYTES;
     const u32 first_row = (u32)kv_head * a.context + first_key;  // of the cache
     const int known = p.base + p.end - first_key;                // keys from there on are not
-    const u32 staged_keys = values + 2 * TILE_BYTES, staged_values = staged_keys + staged_bytes(KEY_TYPE);
+    const u32 staged_keys = values + PLACES * TILE_BYTES, staged_values = staged_keys + staged_bytes(KEY_TYPE);
     const auto fetch_keys = [&](int t) {
         if (t >= key_tiles) return;
-        const u8* from = a.keys + (size_t)(first_row + t * CHUNK) * KEY_ROW;
-        if constexpr (KEY_TYPE == CACHE_F16)
-            fetch_rows<CHUNK>(keys + t % 2 * TILE_BYTES, (const u16*)from, known - t * CHUNK);
-        else
-            stage_rows<KEY_TYPE>(staged_keys, from, known - t * CHUNK);
+        fetch_tile<KEY_TYPE>(keys + t % PLACES * TILE_BYTES, staged_keys,
+                             a.keys + (size_t)(first_row + t * KEYS) * KEY_ROW, known - t * KEYS);
     };
     const auto fetch_values = [&](int t) {
         if (t >= key_tiles) return;
-        const u8* from = a.values + (size_t)(first_row + t * CHUNK) * VALUE_ROW;
-        if constexpr (VALUE_TYPE == CACHE_F16)
-            fetch_rows<CHUNK>(values + t % 2 * TILE_BYTES, (const u16*)from, known - t * CHUNK);
-        else
-            stage_rows<VALUE_TYPE>(staged_values, from, known - t * CHUNK);
-    };
-    // What was fetched is there for wgmma: values of tile `v`, keys of tile `k`.
-    const auto have = [&](int v, int k) {
-        wait_copies<0>();
-        if constexpr (WIDENS) {
-            __syncthreads();
-            if constexpr (VALUE_TYPE != CACHE_F16)
-                if (v >= 0) widen_rows<VALUE_TYPE>(values + v % 2 * TILE_BYTES, staged_values);
-            if constexpr (KEY_TYPE != CACHE_F16)
-                if (k < key_tiles) widen_rows<KEY_TYPE>(keys + k % 2 * TILE_BYTES, staged_keys);
-        }
-        show_to_copies();
-        __syncthreads();
+        fetch_tile<VALUE_TYPE>(values + t % PLACES * TILE_BYTES, staged_values,
+                               a.values + (size_t)(first_row + t * KEYS) * VALUE_ROW, known - t * KEYS);
     };
     const auto fetch_queries = [&] {
         fetch_rows<ROWS>(queries, a.queries + ((size_t)kv_head * p.capacity * 8 * GROUP + row0) * HEAD_DIM,
                          last_row + 1 - row0);
     };
+    const int lane = threadIdx.x % 32, group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4,
+              g = lane / 4, q = lane % 4;
+    const int row = row0 + group * 64 + warp * 16 + g;  // and + 8
+    // In the segment.
+    const int position[2] = {p.base + row / GROUP - first_key, p.base + (row + 8) / GROUP - first_key};
+    float out[HEAD_DIM / 8][4], score[KEYS / 8][4], peak[2] = {MINUS_INFINITY, MINUS_INFINITY}, weight[2] = {0.0f, 0.0f}, factor[2];
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; i++) out[i / 4][i % 4] = 0.0f;
+
+    // Weights of a tile's keys, and what keeps the older sums in step.
+    const auto soften = [&](int t, u32(&weights)[KEYS / 4]) {
+        settle(score);
+        if (t >= whole_tiles) {
+#pragma unroll
+            for (int i = 0; i < KEYS / 2; i++)
+                if (t * KEYS + i / 4 * 8 + q * 2 + i % 2 > position[i / 2 % 2]) score[i / 4][i % 4] = MINUS_INFINITY;
+        }
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float top = peak[r];
+#pragma unroll
+            for (int i = 0; i < KEYS / 4; i++) top = fmaxf(top, score[i / 2][r * 2 + i % 2]);
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+            const float base = top == MINUS_INFINITY ? 0.0f : top;
+            factor[r] = power_of_2(peak[r] - base);
+            peak[r] = top;
+            float sum = 0.0f;
+#pragma unroll
+            for (int i = 0; i < KEYS / 8; i++) {  // of an octet of keys
+                const float x = power_of_2(score[i][r * 2] - base), y = power_of_2(score[i][r * 2 + 1] - base);
+                sum += x + y;
+                weights[i / 2 * 4 + i % 2 * 2 + r] = pack_half(x, y);
+            }
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            weight[r] = fmaf(weight[r], factor[r], sum);
+        }
+    };
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     // The past of a piece is there before the launch before has ended.
     const bool early = first_key + 2 * CHUNK <= p.base + p.lead;
     const auto fetch_first = [&] {
@@ -152,98 +198,68 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
     wait_for_previous();
     fetch_queries();
     if (!early) fetch_first();
-    commit_copies();
+    copies_queued();
 
-    const int lane = threadIdx.x % 32, group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4,
-              g = lane / 4, q = lane % 4;
-    const int row = row0 + group * 64 + warp * 16 + g;  // and + 8
-    // In the segment.
-    const int position[2] = {p.base + row / GROUP - first_key, p.base + (row + 8) / GROUP - first_key};
-    float out[128], score[32], peak[2] = {MINUS_INFINITY, MINUS_INFINITY}, weight[2] = {0.0f, 0.0f}, factor[2];
-    u32 share[2][16];  // weights of this tile's keys and of the next one's
-#pragma unroll
-    for (int i = 0; i < 128; i++) out[i] = 0.0f;
-
+    // What was fetched is there for wgmma: values of tile `v`, keys of tile `k`.
+    const auto have = [&](int v, int k) {
+        copies_left<0>();
+        if constexpr (WIDENS) {
+            __syncthreads();
+            if constexpr (VALUE_TYPE != CACHE_F16)
+                if (v >= 0) widen_rows<VALUE_TYPE>(values + v % 2 * TILE_BYTES, staged_values);
+            if constexpr (KEY_TYPE != CACHE_F16)
+                if (k < key_tiles) widen_rows<KEY_TYPE>(keys + k % 2 * TILE_BYTES, staged_keys);
+        }
+        show_to_copies();
+        __syncthreads();
+    };
     const auto ask_scores = [&](int t) {
         const u32 tile = keys + t % 2 * TILE_BYTES;
-        wgmma_fence();
+        products_begin();
 #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; k++)
-            wgmma_scores(score, operand_at(queries + k / 4 * (ROWS * 128) + group * 8192 + k % 4 * 32, 16),
+            wgmma_scores(score[0], operand_at(queries + k / 4 * (ROWS * 128) + group * 8192 + k % 4 * 32, 16),
                          operand_at(tile + k / 4 * 8192 + k % 4 * 32, 16), k > 0);
-        wgmma_commit();
+        products_queued();
     };
     const auto ask_values = [&](int t, const u32(&weights)[16]) {
         const u32 tile = values + t % 2 * TILE_BYTES;
-        wgmma_fence();
+        products_begin();
 #pragma unroll
-        for (int k = 0; k < 4; k++) wgmma_values(out, weights + k * 4, operand_at(tile + k * 2048, 8192));
-        wgmma_commit();
-    };
-    // Weights of a tile's keys, and what keeps the older sums in step.
-    const auto soften = [&](int t, u32(&weights)[16]) {
-#pragma unroll
-        for (int i = 0; i < 32; i++) asm volatile("" : "+f"(score[i])::"memory");
-        if (t >= whole_tiles) {
-#pragma unroll
-            for (int i = 0; i < 32; i++)
-                if (t * CHUNK + i / 4 * 8 + q * 2 + i % 2 > position[i / 2 % 2]) score[i] = MINUS_INFINITY;
-        }
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            float top = peak[r];
-#pragma unroll
-            for (int i = 0; i < 16; i++) top = fmaxf(top, score[i / 2 * 4 + r * 2 + i % 2]);
-            top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-            const float base = top == MINUS_INFINITY ? 0.0f : top;
-            factor[r] = power_of_2(peak[r] - base);
-            peak[r] = top;
-            float sum = 0.0f;
-#pragma unroll
-            for (int i = 0; i < 8; i++) {  // of an octet of keys
-                const float x = power_of_2(score[i * 4 + r * 2] - base),
-                            y = power_of_2(score[i * 4 + r * 2 + 1] - base);
-                sum += x + y;
-                weights[i / 2 * 4 + i % 2 * 2 + r] = pack_half(x, y);
-            }
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            weight[r] = fmaf(weight[r], factor[r], sum);
-        }
+        for (int k = 0; k < 4; k++) wgmma_values(out[0], weights + k * 4, operand_at(tile + k * 2048, 8192));
+        products_queued();
     };
     have(-1, 0);
     if (WIDENS) {
         fetch_values(0), fetch_keys(1);
-        commit_copies();
+        copies_queued();
     }
     ask_scores(0);
-    wgmma_wait<0>();
+    products_done<0>();
+    u32 share[2][16];  // weights of this tile's keys and of the next one's
     soften(0, share[0]);
     const auto step = [&](int t, const u32(&weights)[16], u32(&next)[16]) {
         have(t, t + 1);
         fetch_values(t + 1), fetch_keys(t + 2);
-        commit_copies();
+        copies_queued();
         ask_scores(t + 1);
         ask_values(t, weights);
-        wgmma_wait<1>();
+        products_done<1>();
         soften(t + 1, next);  // while the values are summed
         // Never true. Without a way out here that depends on the weights, ptxas moves all of the softmax behind the
         // wait.
         asm volatile("{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p trap; }" ::"f"(weight[0] + weight[1])
                      : "memory");
-        wgmma_wait<0>();
+        products_done<0>();
+        settle(out);
 #pragma unroll
-        for (int i = 0; i < 128; i++) asm volatile("" : "+f"(out[i])::"memory");
-#pragma unroll
-        for (int i = 0; i < 128; i++) out[i] *= factor[i / 2 % 2];
+        for (int i = 0; i < 128; i++) out[i / 4][i % 4] *= factor[i / 2 % 2];
     };
     const auto last_step = [&](int t, const u32(&weights)[16]) {
         have(t, key_tiles);
         ask_values(t, weights);
-        wgmma_wait<0>();
-#pragma unroll
-        for (int i = 0; i < 128; i++) asm volatile("" : "+f"(out[i])::"memory");
+        products_done<0>();
+        settle(out);
     };
 #pragma unroll 1
     for (int t = 0; t < key_tiles; t += 2) {
@@ -258,6 +274,28 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
         }
         step(t + 1, share[1], share[0]);
     }
+#else
+    wait_for_previous();
+    fetch_queries(), fetch_keys(0);
+    copies_done();
+    __syncthreads();
+    fetch_values(0);
+#pragma unroll 1
+    for (int t = 0; t < key_tiles; t++) {
+        u32 share[KEYS / 4];
+        mma_scores<ROWS, KEYS, HEAD_DIM>(score, memory, group * 64 + warp * 16, memory + ROWS * HEAD_DIM * 2);
+        soften(t, share);
+        copies_done();
+        __syncthreads();  // values are there, and all have read the keys
+        fetch_keys(t + 1);
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 2; i++) out[i / 4][i % 4] *= factor[i / 2 % 2];
+        mma_values<KEYS, HEAD_DIM>(out, share, memory + ROWS * HEAD_DIM * 2 + TILE_BYTES);
+        copies_done();
+        __syncthreads();
+        fetch_values(t + 1);
+    }
+#endif
     const Item done(s, p);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -271,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
             u32 pair[4];
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                pair[i] = pack_half(out[(d * 4 + i) * 4 + r * 2] * inverse, out[(d * 4 + i) * 4 + r * 2 + 1] * inverse);
+                pair[i] = pack_half(out[d * 4 + i][r * 2] * inverse, out[d * 4 + i][r * 2 + 1] * inverse);
             a.parts[(at * DIM_TILES + d) * 4 + q] = {pair[0], pair[1], pair[2], pair[3]};
         }
     }

@@ -6,9 +6,12 @@
 #include "prefill/delta_chunk.cuh"
 
 struct Shared {
-    u16 q[CHUNK * ROW], k[CHUNK * ROW], v[CHUNK * ROW], w[CHUNK * ROW];
+    u16 q[CHUNK * ROW], k[CHUNK * ROW], v[CHUNK * ROW];
+    union {
+        u16 w[CHUNK * ROW];
+        float y[32 * Y_ROW];  // before: blocks of the inverse on their way
+    };
     float x[CHUNK * X_ROW];  // A, then (I + A)^-1
-    float y[32 * Y_ROW];     // blocks on their way
     u16 p[CHUNK * P_ROW];
     Scalars scalars;
 };

@@ -1,5 +1,6 @@
-// Y[rows, tokens] = W[rows, K] X[K, tokens] on sm_90a: weights are wgmma's register operand, straight from the packed
-// stream, activations its shared-memory operand, a copy away from how they lie ("tiles", see common.cuh).
+// Y[rows, tokens] = W[rows, K] X[K, tokens]: weights are a product's register operand, straight from the packed stream,
+// activations its shared-memory operand, a copy away from how they lie ("tiles", see common.cuh). Products are wgmma's
+// on sm_90a, where they are queued, and mma.sync's elsewhere (async.cuh).
 //
 // A CTA: two warpgroups multiply; four more warps bring activations into a ring, weights into the ring or ahead of
 // their loads into L2, the tokens' scales, and results out. A step is 32 or 64 k of a block of 64 rows: fence, wgmmas,
@@ -11,8 +12,9 @@
 // Where a matrix has few rows, sums of even and of odd stages of 128 k are kept apart and added at the end. Some
 // tokens: both warpgroups have the same 64 rows and take turns at stages (SPLIT). Few: so do two CTAs of a cluster,
 // with one warpgroup each (PAIR). Many: each warpgroup has rows of its own, and two sets of sums (TWICE). The order of
-// sums is a matrix's own and never depends on the number of tokens. Bytes: weights once for every tile of tokens,
-// activations once for every tile of rows, mostly from L2.
+// sums is a matrix's own and never depends on the number of tokens. Without wgmma there is no SPLIT and no PAIR, and
+// results go straight to where they lie. Bytes: weights once for every tile of tokens, activations once for every tile
+// of rows, mostly from L2.
 //
 // What ptxas wants of the consumers' code, or it gives them the launch's 168 registers (C7512, spills): no wait for
 // bulk stores, no trap in a branch. The build must have neither spills nor C75xx.
@@ -34,7 +36,7 @@ struct Config {
     // SETS: of sums, a block of rows each, or TWICE.
     static constexpr bool NARROW_UNITS = ENDING == RESIDUAL, TWICE = ENDING == RESIDUAL && MB_ == 2,
                           SPLIT = ENDING == RESIDUAL && !TWICE, PAIR = SPLIT && WGS == 1;
-    static_assert(!SPLIT || PAIR || FROM == LDG, "");
+    static_assert(!SPLIT || (QUEUED && (PAIR || FROM == LDG)), "");
     static constexpr int ROWS = 64 * MB * (SPLIT ? 1 : WGS), UNITS = ROWS / (NARROW_UNITS ? NARROW : WIDE);
     static constexpr int VALUES = Weights::values(NARROW_UNITS), SCALES_OF_TILE = Weights::scales(NARROW_UNITS),
                          TILE_BYTES = VALUES + SCALES_OF_TILE, THREADS = 128 * (WGS + 1),
@@ -48,7 +50,7 @@ struct Config {
     static constexpr int SUMS = SPLIT ? HALF * 4 * 128 * 4 * WGS : 0;
     static constexpr int PARTIAL_SQUARES = ENDING == RESIDUAL ? (TWICE ? 2 : 1) * N * 4 * 4 : 0;
     static constexpr int GROUPS = ENDING == SILU ? ROWS / 64 : ROWS / 32;  // of 32 rows of results
-    static constexpr bool SENDS = ENDING != RESIDUAL && MB == 1;           // results leave through shared memory
+    static constexpr bool SENDS = QUEUED && ENDING != RESIDUAL && MB == 1;  // results leave through shared memory
     static constexpr int OUT_GROUP = N * 64, OUT = SENDS ? GROUPS * OUT_GROUP : 0;
     static constexpr int SCALES = ENDING == RESIDUAL ? 0 : 2 * N * 4, BARRIERS = 1024;
     static constexpr int SCALES_AT = BARRIERS, RING_AT = BARRIERS + (SCALES + 127) / 128 * 128;
@@ -59,7 +61,7 @@ struct Config {
     static constexpr bool SCALED = ENDING != RESIDUAL, TWO_ROWS = false;
     static constexpr int CLUSTER = PAIR ? 2 : 1, ITEM_GROUPS = GROUPS;
     static constexpr int BATCH = NB >= 8 ? 1 : 4;  // octets of the residual that are asked for together
-    static_assert(SHARED <= 232448 / CTAS - (CTAS - 1) * 1024, "");
+    static_assert(SHARED <= SHARED_MEMORY_HERE / CTAS - (CTAS - 1) * 1024, "");
     static_assert(STAGES >= (SPLIT && !PAIR ? 4 : 2) && (!TWICE || U * G % (2 * TS) == 0), "");
     static_assert(TS % G == 0 && U * G % TS == 0 && U * MB % NB == 0, "");
 };
@@ -98,16 +100,15 @@ __device__ __forceinline__ void bring_w(const Gemm& a, const Span& s, u32 ring, 
             wait_on(at.empty + place.slot * 8, place.parity ^ 1);
             const u32 to = ring + place.slot * C::STAGE_BYTES + C::X_BYTES, sign = at.full + place.slot * 8;
             if (C::FROM == RING) {
-                if (lane == 0) barrier_expect(sign, EACH * PIECE);
+                if (lane == 0) expect_copies(sign, EACH * PIECE);
                 __syncwarp();
-                if (lane < EACH) {
-                    const int tile = stage * C::TS, values = C::TS * C::VALUES, scales = C::TS * C::SCALES_OF_TILE;
-                    const u8* chunk = from + (u64)(tile / 8) * CHUNK_BYTES;
-                    copy_in(to + unit * PIECE, chunk + tile % 8 * C::VALUES, values, sign);
-                    if (scales)
-                        copy_in(to + unit * PIECE + values, chunk + 8 * C::VALUES + tile % 8 * C::SCALES_OF_TILE,
-                                scales, sign);
-                }
+                const int tile = stage * C::TS, values = C::TS * C::VALUES, scales = C::TS * C::SCALES_OF_TILE;
+                const u8* chunk = from + (u64)(tile / 8) * CHUNK_BYTES;
+                copy_pieces<EACH>(to + unit * PIECE, chunk + tile % 8 * C::VALUES, values, sign);
+                if (scales)
+                    copy_pieces<EACH>(to + unit * PIECE + values,
+                                      chunk + 8 * C::VALUES + tile % 8 * C::SCALES_OF_TILE, scales, sign);
+                copies_asked_for(sign);
             } else {
                 if (lane == 0) barrier_arrive(sign);
                 if (stage * C::TS % 8 == 0) ask();
@@ -237,16 +238,16 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
                 const int u = v / MB, b = v % MB;
                 if (u % GS == 0 && b == 0 && C::FROM != RING) wait_on(at.full + place.slot * 8, place.parity);
                 const u32 x = ring + place.slot * C::STAGE_BYTES + u % GS * (G * N * 64);
-                wgmma_fence();
+                products_begin();
 #pragma unroll
                 for (int k = 0; k < 2 * G; k++)
-                    Wgmma<N>::mma(acc[C::TWICE ? u / GS % 2 : b], w[v % NB] + k * 4,
-                                  descriptor(x + k / 2 * (N * 64) + k % 2 * 256),
-                                  k > 0 || (C::TWICE ? u % GS > 0 || u >= 2 * GS : v >= MB) || k0 > 0);
-                wgmma_commit();
+                    multiply_tile<N>(acc[C::TWICE ? u / GS % 2 : b], w[v % NB] + k * 4,
+                                     x + k / 2 * (N * 64) + k % 2 * 256,
+                                     k > 0 || (C::TWICE ? u % GS > 0 || u >= 2 * GS : v >= MB) || k0 > 0);
+                products_queued();
                 if (C::FROM == LDG && v == 0 && k0 == 0) find(next, t + work.step);
                 // The step before has ended: its operand's registers are free, and its stage if this is the next.
-                wgmma_wait<1>();
+                products_done<1>();
                 if (u % GS == 0 && b == 0 && (v > 0 || k0 > 0)) release();
                 if (u % GS == GS - 1 && b == MB - 1)
                     before = place.slot, place.template step<C::STAGES>(C::PAIR ? 1 : TURNS);
@@ -256,11 +257,9 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
                     load(w[(v + NB - 1) % NB], (v + NB - 1) % S);
             }
         }
-        wgmma_wait<0>();
+        products_done<0>();
 #pragma unroll
-        for (int b = 0; b < C::SETS; b++)
-#pragma unroll
-            for (int i = 0; i < N / 2; i++) asm volatile("" : "+f"(acc[b][i])::"memory");
+        for (int b = 0; b < C::SETS; b++) settle(acc[b]);
         release();
 
         const bool odd = lane & 4;
@@ -316,6 +315,27 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
 #pragma unroll
                     for (int b = 0; b < 2; b++) keep_gates(acc[b], (rows - a.row_groups) * 32 + b * 16 + lane / 4);
                 }
+            } else if constexpr (!C::SENDS) {
+                wait_for_previous();
+                constexpr u32 TOGETHER = C::ENDING == SILU ? 4 : 2;  // units that make a group of 32 rows
+                const u32 unit = group * 4 + warp;
+                const int rows = work.row(t) * C::GROUPS + unit / TOGETHER;
+                if (rows < a.row_groups) {
+                    u8* to = group_at<C>(a, s, rows) + (u64)(s.first + octet) * 512 + piece * 16 +
+                             unit % TOGETHER * (16 / TOGETHER);
+#pragma unroll
+                    for (int n = 0; n < N / 8; n++) {
+                        uint2 v;
+                        finish(acc[0] + n * 4, n, v.x, v.y);
+                        if (n >= octets) continue;
+                        if constexpr (C::ENDING == SILU)
+                            *(u32*)(to + n * 512) = v.x;
+                        else
+                            *(uint2*)(to + n * 512) = v;
+                    }
+                } else if (C::ENDING == PLAIN) {
+                    keep_gates(acc[0], (rows - a.row_groups) * 32 + unit % TOGETHER * 16 + lane / 4);
+                }
             } else {
                 const u32 to = base + C::OUT_AT +
                                (C::ENDING == SILU ? group * C::OUT_GROUP + warp * 4
@@ -331,10 +351,9 @@ __device__ __forceinline__ void consume(const Gemm& a, const Span& s, u32 base, 
                     u32 low, high;
                     finish(acc[0] + n * 4, n, low, high);
                     if constexpr (C::ENDING == SILU)
-                        asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + n * 512), "r"(low) : "memory");
+                        store_shared(to + n * 512, low);
                     else
-                        asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to + n * 512), "r"(low), "r"(high)
-                                     : "memory");
+                        store_shared(to + n * 512, uint2{low, high});
                 }
                 show_to_copies();
                 __syncwarp();
@@ -391,7 +410,7 @@ __device__ __forceinline__ void multiply(const Gemm& a, const Span& s) {
     const Barriers at = {base, base + C::STAGES * 8, base + 512, base + 768};
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::STAGES; i++) {
-            barrier_init(at.full + i * 8, 1 + C::W_WARPS);
+            barrier_init(at.full + i * 8, COPIERS + C::W_WARPS * (C::FROM == RING ? COPIERS : 1));
             barrier_init(at.empty + i * 8, (C::SPLIT ? 4 : 4 * C::WGS) * ARRIVALS);
         }
         for (int i = 0; i < 2; i++) {

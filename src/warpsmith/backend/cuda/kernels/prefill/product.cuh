@@ -71,13 +71,13 @@ __device__ __forceinline__ void bring_x(const Gemm& a, const Span& s, u32 ring, 
     const u64 stride = (u64)s.capacity * 512;
     StagePlace place;
     wait_for_previous();
-    if (threadIdx.x % 32) return;
+    if (threadIdx.x % 32 >= COPIERS) return;
     for (int i = work.first; i < work.tiles; i += work.step) {
         const u8* x = a.x + (u64)(s.first + work.token(i) * (C::N / 8)) * 512;
         for (int stage = C::PAIR ? cta_rank() : 0; stage < a.k_tiles / C::TS; stage += C::PAIR ? 2 : 1) {
             wait_on(at.empty + place.slot * 8, place.parity ^ 1);
             const u32 to = ring + place.slot * C::STAGE_BYTES, sign = at.full + place.slot * 8;
-            barrier_expect(sign, C::X_BYTES);
+            expect_copies(sign, C::X_BYTES);
 #pragma unroll
             for (int j = 0; j < C::TS; j++) {
                 const u8* from = x + (u64)(stage * C::TS + j) * stride;
@@ -86,6 +86,7 @@ __device__ __forceinline__ void bring_x(const Gemm& a, const Span& s, u32 ring, 
                 else if (j % 2 == (int)cta_rank())  // each CTA half of it, for both
                     copy_in_both(to + j * C::N * 64, from, C::N * 64, sign);
             }
+            copies_asked_for(sign);
             place.step<C::STAGES>();
         }
     }

@@ -37,7 +37,7 @@ struct SlabConfig {
                          SLABS_AT = RING_AT + STAGES * STAGE_BYTES, SUMS_AT = SLABS_AT + SLOTS * SLOT_BYTES;
     static constexpr int HALF = 0, SUMS = 0, PARTIAL_SQUARES = ENDING == RESIDUAL ? 2 * N * 16 : 0,
                          SHARED = SUMS_AT + PARTIAL_SQUARES;
-    static_assert(SHARED <= 232448 && STAGES <= 16 && SLOTS <= 16, "");
+    static_assert(SHARED <= SHARED_MEMORY_HERE && STAGES <= 16 && SLOTS <= 16, "");
 };
 
 struct SlabBarriers {
@@ -66,9 +66,10 @@ __device__ __forceinline__ void bring_slabs(const Gemm& a, const Span& s, u32 sl
             next = __ldg(from + min(block + 1, blocks - 1));
             wait_on(at.empty + place.slot * 8, place.parity ^ 1);
             const u32 sign = at.full + place.slot * 8;
-            if (lane == 0) barrier_expect(sign, both);
+            if (lane == 0) expect_copies(sign, both);
             __syncwarp();
-            if (lane < 2) copy_in(slabs + place.slot * C::SLOT_BYTES + lane * C::BLOCK_BYTES, here, bytes, sign);
+            copy_pieces<2>(slabs + place.slot * C::SLOT_BYTES + lane * C::BLOCK_BYTES, here, bytes, sign);
+            copies_asked_for(sign);
             __syncwarp();
             place.step<C::SLOTS>();
         }
@@ -84,7 +85,7 @@ struct SlabPlace {
 };
 
 template <class C, int T, class Weights>
-__device__ __forceinline__ void multiply_slab_tile(float* acc, Weights& weights, u32 (&w)[2][8], SlabPlace& place,
+__device__ __forceinline__ void multiply_slab_tile(float (&acc)[C::N / 2], Weights& weights, u32 (&w)[2][8], SlabPlace& place,
                                                    u32 ring, const Barriers& at, int lane, bool begun, bool lead) {
     weights.template tile<T>();
 #pragma unroll
@@ -96,11 +97,11 @@ __device__ __forceinline__ void multiply_slab_tile(float* acc, Weights& weights,
             weights.template operand<T, 2>(w[1]), weights.template operand<T, 3>(w[1] + 4);
         }
         const u32 x = ring + place.stage.slot * C::STAGE_BYTES + half * (C::N * 64);
-        wgmma_fence();
-        Wgmma<C::N>::mma(acc, w[half], descriptor(x), T > 0 || half > 0 || begun);
-        Wgmma<C::N>::mma(acc, w[half] + 4, descriptor(x + 256), true);
-        wgmma_commit();
-        wgmma_wait<1>();
+        products_begin();
+        multiply_tile<C::N>(acc, w[half], x, T > 0 || half > 0 || begun);
+        multiply_tile<C::N>(acc, w[half] + 4, x + 256, true);
+        products_queued();
+        products_done<1>();
         if (half == 0 && (T > 0 || begun)) release_stage<C>(at.empty + place.before * 8);
     }
     if (T == C::DISTANCE - 1 && lead) arrive_some<256>(4);
@@ -109,7 +110,7 @@ __device__ __forceinline__ void multiply_slab_tile(float* acc, Weights& weights,
 }
 
 template <class C, int TYPE>
-__device__ __forceinline__ void multiply_slabs(float* acc, SlabPlace& place, u32 base, const Barriers& at,
+__device__ __forceinline__ void multiply_slabs(float (&acc)[C::N / 2], SlabPlace& place, u32 base, const Barriers& at,
                                                const SlabBarriers& slabs_at, int blocks, u32 group, u32 warp, int lane,
                                                bool first) {
     SlabWeights<TYPE> weights;
@@ -127,9 +128,8 @@ __device__ __forceinline__ void multiply_slabs(float* acc, SlabPlace& place, u32
         if (arrives()) barrier_arrive(slabs_at.empty + place.slot.slot * 8);  // all of it has been in a product
         place.slot.template step<C::SLOTS>();
     }
-    wgmma_wait<0>();
-#pragma unroll
-    for (int i = 0; i < C::N / 2; i++) asm volatile("" : "+f"(acc[i])::"memory");
+    products_done<0>();
+    settle(acc);
     release_stage<C>(at.empty + place.before * 8);
 }
 
@@ -219,9 +219,9 @@ __device__ __forceinline__ void multiply_slab_matrix(const Gemm& a, const Span& 
     const SlabBarriers slabs_at = {base + 512, base + 640};
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::STAGES; i++)
-            barrier_init(at.full + i * 8, 1), barrier_init(at.empty + i * 8, 8 * C::CLUSTER * ARRIVALS);
+            barrier_init(at.full + i * 8, COPIERS), barrier_init(at.empty + i * 8, 8 * C::CLUSTER * ARRIVALS);
         for (int i = 0; i < C::SLOTS; i++)
-            barrier_init(slabs_at.full + i * 8, 1), barrier_init(slabs_at.empty + i * 8, 8 * ARRIVALS);
+            barrier_init(slabs_at.full + i * 8, COPIERS), barrier_init(slabs_at.empty + i * 8, 8 * ARRIVALS);
         for (int i = 0; i < 2; i++)
             barrier_init(at.scales + i * 16, ARRIVALS), barrier_init(at.scales + i * 16 + 8, 8 * ARRIVALS);
         show_barriers();
