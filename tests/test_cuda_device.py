@@ -51,8 +51,9 @@ def test_older_chips_compute_what_the_reference_does(older: CudaBackend, length:
     reference = ReferenceBackend(SHAPE, TENSORS)
     want = Want("logits", every_row=True)
     got, expected = (b.prefill(b.new_state(512), ids(2, length), want).logits.numpy() for b in (older, reference))
-    print(f"length {length}: relative error {relative(got, expected):.5f}")
-    assert relative(got, expected) < 0.02
+    one_by_one = plain_run(older, older.new_state(512), ids(2, length))
+    print(f"length {length}: relative error {relative(got, expected):.5f}, {relative(one_by_one, expected):.5f}")
+    assert max(relative(got, expected), relative(one_by_one, expected)) < 0.02
 
 
 @pytest.mark.parametrize("nodes", [3, 16])

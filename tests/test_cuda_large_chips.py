@@ -81,7 +81,7 @@ def small(request: pytest.FixtureRequest) -> Iterator[tuple[LargeBackend, Refere
     if where == "gpu":
         options["WATCHDOG_CYCLES"] = "2000000000ll"
         try:
-            cuda = LargeBackend(SHAPE, tensors, architecture="compute_80", options=options, **given)
+            cuda = LargeBackend(SHAPE, tensors, architecture="compute_80", options=options, prompts=False, **given)
         except NoDevice as error:
             pytest.skip(str(error))
         with rounded_caches((keys, values)):

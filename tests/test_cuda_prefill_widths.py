@@ -62,18 +62,25 @@ def model_of(size: str, recipe: str) -> tuple[Config, dict[str, Tensor]]:
     return config, tensors
 
 
-def load(size: str, recipe: str, caches: tuple[str, str]) -> tuple[CudaBackend, ReferenceBackend]:
+def load(
+    size: str, recipe: str, caches: tuple[str, str], architecture: str | None = None
+) -> tuple[CudaBackend, ReferenceBackend]:
     config, tensors = model_of(size, recipe)
     try:
         if recipe in ROW_TILES:
             profile = dataclasses.replace(load_profiles()["h200"], largest_tree=1)
-            cuda = CudaBackend(config, tensors, context=CONTEXT, profile=profile)
+            cuda = CudaBackend(config, tensors, context=CONTEXT, profile=profile, architecture=architecture)
         else:
-            cuda = LargeBackend(config, tensors, context=CONTEXT, cache_type_k=caches[0], cache_type_v=caches[1])
+            cuda = LargeBackend(
+                config,
+                tensors,
+                context=CONTEXT,
+                cache_type_k=caches[0],
+                cache_type_v=caches[1],
+                architecture=architecture,
+            )
     except NoDevice as problem:
         pytest.skip(str(problem))
-    if cuda._prompts is None:
-        pytest.skip(f"{cuda.chip.name} runs prompts through the forward kernel")
     return cuda, ReferenceBackend(config, tensors)
 
 

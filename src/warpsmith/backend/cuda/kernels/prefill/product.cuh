@@ -228,8 +228,10 @@ __device__ __forceinline__ void sum_squares(const Gemm& a, const Span& s, u32 ba
 template <class C>
 __device__ __forceinline__ void end_tile(const Gemm& a, const Span& s, u32 base, const float* acc, int row_tile,
                                          int octet, int octets) {
+    const int meeting = 6 + threadIdx.x / 128;
+    sync_some<128>(meeting);  // all have read the last tile's squares
     add_to_residual<C, 0, C::N / 8>(a, s, base, acc, nullptr, row_tile, octet, octets);
-    sync_some<128>(6 + threadIdx.x / 128);
+    sync_some<128>(meeting);
     sum_squares<C>(a, s, base, row_tile, octet, 0, octets);
 }
 
