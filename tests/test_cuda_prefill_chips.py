@@ -189,10 +189,11 @@ LENGTHS = (1, 63, 65, 520)
 
 @pytest.mark.gpu
 @pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["compute_80", "sm_90"])  # launches may begin early in the second
 @pytest.mark.parametrize(("size", "recipe", "caches"), [*CASES[:1], *CASES[2:4], *CASES[-2:]])
-def test_their_own_program_on_a_gpu(size: str, recipe: str, caches: tuple[str, str]) -> None:
+def test_their_own_program_on_a_gpu(size: str, recipe: str, caches: tuple[str, str], architecture: str) -> None:
     """Widths, types and ratios as in test_cuda_prefill_widths.py."""
-    cuda, reference = load(size, recipe, caches, architecture="compute_80")
+    cuda, reference = load(size, recipe, caches, architecture)
     bound, expected, done = bound_of(recipe, caches), reference.new_state(CONTEXT), 0
     prompt = np.random.default_rng(2).integers(0, cuda.config.vocab, LENGTHS[-1])
     rows = np.zeros((0, cuda.config.vocab), np.float32)

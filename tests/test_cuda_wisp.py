@@ -17,6 +17,7 @@ import pytest
 from warpsmith.backend.base import LOGITS, Backend, Want
 from warpsmith.backend.cpu import CpuBackend
 from warpsmith.backend.cuda import CudaBackend
+from warpsmith.backend.cuda.large.backend import LargeBackend
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.blocks import TYPES, dequantize
@@ -97,10 +98,15 @@ def test_the_weights_are_streamed_as_they_are_stored(wisp: Checkpoint, cuda: Bac
 
 def test_the_text_is_the_cpu_s(wisp: Checkpoint, config: Config, cuda: Backend, prompts: list[list[int]]) -> None:
     cpu = CpuBackend(config, wisp.tensors)
-    reference = ReferenceBackend(config, wisp.tensors)
+    texts = [(greedy(cuda, prompt, GENERATED), greedy(cpu, prompt, GENERATED)) for prompt in prompts]
+    assert len(prompts) == PROMPTS
+    assert largest_gap(ReferenceBackend(config, wisp.tensors), prompts, texts) <= TIE
+
+
+def largest_gap(reference: Backend, prompts: list[list[int]], texts: list[tuple[list[int], list[int]]]) -> float:
+    """Where two texts part: how far apart the reference finds the two tokens."""
     gaps = []
-    for prompt in prompts:
-        ours, theirs = greedy(cuda, prompt, GENERATED), greedy(cpu, prompt, GENERATED)
+    for prompt, (ours, theirs) in zip(prompts, texts, strict=True):
         differ = np.flatnonzero(np.array(ours) != np.array(theirs))
         if len(differ):  # what comes after is another text
             at = int(differ[0])
@@ -109,8 +115,28 @@ def test_the_text_is_the_cpu_s(wisp: Checkpoint, config: Config, cuda: Backend, 
             gaps.append(float(abs(logits[ours[at]] - logits[theirs[at]])))
     print(f"{len(prompts) - len(gaps)} of {len(prompts)} texts of {GENERATED} tokens are the same; the others part at")
     print(f"tokens whose logits differ by {[round(gap, 3) for gap in gaps]}")
-    assert len(prompts) == PROMPTS
-    assert max(gaps, default=0.0) <= TIE
+    return max(gaps, default=0.0)
+
+
+def test_text_after_prompts_on_tensor_cores(
+    wisp: Checkpoint, config: Config, cuda: Backend, prompts: list[list[int]]
+) -> None:
+    """Is that after passes of one token, and the CPU's: through the second forward pass, whose prompts any model
+    suits."""
+    short = replace(config, context=512)
+    with_prompts, without = (LargeBackend(short, wisp.tensors, prompts=yes) for yes in (True, False))
+    cpu, reference = CpuBackend(short, wisp.tensors), ReferenceBackend(short, wisp.tensors)
+    ours = [greedy(with_prompts, prompt, GENERATED) for prompt in prompts]
+    theirs = [greedy(cpu, prompt, GENERATED) for prompt in prompts]
+    assert largest_gap(reference, prompts, list(zip(ours, theirs, strict=True))) <= TIE
+    by_one = []
+    for prompt in prompts:
+        state = without.new_state(512)
+        for token in prompt:
+            output = without.prefill(state, [token])
+        first = int(output.argmax[-1])
+        by_one.append([first, *without.decode(state, first, GENERATED - 1)])
+    assert largest_gap(reference, prompts, list(zip(ours, by_one, strict=True))) <= TIE_WITH_FLOATS
 
 
 class Foresight(Proposer):

@@ -1,6 +1,6 @@
 """The CUDA kernels under compute-sanitizer: small models through everything the backend does.
 
-PYTHONPATH=src python bench/lab/sanitize.py [memcheck racecheck synccheck] [--parts forward prompts slabs large]
+PYTHONPATH=src python bench/lab/sanitize.py [memcheck racecheck synccheck] [--parts forward prompts slabs chips large]
 
 Runs each part (all if none is named) once under each tool (the same), as a process of its own, and fails if one of them
 finds anything. Needs a GPU and compute-sanitizer, which comes with the CUDA toolkit.
@@ -72,6 +72,20 @@ def read_prompts_of_slabs() -> None:
         read_some(large.LargeBackend, "q4_k_m", 6, cache_type_k=cache, cache_type_v=cache)
 
 
+def read_prompts_without_wgmma() -> None:
+    """The same through the kernels of other chips, built for this one."""
+    from warpsmith.backend.cuda.backend import CudaBackend
+    from warpsmith.backend.cuda.build.profiles import load_profiles
+    from warpsmith.backend.cuda.large import backend as large
+
+    fewest = replace(load_profiles()["h200"], largest_tree=1)
+    for recipe in ("bf16", "q8_0"):
+        read_some(CudaBackend, recipe, 4, profile=fewest, architecture="sm_90")
+    large.variants_for = lambda shared_memory: (1,)
+    for cache in ("f16", "q8_0"):
+        read_some(large.LargeBackend, "q4_k_m", 6, cache_type_k=cache, cache_type_v="q4_0", architecture="sm_90")
+
+
 def read_some(backend_type, recipe: str, value_heads: int, **others) -> None:
     """A layer of either kind. One token, the rest of a chunk, a chunk and a half with all logits; then all at once."""
     from large_timing import random_model
@@ -139,7 +153,13 @@ def run_large() -> None:
     print("draft: the MTP head", flush=True)
 
 
-PARTS = {"forward": run_trees, "prompts": read_prompts, "slabs": read_prompts_of_slabs, "large": run_large}
+PARTS = {
+    "forward": run_trees,
+    "prompts": read_prompts,
+    "slabs": read_prompts_of_slabs,
+    "chips": read_prompts_without_wgmma,
+    "large": run_large,
+}
 
 
 def main() -> int:

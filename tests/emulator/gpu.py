@@ -77,6 +77,7 @@ def _compiled(name: str, kernel: str, architecture: str, constants: tuple[tuple[
         defined.append("#define __CUDA_ARCH_FEAT_SM90_ALL 1")
     draws = kernel == "forward" and (name.startswith("large/") or dict(constants).get("NODES") == "1")
     types = [*(ARGUMENTS.get(name) or ARGUMENTS[kernel]), *(["Draw"] if draws else [])]
+    together = str(kernel in TOGETHER and name not in ARGUMENTS).lower()
     passed = ", ".join(f"*(const {kind}*)arguments[{i}]" for i, kind in enumerate(types))
     text = "\n".join(
         [
@@ -86,7 +87,7 @@ def _compiled(name: str, kernel: str, architecture: str, constants: tuple[tuple[
             f'#include "{name}"',
             "EXPORTED int launch(int grid, int threads, int shared, unsigned seed, void** arguments) {",
             f"    const auto run = [&] {{ {kernel}({passed}); }};",
-            f"    return machine::run({str(kernel in TOGETHER and name not in ARGUMENTS).lower()}, grid, threads, shared, seed, run);",
+            f"    return machine::run({together}, grid, threads, shared, seed, run);",
             "}",
         ]
     )
@@ -268,7 +269,9 @@ def emulated_gpu(sms: int, variants: tuple[int, ...], prompts: bool = False) -> 
         mock.patch("warpsmith.backend.cuda.large.plan.VARIANTS", variants),
         mock.patch("warpsmith.backend.cuda.backend.VARIANTS", variants),
         mock.patch("warpsmith.backend.cuda.backend.target", return_value="sm_90a"),
-        mock.patch.object(CudaBackend, "_prepare_prompts", CudaBackend._prepare_prompts if prompts else lambda *_: None),
+        mock.patch.object(
+            CudaBackend, "_prepare_prompts", CudaBackend._prepare_prompts if prompts else lambda *_: None
+        ),
         mock.patch("warpsmith.backend.cuda.prefill.run.build", build),
         mock.patch("warpsmith.backend.cuda.prefill.run.Replay", Again),
         mock.patch("warpsmith.backend.cuda.prefill.products.Launcher.launch", launch),

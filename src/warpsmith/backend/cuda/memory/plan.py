@@ -29,9 +29,7 @@ def pending_bytes(layout: Sized) -> dict[str, int]:
     return {name: nbytes for name, nbytes in layout.pending_bytes().items() if name != "branch_state"}
 
 
-def memory_parts(
-    layout: Layout, context: int, sequences: int = 1, snapshots: int = 0
-) -> list[MemoryPart]:
+def memory_parts(layout: Layout, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
     """The weights, as many sequences of `context` tokens, bytes of snapshots, and everything a forward pass or a prompt
     writes."""
     c = layout.config

@@ -112,11 +112,14 @@ class RowTiles:
     def matrix(self, slot: str, layer: int) -> Matrix:
         place = slot, None if slot == "HEAD" else layer
         stage, (held, *_) = self._stages[place], self._formats[place]
-        plain, scaled = (WIDE_TILES, NARROW_TILES), (SCALED_WIDE_TILES, SCALED_NARROW_TILES)
-        if self.architecture != QUEUED:
-            plain = DIRECT_WIDE_TILES, DIRECT_NARROW_TILES
-            scaled = DIRECT_SCALED_WIDE_TILES, DIRECT_SCALED_NARROW_TILES
-        wide, narrow = scaled if held.quantised else plain
+        wide: Sequence[AnyTile]
+        narrow: Sequence[AnyTile]
+        if self.architecture == QUEUED:
+            wide, narrow = (SCALED_WIDE_TILES, SCALED_NARROW_TILES) if held.quantised else (WIDE_TILES, NARROW_TILES)
+        elif held.quantised:
+            wide, narrow = DIRECT_SCALED_WIDE_TILES, DIRECT_SCALED_NARROW_TILES
+        else:
+            wide, narrow = DIRECT_WIDE_TILES, DIRECT_NARROW_TILES
         return Matrix(stage.k, stage.tiles, narrow if ENDINGS[slot] == RESIDUAL else wide, held.type.ggml_id)
 
     def starts(self, slot: str, layer: int) -> np.ndarray:

@@ -2,11 +2,11 @@
 // weight.
 //
 // A warpgroup has 64 rows (see attention.cuh); two share the keys of a CTA where there are enough rows. Queries, a tile
-// of keys and its values lie in shared memory as four blocks of 64 dimensions, a row 128 bytes, whose eight pieces of 16
-// are swapped by row (exclusive or): as wgmma reads them, keys as rows and values as k. Tiles have 64 keys, and come one
-// ahead of their use; rows of blocks come as they are and are widened to fp16 just before. Without wgmma tiles have 32
-// keys and one place each: keys come while values are summed, values while there are scores to be made; rows of blocks
-// are widened on their way. Given with -D: GROUPS, warpgroups. Grid: tiles of rows x key heads x segments; those without
+// of keys and its values lie in shared memory as four blocks of 64 dimensions, a row 128 bytes, whose eight pieces of
+// 16 are swapped by row (exclusive or): as wgmma reads them, keys as rows and values as k. Tiles have 64 keys, and come
+// one ahead of their use; rows of blocks come as they are and are widened to fp16 just before. Without wgmma tiles have
+// 32 keys and one place each: keys come while values are summed, values while scores are made; rows of blocks are
+// widened on their way. Given with -D: GROUPS, warpgroups. Grid: tiles of rows x key heads x segments; those without
 // keys end at once. Bytes: 1 KB a key and CTA (f16), from L2.
 #include "prefill/attention.cuh"
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -122,7 +122,8 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
     if (first_key > newest) return;
     const int key_tiles = min(segment_start(segment + 1) - first_key, newest + 1 - first_key + KEYS - 1) / KEYS;
     const int whole_tiles = max(p.base + row0 / GROUP - first_key + 1, 0) / KEYS;  // that every query sees all of
-    const u32 queries = shared_address(memory), keys = queries + ROWS * HEAD_DIM * 2, values = keys + PLACES * TILE_BYTES;
+    const u32 queries = shared_address(memory), keys = queries + ROWS * HEAD_DIM * 2,
+              values = keys + PLACES * TILE_BYTES;
     const u32 first_row = (u32)kv_head * a.context + first_key;  // of the cache
     const int known = p.base + p.end - first_key;                // keys from there on are not
     const u32 staged_keys = values + PLACES * TILE_BYTES, staged_values = staged_keys + staged_bytes(KEY_TYPE);
@@ -145,7 +146,8 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
     const int row = row0 + group * 64 + warp * 16 + g;  // and + 8
     // In the segment.
     const int position[2] = {p.base + row / GROUP - first_key, p.base + (row + 8) / GROUP - first_key};
-    float out[HEAD_DIM / 8][4], score[KEYS / 8][4], peak[2] = {MINUS_INFINITY, MINUS_INFINITY}, weight[2] = {0.0f, 0.0f}, factor[2];
+    float out[HEAD_DIM / 8][4], score[KEYS / 8][4];
+    float peak[2] = {MINUS_INFINITY, MINUS_INFINITY}, weight[2] = {0.0f, 0.0f}, factor[2];
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; i++) out[i / 4][i % 4] = 0.0f;
 
@@ -187,8 +189,8 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
         if (!WIDENS) fetch_values(0), fetch_keys(1);
     };
     if (early) fetch_first();
-    if (early && p.end <= CHUNK &&
-        threadIdx.x == 0) {  // few queries wait for memory: CTAs with the same keys share them
+    // Few queries wait for memory: CTAs with the same keys share them.
+    if (early && p.end <= CHUNK && threadIdx.x == 0) {
         const int tiles = (s.count * GROUP + ROWS - 1) / ROWS, mine = (row0 - s.first * GROUP) / ROWS;
         const int past = min(segment_start(segment + 1), p.base + p.lead) - first_key;
         const int low = past * mine / tiles, count = past * (mine + 1) / tiles - low;

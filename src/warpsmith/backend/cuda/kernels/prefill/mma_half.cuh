@@ -1,5 +1,5 @@
-// Products of flash attention on chips without wgmma, fp16 operands and f32 sums: a warp's 16 rows at a time, tiles where
-// wgmma would find them (attention_flash.cu).
+// Products of flash attention on chips without wgmma, fp16 operands and f32 sums: a warp's 16 rows at a time, tiles
+// where wgmma would find them (attention_flash.cu).
 #pragma once
 #include "prefill/async.cuh"
 

@@ -1,14 +1,15 @@
-// Y[rows, tokens] = W[rows, K] X[K, tokens] on sm_90a over slabs: weights are widened to bf16 in registers, wgmma's
-// register operand; activations are its shared-memory operand, a copy away from how they lie (common.cuh).
+// Y[rows, tokens] = W[rows, K] X[K, tokens] over slabs: weights are widened to bf16 in registers, a product's register
+// operand; activations are its shared-memory operand, a copy away from how they lie (common.cuh). Products are wgmma's
+// on sm_90a, where they are queued, and mma.sync's elsewhere (async.cuh).
 //
 // A CTA: two warpgroups multiply, 64 rows each, a slab of 16 rows a warp; more warps bring activations (stages of 64
 // k), weights (slots of 256 k of 128 rows, as they lie in the stream) and the tokens' scales. A step is 32 k: widen,
-// fence, two wgmmas, commit, wait for the step before, whose registers and, if it ended one, stage are free then. Sums
-// run along K in one order, whatever the number of tokens. A matrix may have parts of several types: a warpgroup's 64
-// rows are of one. Bytes: weights once for every tile of tokens, activations once for every tile of rows, mostly from
-// L2. TWO_ROWS: two CTAs of a cluster have the same tokens and bring half of their activations each, for both: fewer
-// bytes from L2 leave power for the tensor cores. The second warpgroup follows the first at a distance, so that one
-// multiplies while the other ends a tile.
+// fence, two products, commit, wait for the step before, whose registers and, if it ended one, stage are free then.
+// Sums run along K in one order, whatever the number of tokens. A matrix may have parts of several types: a warpgroup's
+// 64 rows are of one. Bytes: weights once for every tile of tokens, activations once for every tile of rows, mostly
+// from L2. TWO_ROWS: two CTAs of a cluster have the same tokens and bring half of their activations each, for both:
+// fewer bytes from L2 leave power for the tensor cores. The second warpgroup follows the first at a distance, so that
+// one multiplies while the other ends a tile.
 #pragma once
 #include "prefill/product.cuh"
 #include "prefill/slabs.cuh"
@@ -85,8 +86,9 @@ struct SlabPlace {
 };
 
 template <class C, int T, class Weights>
-__device__ __forceinline__ void multiply_slab_tile(float (&acc)[C::N / 2], Weights& weights, u32 (&w)[2][8], SlabPlace& place,
-                                                   u32 ring, const Barriers& at, int lane, bool begun, bool lead) {
+__device__ __forceinline__ void multiply_slab_tile(float (&acc)[C::N / 2], Weights& weights, u32 (&w)[2][8],
+                                                   SlabPlace& place, u32 ring, const Barriers& at, bool begun,
+                                                   bool lead) {
     weights.template tile<T>();
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -121,10 +123,10 @@ __device__ __forceinline__ void multiply_slabs(float (&acc)[C::N / 2], SlabPlace
         wait_on(slabs_at.full + place.slot.slot * 8, place.slot.parity);
         weights.load(mine + place.slot.slot * C::SLOT_BYTES, lane);
         const bool lead = first && group == 0 && block == 0;
-        multiply_slab_tile<C, 0>(acc, weights, w, place, ring, at, lane, block > 0, lead);
-        multiply_slab_tile<C, 1>(acc, weights, w, place, ring, at, lane, true, lead);
-        multiply_slab_tile<C, 2>(acc, weights, w, place, ring, at, lane, true, lead);
-        multiply_slab_tile<C, 3>(acc, weights, w, place, ring, at, lane, true, lead);
+        multiply_slab_tile<C, 0>(acc, weights, w, place, ring, at, block > 0, lead);
+        multiply_slab_tile<C, 1>(acc, weights, w, place, ring, at, true, lead);
+        multiply_slab_tile<C, 2>(acc, weights, w, place, ring, at, true, lead);
+        multiply_slab_tile<C, 3>(acc, weights, w, place, ring, at, true, lead);
         if (arrives()) barrier_arrive(slabs_at.empty + place.slot.slot * 8);  // all of it has been in a product
         place.slot.template step<C::SLOTS>();
     }

@@ -1,4 +1,4 @@
-// Weights in slabs (large/slab.cuh) as wgmma's register operand in bf16: all that depends on their type.
+// Weights in slabs (large/slab.cuh) as a product's register operand in bf16: all that depends on their type.
 //
 // A weight is made in f32 as the file means it and rounded to bf16 once: an integer below 2^11 that is an fp16 number
 // as it lies (times 2^-24, or 2^-20 where it lies four bits higher), times the scale of its block, less the min.
