@@ -1,13 +1,14 @@
 """How long prompts of a random model take on a GPU, and where that time goes, kernel by kernel.
 
 PYTHONPATH=src python bench/lab/prompt_timing.py 27B [--type q4_k_m] [--lengths 64 520 2048 16384] [--depth 8192]
-    [--profile 2048] [--chained 64] [--timeline 64]
+    [--profile 2048] [--chained 64] [--timeline 64] [--without-wgmma] [--by-forward]
 
 A prompt's time is from the call to its last token's argmax on the host, the median of some runs. With --profile N every
 kernel of a piece of N tokens is timed alone, with events around it: that adds launches which otherwise overlap, so the
 sum is more than a prompt takes. With --chained N each of them is run behind itself forty times, as a graph: that is
 what it takes in a chain, without the host. With --timeline N kernels note when their first block has what the launch
-before it made: from one such time to the next is what a launch adds to a piece of N tokens.
+before it made: from one such time to the next is what a launch adds to a piece of N tokens. With --without-wgmma
+kernels are those of other chips, in their shared memory; with --by-forward prompts go through the forward pass.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import re
 import statistics
 import time
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 from large_timing import random_model
@@ -218,6 +220,8 @@ def main() -> None:
     parser.add_argument("--profile", type=int, nargs="+", default=[])
     parser.add_argument("--chained", type=int, nargs="+", default=[])
     parser.add_argument("--timeline", type=int, nargs="+", default=[])
+    parser.add_argument("--without-wgmma", action="store_true")
+    parser.add_argument("--by-forward", action="store_true")
     given = parser.parse_args()
     if given.timeline:
         plain = compiler.sources()
@@ -225,8 +229,13 @@ def main() -> None:
     config = SIZES[given.size]
     context = given.depth + max([*given.lengths, *given.profile, *given.chained, *given.timeline])
     begin = time.perf_counter()
-    fewest = dataclasses.replace(load_profiles()["h200"], largest_tree=1)  # prompts need no kernels of trees
-    backend = open_backend(config, random_model(config, given.type), context=context, profile=fewest)
+    how: dict[str, Any] = {"profile": dataclasses.replace(load_profiles()["h200"], largest_tree=1)}  # no trees
+    if given.without_wgmma:
+        other = load_profiles()["rtx-3090"]
+        how = {"profile": other, "architecture": "sm_90", "options": {"SHARED_MEMORY": other.shared_memory}}
+    backend = open_backend(config, random_model(config, given.type), context=context, **how)
+    if given.by_forward:
+        backend._prompts = None
     print(f"{given.size} {given.type}: loaded in {time.perf_counter() - begin:.1f} s", flush=True)
     for count in given.lengths:
         took = seconds(backend, given.depth, count, given.runs)
