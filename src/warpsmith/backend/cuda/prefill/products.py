@@ -148,8 +148,8 @@ SCALED_WIDE_TILES = (Tile(64, 0, 2, 5, 2, 2, 0.6), Tile(128, 2, 2, 5, 2, 2, 0.8)
 SCALED_NARROW_TILES = (Tile(32, 0, 4, 4, 2, 2, 0.5), Tile(128, 2, 4, 4, 2, 2, 0.6))
 SLAB_TILES = (SlabTile(FEWEST, 1, 0.4), SlabTile(128, 1, 0.6), SlabTile(232, 2, 0.78), SlabTile(256, 2, 0.8))
 
-# Without wgmma, for 99 KB of shared memory. Rates of the widest are an H200's; nothing was measured of the others, and on
-# other chips.
+# Without wgmma, for 99 KB of shared memory. Rates of the widest are an H200's; nothing else was measured, nor any other
+# chip.
 DIRECT_WIDE_TILES = (Tile(64, 1, 2, 8, 1, 4, 0.2, False), Tile(128, 1, 2, 5, 1, 4, 0.27, False))
 DIRECT_NARROW_TILES = (Tile(32, 2, 4, 8, 1, 4, 0.16, False), Tile(64, 2, 4, 5, 1, 4, 0.23, False))
 DIRECT_SCALED_WIDE_TILES = (Tile(64, 1, 2, 5, 1, 2, 0.2, False), Tile(128, 1, 2, 3, 1, 2, 0.27, False))
