@@ -371,7 +371,7 @@ class _Answer:
             request.sampling,
             max_tokens=request.max_tokens,
             stop_ids=frozenset() if request.ignore_eos else tokenizer.eos_ids,
-            until=self._text.push,
+            until=self._text.push if request.stop else None,
             kept=request.kept,
             answer_kept=request.answer_kept,
             constraint=request.constraint() if request.constraint else None,
@@ -387,8 +387,13 @@ class _Answer:
             tokens, first = generation.runs.popleft(), job.first_token is None
             if first:
                 job.first_token = perf_counter()
-            step = (generation.drafted, len(tokens))
-            job.put(Run(self._text.take(), tokens, self._logprobs.take(), [step]), urgent=first)
+            if not job.request.stop:
+                for token in tokens:
+                    if token not in generation.stop_ids:
+                        self._text.push(token)
+            drafted = generation.drafted
+            steps = [(drafted, len(tokens))] if drafted else [(0, 1)] * len(tokens)
+            job.put(Run(self._text.take(), tokens, self._logprobs.take(), steps), urgent=first)
         if generation.error is not None:
             return generation.error
         if generation.finish_reason is None:
