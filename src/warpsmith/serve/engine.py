@@ -5,8 +5,8 @@ Everything else in `serve/` is asyncio and never touches the backend: it hands i
 
 - `Worker.submit` takes some requests together or refuses them together: `Busy` when too many wait, `Closing` when the
   server is on its way down, `Loading` before the model is there.
-- `Job.take` gives the events there are, `Prefilled` and `Run` and finally `End`; a failure is raised from it. Events
-  that nobody has taken yet are kept and joined, so a slow reader never holds up the model, nor a fast model its reader.
+- `Job.take` gives the events there are, `Run` and finally `End`; a failure is raised from it. Events that nobody has
+  taken yet are kept and joined, so a slow reader never holds up the model, nor a fast model its reader.
 - `Job.cancel` takes effect before the next step of decoding or the next piece of a prefill, from any thread.
 - The text of a request is a function of the request alone, whatever runs beside it (`engine/scheduler.py`).
 """
@@ -34,7 +34,7 @@ from warpsmith.errors import WarpsmithError
 from warpsmith.llm import LLM
 
 PACE = 0.02  # seconds at least from one time that readers are woken to the next: faster than a screen shows it
-EACH = 0.005  # seconds at least for each of them: what a thousand events a second cost, the model would not have
+EACH = 0.0075  # seconds at least for each of them: what more events cost, the model would not have
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,6 @@ class Logprob:
     token: int
     logprob: float
     top: list[tuple[int, float]]
-
-
-@dataclass(frozen=True)
-class Prefilled:
-    """So many tokens of the prompt are done; a sign of life."""
-
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -98,7 +91,7 @@ class End:
     stats: Stats
 
 
-Event = Prefilled | Run | End
+Event = Run | End
 
 
 class Busy(WarpsmithError):
@@ -376,7 +369,6 @@ class _Answer:
             answer_kept=request.answer_kept,
             constraint=request.constraint() if request.constraint else None,
             on_logits=None if request.top_logprobs is None else self._logprobs.see,
-            on_prefill=lambda done: job.put(Prefilled(done), urgent=False),
         )
         llm.scheduler.add(self.generation)
 
