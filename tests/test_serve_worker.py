@@ -102,6 +102,17 @@ def test_cancelling_takes_effect_before_the_next_step(worker: Worker, during: st
     assert [stats is None for stats in worker.listener.stats] == [True, True, False]  # type: ignore[union-attr]
 
 
+def test_what_was_submitted_before_the_end_is_served(worker: Worker) -> None:
+    """Also where the loop has had no time to hand it over."""
+
+    async def ask() -> tuple[list[int], str, End]:
+        (job,) = worker.submit([request()])
+        worker.close()
+        return await everything(job)
+
+    assert len(asyncio.run(ask())[0]) == 8
+
+
 def test_too_many_are_refused_together(worker: Worker) -> None:
     async def ask() -> None:
         endless = request(max_tokens=None, ignore_eos=True)

@@ -36,6 +36,8 @@ from warpsmith.llm import LLM
 PACE = 0.02  # seconds at least from one time that readers are woken to the next: faster than a screen shows it
 EACH = 0.0075  # seconds at least for each of them: what more events cost, the model would not have
 
+GATHER = 4  # rounds of the event loop from a request to its beginning
+
 
 @dataclass(frozen=True)
 class Request:
@@ -261,9 +263,17 @@ class Worker:
             news = asyncio.Event()
             jobs = [Job(request, self._post_here(), news) for request in requests]
             self._open.update((job.number, job) for job in jobs)
-        for job in jobs:
-            self._jobs.put(job)
+        self._hand_over(jobs, self._post_here().loop)
         return jobs
+
+    def _hand_over(self, jobs: Sequence[Job | None], loop: asyncio.AbstractEventLoop, rounds: int = GATHER) -> None:
+        """Give them to the model once the loop has gone round so often: requests that come together begin together, and
+        while the model works, little else asks for its processors. A loop that has nothing else to do is soon round."""
+        if rounds:
+            loop.call_soon(self._hand_over, jobs, loop, rounds - 1)
+        else:
+            for job in jobs:
+                self._jobs.put(job)
 
     def _post_here(self) -> Post:
         loop = asyncio.get_running_loop()
@@ -274,9 +284,14 @@ class Worker:
     def close(self) -> None:
         """Take no more requests; the thread ends when those it has are done. Returns at once."""
         with self._lock:
-            if not self._closing:
-                self._closing = True
-                self._jobs.put(None)
+            if self._closing:
+                return
+            self._closing = True
+        post = self._post
+        if post is None or post.loop.is_closed():
+            self._jobs.put(None)
+        else:
+            post.loop.call_soon_threadsafe(self._hand_over, [None], post.loop)  # after those that were submitted
 
     def abandon(self) -> list[Job]:
         """Cancel what is still open after `close`, and tell whoever waits for it. Returns those requests."""
