@@ -19,6 +19,7 @@ from engine_cases import BACKEND, SAMPLED, Resting, Scripted, backend_of, guessi
 from random_models import SMALL
 from test_constraints_in_the_loop import Parity
 from warpsmith.backend.base import Backend, Batch, Output, Want
+from warpsmith.backend.finite import NOT_FINITE
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import MAX_NODES
@@ -27,7 +28,7 @@ from warpsmith.draft.ngram import NGram
 from warpsmith.engine.capacity import CACHE_BYTES, plan
 from warpsmith.engine.loop import Generation
 from warpsmith.engine.scheduler import Scheduler
-from warpsmith.errors import BadRequest, DoesNotFit
+from warpsmith.errors import BadFile, BadRequest, DoesNotFit
 
 FOR_EVER = 1e9  # seconds
 
@@ -248,6 +249,16 @@ def test_a_text_that_ends_holds_nobody_up_and_nothing_is_run_after_its_end(monke
         text[:end] for text, end in zip(alone, ends, strict=True)
     ]
     assert [each.finish_reason for each in made] == ["stop" if end < 30 else "length" for end in ends]
+
+
+def test_tokens_before_numbers_that_are_not_finite_are_told() -> None:
+    scheduler = Scheduler(backend_of("cpu"), 256, parallel=2)
+    made = generation(scheduler)
+    scheduler.step()
+    made.runs.clear()
+    with pytest.raises(BadFile, match="not finite"):
+        made.accept_run([5, 6, NOT_FINITE])
+    assert list(made.runs) == [[5, 6]]
 
 
 def test_short_prompts_need_not_wait_for_a_step_each() -> None:

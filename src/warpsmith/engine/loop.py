@@ -303,10 +303,11 @@ class Generation:
     def accept_run(self, run: list[int]) -> None:
         """`accept_root` for each of so many tokens, all committed but the last."""
         began, length = perf_counter(), self.sequence.state.length
-        if run[-1] == NOT_FINITE:
-            raise not_finite(length)
-        start, run = length - len(run), self._cut(run)
+        finite = run[-1] != NOT_FINITE
+        start, run = length - len(run), self._cut(run if finite else run[:-1])
         self._decide(run)
+        if not finite:
+            raise not_finite(length)
         self._resting -= min(self._resting, len(run) - 1)  # `join` has counted one
         self._observe(start, Output(), slice(None))
         self.drafted, self._decided, self._passes = 0, 1, len(run)
