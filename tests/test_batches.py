@@ -96,6 +96,35 @@ def test_a_token_more_for_each_is_a_forward_and_a_commit_of_each(lengths: list[i
             on.commit(states[0], tree.path(5))
 
 
+@settings(max_examples=15, deadline=None)
+@given(
+    lengths=st.lists(st.sampled_from([0, 1, 2, 3, 15, 16, 90]), min_size=1, max_size=8),
+    count=st.integers(1, 9),
+    stops=st.integers(0, 3),
+)
+def test_tokens_that_follow_are_those_of_one_call_each(lengths: list[int], count: int, stops: int) -> None:
+    """And none is run after one of them that ends a text, in whichever sequence."""
+    on, rng = backend_of("cpu"), np.random.default_rng(count)
+    one, other, alone = ([started(on, length, i) for i, length in enumerate(lengths)] for _ in range(3))
+    roots = rng.integers(0, VOCAB, len(lengths)).tolist()
+    texts = [list(on.decode(state, root, count)) for state, root in zip(alone, roots, strict=True)]
+    stop = frozenset(rng.choice(np.ravel(texts), stops).tolist())
+    rows = on.decode_together(list(zip(one, roots, strict=True)), count, stop)
+    ends = [text.index(token) + 1 for text in texts for token in stop if token in text]
+    assert rows.T.tolist() == [text[: min([*ends, count])] for text in texts]
+    assert Backend.decode_together(on, list(zip(other, roots, strict=True)), count, stop).tolist() == rows.tolist()
+    assert all(states_equal(a, b) for a, b in zip(one, other, strict=True))
+    assert [state.length for state in one] == [length + len(rows) for length in lengths]
+
+
+def test_what_has_no_room_is_refused_before_anything_is_run() -> None:
+    on = backend_of("cpu")
+    states = [started(on, length, 0) for length in (0, 597)]
+    with pytest.raises(BadRequest, match="context"):
+        on.decode_together([(state, 1) for state in states], 4)
+    assert [state.length for state in states] == [0, 597]
+
+
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 @settings(max_examples=12, deadline=None)
 @given(batches(), st.integers(0, 1 << 20))

@@ -19,6 +19,7 @@ from emulator.gpu import emulated_gpu
 from warpsmith.backend.base import LOGITS, Backend, Want, wanted_for
 from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.build.profiles import load_profiles
+from warpsmith.backend.finite import NOT_FINITE
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.blocks import TYPES, dequantize
@@ -94,6 +95,15 @@ def test_every_device_names_the_tensor(tmp_path: Path, format: str, name: str) -
 def overflowing() -> Checkpoint:
     """Finite weights, and a last norm so large that products overflow."""
     return changed(random_checkpoint(SMALL), "output_norm.weight", -1, 3e38)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_is_decoded_after_it(device: str) -> None:
+    checkpoint = overflowing()
+    backend = backend_for(device, checkpoint, read_config(checkpoint))
+    states = [backend.new_state(64) for _ in range(2)]
+    assert backend.decode_together([(state, 1) for state in states], 4).tolist() == [[NOT_FINITE, NOT_FINITE]]
+    assert [state.length for state in states] == [1, 1]
 
 
 @pytest.mark.parametrize("options", SAMPLINGS)

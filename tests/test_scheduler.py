@@ -19,6 +19,7 @@ from engine_cases import BACKEND, SAMPLED, Resting, Scripted, backend_of, guessi
 from random_models import SMALL
 from test_constraints_in_the_loop import Parity
 from warpsmith.backend.base import Backend, Batch, Output, Want
+from warpsmith.backend.finite import NOT_FINITE
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import MAX_NODES
@@ -27,7 +28,9 @@ from warpsmith.draft.ngram import NGram
 from warpsmith.engine.capacity import CACHE_BYTES, plan
 from warpsmith.engine.loop import Generation
 from warpsmith.engine.scheduler import Scheduler
-from warpsmith.errors import BadRequest, DoesNotFit
+from warpsmith.errors import BadFile, BadRequest, DoesNotFit
+
+FOR_EVER = 1e9  # seconds
 
 
 @dataclass
@@ -126,9 +129,13 @@ def drafts(kind: str, asked: list[Asked]) -> Proposer | None:
     st.integers(1, 5),
     st.sampled_from(["plain", "ngram", "scripted", "resting"]),
     st.sampled_from([0, 200_000, 1 << 30]),
+    st.sampled_from([0.0, 0.0003, FOR_EVER]),
 )
-def test_every_text_is_its_text_alone(asked: list[Asked], parallel: int, draft: str, cache: int) -> None:
-    check(backend_of("cpu"), drafts(draft, asked), asked, parallel, cache)
+def test_every_text_is_its_text_alone(asked: list[Asked], parallel: int, draft: str, cache: int, unseen: float) -> None:
+    """However many tokens are decoded in one call."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("warpsmith.engine.scheduler.UNSEEN_SECONDS", unseen)
+        check(backend_of("cpu"), drafts(draft, asked), asked, parallel, cache)
 
 
 @settings(max_examples=10, deadline=None)
@@ -182,6 +189,7 @@ def test_requests_are_admitted_in_order_and_stay() -> None:
 
 def test_everybody_who_runs_gets_a_token_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("warpsmith.engine.scheduler.LONGEST_PIECE", 64)
+    monkeypatch.setattr("warpsmith.engine.scheduler.UNSEEN_SECONDS", 0.0)
     scheduler = Scheduler(backend_of("cpu"), 256, parallel=4)
     made = [generation(scheduler, 60, seed) for seed in range(4)]
     for _ in range(5):
@@ -189,6 +197,68 @@ def test_everybody_who_runs_gets_a_token_a_step(monkeypatch: pytest.MonkeyPatch)
     assert decided(made) == [4, 3, 2, 1], "64 tokens of prompts a step, and a token for those who are past theirs"
     scheduler.step()
     assert decided(made) == [5, 4, 3, 2]
+
+
+def test_several_get_as_many_tokens_a_step_as_are_soon_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to where the first of them ends or has to be looked at; while a prompt waits it is one."""
+    monkeypatch.setattr("warpsmith.engine.scheduler.LONGEST_PIECE", 64)
+    monkeypatch.setattr("warpsmith.engine.scheduler.UNSEEN_SECONDS", FOR_EVER)
+    scheduler = Scheduler(backend_of("cpu"), 256, parallel=3)
+    made = [generation(scheduler, seed=seed, max_tokens=count) for seed, count in enumerate((10, 20, 30))]
+    scheduler.step()
+    scheduler.step()
+    assert decided(made) == [2, 2, 2], "the first pass tells how long one takes"
+    scheduler.step()
+    assert decided(made) == [10, 10, 10]
+    assert made[0].finish_reason == "length"
+    late = generation(scheduler, 150, max_tokens=9)
+    scheduler.step()
+    scheduler.step()
+    assert decided([*made[1:], late]) == [12, 12, 0]
+    scheduler.step()
+    assert decided([*made[1:], late]) == [13, 13, 1], "its prompt is done"
+    scheduler.step()
+    assert decided([*made[1:], late]) == [20, 20, 8]
+    assert [each.stats.steps for each in (*made[1:], late)] == [19, 19, 7]
+    assert [each.stats.histogram for each in (*made[1:], late)] == [[19], [19], [7]]
+
+
+@pytest.mark.parametrize("options", [{"until": lambda token: False}, {"on_logits": lambda row, token: None}])
+def test_whoever_looks_at_every_token_is_asked_before_the_next(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("warpsmith.engine.scheduler.UNSEEN_SECONDS", FOR_EVER)
+    scheduler = Scheduler(backend_of("cpu"), 256, parallel=2)
+    made = [generation(scheduler), generation(scheduler, seed=1, **options)]
+    for tokens in range(1, 6):
+        scheduler.step()
+        assert decided(made) == [tokens, tokens]
+
+
+def test_a_text_that_ends_holds_nobody_up_and_nothing_is_run_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("warpsmith.engine.scheduler.UNSEEN_SECONDS", FOR_EVER)
+    backend = backend_of("cpu")
+    alone = [plain(prompt_of(10, seed), on="cpu", max_tokens=30) for seed in range(2)]
+    stop = frozenset({alone[0][12]})
+    ends = [next((i + 1 for i, token in enumerate(text) if token in stop), 30) for text in alone]
+    scheduler = Scheduler(backend, 256, parallel=2)
+    made = [generation(scheduler, seed=seed, stop_ids=stop) for seed in range(2)]
+    while scheduler.running or scheduler.prefilling or scheduler.waiting:
+        scheduler.step()
+    assert [[token for run in each.runs for token in run] for each in made] == [
+        text[:end] for text, end in zip(alone, ends, strict=True)
+    ]
+    assert [each.finish_reason for each in made] == ["stop" if end < 30 else "length" for end in ends]
+
+
+def test_tokens_before_numbers_that_are_not_finite_are_told() -> None:
+    scheduler = Scheduler(backend_of("cpu"), 256, parallel=2)
+    made = generation(scheduler)
+    scheduler.step()
+    made.runs.clear()
+    with pytest.raises(BadFile, match="not finite"):
+        made.accept_run([5, 6, NOT_FINITE])
+    assert list(made.runs) == [[5, 6]]
 
 
 def test_short_prompts_need_not_wait_for_a_step_each() -> None:

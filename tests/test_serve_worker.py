@@ -16,7 +16,7 @@ from warpsmith.errors import ModelNotFound
 from warpsmith.llm import LLM
 from warpsmith.serve import engine, service
 from warpsmith.serve.constraints import Grammars, Thoughts
-from warpsmith.serve.engine import Busy, Closing, End, Event, Job, Loading, Post, Prefilled, Request, Run, Worker
+from warpsmith.serve.engine import Busy, Closing, End, Event, Job, Loading, Post, Request, Run, Worker
 
 PROMPT = list(range(300, 340))
 
@@ -79,19 +79,38 @@ def test_answers_are_those_of_the_engine(worker: Worker, llm: LLM) -> None:
     assert stopped[2].stop == "e"
 
 
-@pytest.mark.parametrize("kind", [Prefilled, Run])
-def test_cancelling_takes_effect_before_the_next_step(worker: Worker, kind: type) -> None:
+async def reads(worker: Worker) -> None:
+    """Wait until the model is at work on a long prompt."""
+    while not any(len(each.prompt) > 2000 for each in list(worker.llm.scheduler.prefilling)):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("during", ["prompt", "answer"])
+def test_cancelling_takes_effect_before_the_next_step(worker: Worker, during: str) -> None:
     async def ask() -> tuple[list[int], str, End]:
         long = request(list(range(300, 2900)), max_tokens=None, ignore_eos=True)
         running, waiting, other = worker.submit([long, request(), request()])
         waiting.cancel()
-        while not any(isinstance(event, kind) for event in await running.take()):
-            pass
+        if during == "prompt":
+            await reads(worker)
+        else:
+            await running.take()
         running.cancel()
         return await everything(other)
 
     assert asyncio.run(ask())[2].stats.generated_tokens == 8
     assert [stats is None for stats in worker.listener.stats] == [True, True, False]  # type: ignore[union-attr]
+
+
+def test_what_was_submitted_before_the_end_is_served(worker: Worker) -> None:
+    """Also where the loop has had no time to hand it over."""
+
+    async def ask() -> tuple[list[int], str, End]:
+        (job,) = worker.submit([request()])
+        worker.close()
+        return await everything(job)
+
+    assert len(asyncio.run(ask())[0]) == 8
 
 
 def test_too_many_are_refused_together(worker: Worker) -> None:
@@ -132,8 +151,7 @@ def test_several_at_a_time_get_what_they_get_alone(crowd: Worker, llm: LLM) -> N
         sampled = request(sampling=Sampling(temperature=1.0, seed=4), max_tokens=30, top_logprobs=2)
         long, endless = request(list(range(300, 2900))), request(max_tokens=None, ignore_eos=True)
         leaving, staying, last, first = crowd.submit([long, endless, sampled, request(max_tokens=40)])
-        while not any(isinstance(event, Prefilled) for event in await leaving.take()):
-            pass
+        await reads(crowd)
         leaving.cancel()
         await staying.take()
         found = [(await everything(job))[0] for job in (first, last)]
@@ -204,8 +222,7 @@ def test_events_that_nobody_took_are_joined(worker: Worker, llm: LLM) -> None:
             events += job.taken()
         return events
 
-    *before, run, end = asyncio.run(ask())
-    assert all(isinstance(event, Prefilled) for event in before)
+    run, end = asyncio.run(ask())
     assert isinstance(run, Run)
     assert isinstance(end, End)
     alone = llm.generate(PROMPT, max_tokens=30, temperature=0)
@@ -230,11 +247,24 @@ def test_readers_are_woken_at_a_pace_and_at_once_if_it_is_urgent(monkeypatch: py
         found: list[list[bool]] = []
         jobs = [Job(request(), post, asyncio.Event()) for _ in range(2)]
         for job, urgent in ((jobs[0], False), (jobs[0], False), (jobs[1], True)):
-            job.put(Prefilled(1), urgent=urgent)
+            job.put(Run("", [], [], []), urgent=urgent)
             found += [[await woken(each) for each in jobs]]
         return found
 
     assert asyncio.run(tell()) == [[True, False], [False, False], [True, True]]
+
+
+def test_silence_is_broken_while_a_long_prompt_is_read(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "KEEP_ALIVE", 0.001)
+    monkeypatch.setattr("warpsmith.engine.scheduler.LONGEST_PIECE", 64)
+
+    async def ask() -> list[bool]:
+        jobs = worker.submit([request(list(range(300, 2900)))])
+        return [news is None async for news in service.events(jobs)]
+
+    silences = asyncio.run(ask())
+    assert silences[0], "however many pieces the prompt is cut into"
+    assert not silences[-1]
 
 
 def test_silence_is_broken(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,6 +260,18 @@ class Backend(ABC):
             self.commit(state, [0])
         return output
 
+    def decode_together(
+        self, batch: Sequence[tuple[State, int]], count: int, stop: frozenset[int] = frozenset()
+    ) -> np.ndarray:
+        """`advance`, and again with the argmax of each as its next token, up to `count` times: these, int32 [times,
+        states], of which the last are not committed. It ends once one of them is in `stop` or is `NOT_FINITE`."""
+        states, rows = [state for state, _ in batch], [np.array([token for _, token in batch], np.int32)]
+        while len(rows) <= count and (len(rows) == 1 or not stop.union({NOT_FINITE}).intersection(rows[-1].tolist())):
+            output = self.advance(list(zip(states, rows[-1].tolist(), strict=True)))
+            assert output.argmax is not None
+            rows.append(output.argmax)
+        return np.stack(rows[1:])
+
     def verifies_unseen(self, sampling: Sampling | None, stop: frozenset[int]) -> bool:
         """Whether this sampler can go through a `GrowingTree` of a draft on this device, and end at these tokens."""
         return False

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 
 from warpsmith.backend.base import (
+    ARGMAX,
     LOGITS,
     GrowingTree,
     Listener,
@@ -27,6 +28,7 @@ from warpsmith.backend.base import (
     walk,
     wanted_for,
 )
+from warpsmith.backend.finite import NOT_FINITE, not_finite
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import Tree
 from warpsmith.draft.base import Context, Others
@@ -127,6 +129,7 @@ class Generation:
         self.asks = False  # whether the proposer is asked
         self.drafted = 0  # tokens besides the root
         self._decided = 0
+        self._passes = 1
         self._step: Step | None = None  # for who wants to see it
         self._draft_seconds = self._verify_seconds = self._commit_seconds = 0.0
         self.unseen_seconds = 0.0  # of the forward pass, where the host did not start it
@@ -135,6 +138,8 @@ class Generation:
         wants = Want() if self.proposer is None else self.proposer.wants
         # nobody wants more of a forward than the next token: the backend may decode in its own fastest way
         self.bare = not host and not wants.features and not wants.hidden
+        # the next tokens follow from the argmax alone, and nobody looks at one before the next
+        self.simple = not host and self.tokens == ARGMAX.tokens and until is None and on_step is None
         self.rests = not host  # while nothing is to be guessed the backend may decode in its own fastest way
         self.unseen = not host and self.backend.verifies_unseen(self.sampling, stop_ids)
         self.stats = Stats(
@@ -288,9 +293,29 @@ class Generation:
         self._took(root, [0], run)
         self._verify_seconds, self._commit_seconds = perf_counter() - began, 0.0
 
+    def ahead(self) -> int:
+        """After `join`: how many tokens may be decoded before it has to be asked again."""
+        if not self.simple:
+            return 1
+        left = self.limit - self.stats.generated_tokens
+        return left if self.proposer is None else min(left, 1 + self._resting)
+
+    def accept_run(self, run: list[int]) -> None:
+        """`accept_root` for each of so many tokens, all committed but the last."""
+        began, length = perf_counter(), self.sequence.state.length
+        finite = run[-1] != NOT_FINITE
+        start, run = length - len(run), self._cut(run if finite else run[:-1])
+        self._decide(run)
+        if not finite:
+            raise not_finite(length)
+        self._resting -= min(self._resting, len(run) - 1)  # `join` has counted one
+        self._observe(start, Output(), slice(None))
+        self.drafted, self._decided, self._passes = 0, 1, len(run)
+        self._verify_seconds, self._commit_seconds = perf_counter() - began, 0.0
+
     def _took(self, tree: Tree | int, path: list[int], run: list[int]) -> None:
         """What the step under way has come to; a root alone may be told by its token."""
-        self.drafted, self._decided = 0 if isinstance(tree, int) else len(tree) - 1, len(run)
+        self.drafted, self._decided, self._passes = 0 if isinstance(tree, int) else len(tree) - 1, len(run), 1
         if self.on_step is not None:
             self._step = Step(Tree.root(tree) if isinstance(tree, int) else tree, path, run)
 
@@ -309,7 +334,7 @@ class Generation:
         """Count a step of so many seconds, of them those of the forward pass, and those that other sequences took; and
         how many sequences and nodes were in the pass."""
         stats = self.stats
-        stats.count_step(self.drafted, self._decided)
+        stats.count_step(self.drafted, self._decided, self._passes)
         stats.draft_seconds += self._draft_seconds
         stats.verify_seconds += forward + self._verify_seconds
         stats.forward_seconds += forward
@@ -318,7 +343,8 @@ class Generation:
         if self.proposer is not None:
             told = forward + self._commit_seconds if self.asks else None
             others = Others(sequences - 1, nodes - 1 - self.drafted)
-            self.proposer.spent(self.sequence.draft, self._decided, seconds - elsewhere, told, others)
+            decided = self._decided * self._passes
+            self.proposer.spent(self.sequence.draft, decided, seconds - elsewhere, told, others)
         if self.on_step is not None:
             assert self._step is not None
             self.on_step(self._step)

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator
+from math import inf
 from time import perf_counter
+
+import numpy as np
 
 from warpsmith.backend.base import ARGMAX, LOGITS, Backend, GrowingTree, Output, Want
 from warpsmith.draft.base import Others, Proposer
@@ -23,6 +26,7 @@ from warpsmith.engine.prefix import PrefixCache
 from warpsmith.errors import BadRequest
 
 PIECE_SECONDS = 0.25  # a piece of a prompt may take: what others wait for it, and what it takes to be broken off
+UNSEEN_SECONDS = 0.008  # of decoding without a look at who has come or gone: a reader is told no sooner than that
 SHORTEST_PIECE, LONGEST_PIECE = 64, 2048  # tokens
 
 
@@ -48,6 +52,7 @@ class Scheduler:
         self.prefilling: deque[Generation] = deque()
         self.running: list[Generation] = []
         self._piece = SHORTEST_PIECE
+        self._pass_seconds = inf  # of the last pass without a draft for several
 
     def add(self, generation: Generation) -> None:
         self.waiting.append(generation)
@@ -141,8 +146,10 @@ class Scheduler:
             running[0].stay_alone()
         began = perf_counter()
         if len(running) > 1 and self.backend.advances and not any(each.asks for each in running):
-            accept = self._advance(running)
+            count = min(self._most(len(running)), *(each.ahead() for each in running))
+            accept = self._decode_together(running, count) if count > 1 else self._advance(running)
             forward = perf_counter() - began
+            self._pass_seconds = forward / count
             return self._stepped(self._each(running, accept), began, forward)
         share, nodes = self.backend.largest_tree // max(1, len(running)), len(running)
 
@@ -192,6 +199,23 @@ class Scheduler:
             self._fail(turns, error)
         rows = {each: row for row, each in enumerate(turns)}
         return lambda each: each.accept_root(output, rows[each])
+
+    def _most(self, running: int) -> int:
+        """Tokens that so many may decode in one call: no more than is soon done, and one while others wait to join."""
+        waits = self.prefilling or len(self.running) > running
+        return 1 if waits else max(1, int(UNSEEN_SECONDS / self._pass_seconds))
+
+    def _decode_together(self, turns: list[Generation], count: int) -> Callable[[Generation], None]:
+        """So many tokens for each, or fewer where one of them ends."""
+        rows = np.empty((0, len(turns)), np.int32)
+        try:
+            batch = [(each.sequence.state, each.sequence.ids[-1]) for each in turns]
+            stop = frozenset[int]().union(*(each.stop_ids for each in turns))
+            rows = self.backend.decode_together(batch, count, stop)
+        except BaseException as error:
+            self._fail(turns, error)
+        runs = dict(zip(turns, rows.T.tolist(), strict=True))
+        return lambda each: each.accept_run(runs[each])
 
     def _want(self, turns: list[Generation]) -> Want:
         """What all of them need of a forward pass."""

@@ -35,13 +35,13 @@ class Stats:
     forward_seconds: float = 0.0  # of these, the forward passes
     commit_seconds: float = 0.0
 
-    def count_step(self, drafted: int, decided: int) -> None:
-        """One forward pass over `drafted` tokens besides the root decided `decided` tokens."""
-        self.steps += 1
-        self.drafted_steps += drafted > 0
-        self.drafted_tokens += drafted
+    def count_step(self, drafted: int, decided: int, times: int = 1) -> None:
+        """One forward pass over `drafted` tokens besides the root decided `decided` tokens; so many times."""
+        self.steps += times
+        self.drafted_steps += times * (drafted > 0)
+        self.drafted_tokens += times * drafted
         self.histogram.extend([0] * (decided - len(self.histogram)))
-        self.histogram[decided - 1] += 1
+        self.histogram[decided - 1] += times
 
     @property
     def accepted_tokens(self) -> int:

@@ -52,7 +52,7 @@ class Choice:
         if isinstance(event, Run):
             self.logprobs += event.logprobs
             self._count(event.tokens)
-        if isinstance(event, Run | End) and event.text:
+        if event.text:
             parts += self._parser.push(event.text) if self._parser else [Content(event.text)]
         if isinstance(event, End):
             self.end = event

@@ -5,8 +5,8 @@ Everything else in `serve/` is asyncio and never touches the backend: it hands i
 
 - `Worker.submit` takes some requests together or refuses them together: `Busy` when too many wait, `Closing` when the
   server is on its way down, `Loading` before the model is there.
-- `Job.take` gives the events there are, `Prefilled` and `Run` and finally `End`; a failure is raised from it. Events
-  that nobody has taken yet are kept and joined, so a slow reader never holds up the model, nor a fast model its reader.
+- `Job.take` gives the events there are, `Run` and finally `End`; a failure is raised from it. Events that nobody has
+  taken yet are kept and joined, so a slow reader never holds up the model, nor a fast model its reader.
 - `Job.cancel` takes effect before the next step of decoding or the next piece of a prefill, from any thread.
 - The text of a request is a function of the request alone, whatever runs beside it (`engine/scheduler.py`).
 """
@@ -34,7 +34,9 @@ from warpsmith.errors import WarpsmithError
 from warpsmith.llm import LLM
 
 PACE = 0.02  # seconds at least from one time that readers are woken to the next: faster than a screen shows it
-EACH = 0.005  # seconds at least for each of them: what a thousand events a second cost, the model would not have
+EACH = 0.0075  # seconds at least for each of them: what more events cost, the model would not have
+
+GATHER = 4  # rounds of the event loop from a request to its beginning
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,6 @@ class Logprob:
     token: int
     logprob: float
     top: list[tuple[int, float]]
-
-
-@dataclass(frozen=True)
-class Prefilled:
-    """So many tokens of the prompt are done; a sign of life."""
-
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,7 @@ class End:
     stats: Stats
 
 
-Event = Prefilled | Run | End
+Event = Run | End
 
 
 class Busy(WarpsmithError):
@@ -268,9 +263,17 @@ class Worker:
             news = asyncio.Event()
             jobs = [Job(request, self._post_here(), news) for request in requests]
             self._open.update((job.number, job) for job in jobs)
-        for job in jobs:
-            self._jobs.put(job)
+        self._hand_over(jobs, self._post_here().loop)
         return jobs
+
+    def _hand_over(self, jobs: Sequence[Job | None], loop: asyncio.AbstractEventLoop, rounds: int = GATHER) -> None:
+        """Give them to the model once the loop has gone round so often: requests that come together begin together, and
+        while the model works, little else asks for its processors. A loop that has nothing else to do is soon round."""
+        if rounds:
+            loop.call_soon(self._hand_over, jobs, loop, rounds - 1)
+        else:
+            for job in jobs:
+                self._jobs.put(job)
 
     def _post_here(self) -> Post:
         loop = asyncio.get_running_loop()
@@ -281,9 +284,14 @@ class Worker:
     def close(self) -> None:
         """Take no more requests; the thread ends when those it has are done. Returns at once."""
         with self._lock:
-            if not self._closing:
-                self._closing = True
-                self._jobs.put(None)
+            if self._closing:
+                return
+            self._closing = True
+        post = self._post
+        if post is None or post.loop.is_closed():
+            self._jobs.put(None)
+        else:
+            post.loop.call_soon_threadsafe(self._hand_over, [None], post.loop)  # after those that were submitted
 
     def abandon(self) -> list[Job]:
         """Cancel what is still open after `close`, and tell whoever waits for it. Returns those requests."""
@@ -371,12 +379,11 @@ class _Answer:
             request.sampling,
             max_tokens=request.max_tokens,
             stop_ids=frozenset() if request.ignore_eos else tokenizer.eos_ids,
-            until=self._text.push,
+            until=self._text.push if request.stop else None,
             kept=request.kept,
             answer_kept=request.answer_kept,
             constraint=request.constraint() if request.constraint else None,
             on_logits=None if request.top_logprobs is None else self._logprobs.see,
-            on_prefill=lambda done: job.put(Prefilled(done), urgent=False),
         )
         llm.scheduler.add(self.generation)
 
@@ -387,8 +394,13 @@ class _Answer:
             tokens, first = generation.runs.popleft(), job.first_token is None
             if first:
                 job.first_token = perf_counter()
-            step = (generation.drafted, len(tokens))
-            job.put(Run(self._text.take(), tokens, self._logprobs.take(), [step]), urgent=first)
+            if not job.request.stop:
+                for token in tokens:
+                    if token not in generation.stop_ids:
+                        self._text.push(token)
+            drafted = generation.drafted
+            steps = [(drafted, len(tokens))] if drafted else [(0, 1)] * len(tokens)
+            job.put(Run(self._text.take(), tokens, self._logprobs.take(), steps), urgent=first)
         if generation.error is not None:
             return generation.error
         if generation.finish_reason is None:

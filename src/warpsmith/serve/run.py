@@ -87,6 +87,7 @@ async def _serve(
         access_log=False,
         lifespan="off",
         server_header=False,
+        proxy_headers=False,  # nobody asks where a request came from
         timeout_graceful_shutdown=int(binding.drain) + 5,
         h11_max_incomplete_event_size=64 << 10,
     )

@@ -26,6 +26,7 @@ from warpsmith.serve.metrics import Metrics
 from warpsmith.serve.models import FormatFields, SamplerFields
 from warpsmith.serve.tools import END_CALL
 
+SHORT = 2000  # characters of a conversation that are rendered in less time than another thread takes to begin
 KEEP_ALIVE = 10.0  # seconds of silence after which a stream shows that it lives
 
 
@@ -83,7 +84,7 @@ class Service:
         thinking: bool | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """A conversation as the model reads it. Long ones take a while, so this is not done on the event loop."""
+        """A conversation as the model reads it. Long ones take a while, so they are not made on the event loop."""
         if tools and "tools" not in self.chat_template:
             raise refused("tools", "This model's chat template has no place for tools.", "Use a model that calls them.")
         messages = _system_first(messages)
@@ -102,7 +103,8 @@ class Service:
                 kept = len(ids)
             return Prompt(text, ids, opens_thinking(text), kept, bool(tools))
 
-        return await asyncio.to_thread(make)
+        short = _length([messages, tools, variables]) <= SHORT
+        return make() if short else await asyncio.to_thread(make)
 
     async def text_prompt(self, text: str) -> Prompt:
         return Prompt(text, await asyncio.to_thread(self.llm.tokenizer.encode, text))
@@ -221,6 +223,15 @@ def _system_first(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for message in messages[first:]
     ]
     return opening + later
+
+
+def _length(value: Any) -> int:
+    """Characters of all texts in it."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(key) + _length(each) for key, each in value.items())
+    return sum(map(_length, value)) if isinstance(value, list | tuple) else 0
 
 
 async def events(jobs: Sequence[Job]) -> AsyncIterator[tuple[int, Event] | None]:

@@ -185,6 +185,17 @@ class CpuBackend(Backend):
     def advance(self, batch: Sequence[tuple[State, int]], want: Want = ARGMAX) -> Output:
         return self._chains([(state, [token]) for state, token in batch], want)
 
+    def decode_together(
+        self, batch: Sequence[tuple[State, int]], count: int, stop: frozenset[int] = frozenset()
+    ) -> np.ndarray:
+        check_chains(self, [(state, [token]) for state, token in batch])
+        for state, _ in batch:
+            check_room(state, count)
+        tokens = np.empty((1 + count, len(batch)), np.int32)
+        tokens[0] = [token for _, token in batch]
+        came = self._engine.decode([state.native for state, _ in batch], tokens, list(stop))  # type: ignore[attr-defined]
+        return tokens[1 : 1 + came]
+
     def prefill_together(self, batch: Sequence[tuple[State, Sequence[int]]], want: Want = ARGMAX) -> list[Output]:
         output, ends = self._chains(batch, want), accumulate(len(ids) for _, ids in batch)
         return [

@@ -54,9 +54,10 @@ struct Kernels {
     void (*matmul[kTypes])(const uint8_t* panel, const Acts& x, float* out, int stride);
     void (*rms_norm)(const float* x, const float* weight, int n, float eps, float* out);
     void (*quantize)(const float* x, int column, int forms, Acts& to);
-    void (*silu_mul)(const float* gate, const float* up, int n, float* out);      // silu(gate) * up
     void (*sigmoid_mul)(const float* gate, const float* x, int n, float* out);    // sigmoid(gate) * x
-    void (*add)(const float* x, int n, float* to);
+    // tiles [rows][kPanel], as `matmul` writes them; rows of `out` and `to` are `stride` apart
+    void (*silu_mul)(const float* gate, const float* up, int rows, float* out, int stride);  // silu(gate) * up
+    void (*add)(const float* tile, int rows, float* to, int stride);
     // silu(sum over taps of weight[tap][channel] * rows[tap][channel])
     void (*conv)(const float* const* rows, const float* weight, int taps, int channels, int count, float* out);
     void (*l2_norm)(float* x, int n, float scale);

@@ -70,19 +70,23 @@ struct Vector {
         }
     }
 
-    static void silu_mul(const float* gate, const float* up, int n, float* out) {
-        for (int i = 0; i < n; i += L) {
-            const F g = S::load(gate + i);
-            S::store(out + i, S::mul(S::mul(g, sigmoid(g)), S::load(up + i)));
-        }
-    }
-
     static void sigmoid_mul(const float* gate, const float* x, int n, float* out) {
         for (int i = 0; i < n; i += L) S::store(out + i, S::mul(sigmoid(S::load(gate + i)), S::load(x + i)));
     }
 
-    static void add(const float* x, int n, float* to) {
-        for (int i = 0; i < n; i += L) S::store(to + i, S::add(S::load(to + i), S::load(x + i)));
+    static void silu_mul(const float* gate, const float* up, int rows, float* out, int stride) {
+        for (int row = 0; row < rows; row++, gate += kPanel, up += kPanel, out += stride) {
+            for (int i = 0; i < kPanel; i += L) {
+                const F g = S::load(gate + i);
+                S::store(out + i, S::mul(S::mul(g, sigmoid(g)), S::load(up + i)));
+            }
+        }
+    }
+
+    static void add(const float* tile, int rows, float* to, int stride) {
+        for (int row = 0; row < rows; row++, tile += kPanel, to += stride) {
+            for (int i = 0; i < kPanel; i += L) S::store(to + i, S::add(S::load(to + i), S::load(tile + i)));
+        }
     }
 
     static void conv(const float* const* rows, const float* weight, int taps, int channels, int count, float* out) {
@@ -95,15 +99,23 @@ struct Vector {
         }
     }
 
-    // n values -> int8 with one scale; sums[i] is the sum of the i-th sixteen of them.
-    static float quantize_run(const float* x, int n, int8_t* q, int32_t* sums) {
+    // N values -> int8 with one scale, and each sum of kSum of them.
+    template <int N, int kSum>
+    static float quantize_run(const float* x, int8_t* q, int32_t* sums) {
+        static_assert(kSum % L == 0);
         F peak = S::set1(0.0f);
-        for (int i = 0; i < n; i += L) peak = S::max(peak, S::abs(S::load(x + i)));
+        for (int i = 0; i < N; i += L) peak = S::max(peak, S::abs(S::load(x + i)));
         const float most = S::reduce_max(peak);
         const F by = S::set1(most > 0 ? 127.0f / most : 0.0f);
-        for (int i = 0; i < n; i += L) S::store_i8(q + i, S::round(S::mul(S::load(x + i), by)));
-        for (int i = 0; i < n / 16; i++) {
-            sums[i] = S::reduce_add(S::load_i8(reinterpret_cast<const uint8_t*>(q + 16 * i)));
+        for (int i = 0; i < N; i += kSum) {
+            I sum = S::zero();
+            for (int j = i; j < i + kSum; j += L) {
+                const F scaled = S::mul(S::load(x + j), by);  // NaN too becomes a byte: sums of bytes cannot overflow
+                const I rounded = S::round(S::min(S::max(scaled, S::set1(-127.0f)), S::set1(127.0f)));
+                S::store_i8(q + j, rounded);
+                sum = j == i ? rounded : S::mla(sum, rounded, S::set1(1));
+            }
+            sums[i / kSum] = S::reduce_add(sum);
         }
         return most / 127.0f;
     }
@@ -131,7 +143,7 @@ struct Vector {
         if (forms & kQ8Per256) {
             for (int b = 0; b < to.k / 256; b++) {
                 const size_t at = static_cast<size_t>(b) * to.n + column;
-                to.d256[at] = quantize_run(x + 256 * b, 256, q, sums);
+                to.d256[at] = quantize_run<256, 16>(x + 256 * b, q, sums);
                 place(q, 256, b, column, to, to.q256);
                 int8_t parts[32];
                 for (int i = 0; i < 8; i++) split(sums[2 * i] + sums[2 * i + 1], parts[i], parts[8 + i]);
@@ -146,10 +158,10 @@ struct Vector {
         if (forms & kQ8Per32) {
             for (int b = 0; b < to.k / 32; b++) {
                 const size_t at = to.small(b, column / 4 * 4, column % 4);
-                to.d32[at] = quantize_run(x + 32 * b, 32, q, sums);
+                to.d32[at] = quantize_run<32, 32>(x + 32 * b, q, sums);
                 place(q, 32, b, column, to, to.q32);
-                to.minus8[at] = -8 * (sums[0] + sums[1]);
-                to.minus128[at] = -128 * (sums[0] + sums[1]);
+                to.minus8[at] = -8 * sums[0];
+                to.minus128[at] = -128 * sums[0];
             }
         }
     }
@@ -353,7 +365,7 @@ constexpr Kernels kernels_of(const char* name) {
          L::template large_blocks<Type::Q3_K>, L::template large_blocks<Type::Q4_K>,
          L::template large_blocks<Type::Q5_K>, L::template large_blocks<Type::Q6_K>,
          L::template large_blocks<Type::Levels>},
-        V::rms_norm, V::quantize, V::silu_mul, V::sigmoid_mul, V::add, V::conv, V::l2_norm, V::delta_step,
+        V::rms_norm, V::quantize, V::sigmoid_mul, V::silu_mul, V::add, V::conv, V::l2_norm, V::delta_step,
         V::delta_add, V::gated_norm, V::to_f16, V::from_f16, V::attend, V::merge, V::exp_sum,
     };
 }

@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "draft.h"
@@ -162,6 +163,35 @@ NB_MODULE(_cpu, m) {
                      states[i]->length += lengths[i];
                      states[i]->tree.n = 0;
                  }
+             })
+        .def("decode",
+             [](Engine& self, const std::vector<State*>& states, Array<int32_t> tokens, const std::vector<int32_t>& stop) {
+                 // [1 + rows][states]: the first row is given, each other is what follows the one before it. None comes
+                 // after a row with a token in `stop`, or with kNotFinite; returns how many came
+                 const size_t n = states.size();
+                 int32_t* row = tokens.data();
+                 const int rows = static_cast<int>(tokens.shape(0)) - 1;
+                 nb::gil_scoped_release release;
+                 const std::lock_guard<std::mutex> lock(self.model.busy);
+                 Want want;
+                 for (size_t i = 0; i < n; i++) {
+                     want.rows.push_back(static_cast<int>(i));
+                     states[i]->tree = Tree::chain(1);
+                 }
+                 int came = 0;
+                 const auto last = [&](int32_t token) {
+                     return token == kNotFinite || std::find(stop.begin(), stop.end(), token) != stop.end();
+                 };
+                 for (bool ended = false; came < rows && !ended; came++, row += n) {
+                     std::vector<Part> parts;
+                     for (State* state : states) parts.push_back({*state, state->tree, state->length});
+                     want.argmax = row + n;
+                     Pass(self.model, *self.work, std::move(parts), true).forward(row, want);
+                     for (State* state : states) state->length++;
+                     ended = std::any_of(want.argmax, want.argmax + n, last);
+                 }
+                 for (State* state : states) state->tree.n = 0;
+                 return came;
              })
         .def("trees",
              [](Engine& self, const std::vector<State*>& states, const std::vector<int>& nodes,

@@ -36,6 +36,8 @@ Workspace::Workspace(Model& model) : stages(model.pool, model.kernels, widest(mo
     const auto floats = [&](size_t at) { return reinterpret_cast<float*>(memory.data() + at); };
     x = floats(at_x), normed = floats(at_normed), qkv = floats(at_qkv), z = floats(at_z), gates = floats(at_gates);
     q = floats(at_q), k = floats(at_k), v = floats(at_v), y = floats(at_y), h = floats(at_h);
+    const int half = c.rotary_dim / 2;
+    for (int j = 0; j < half; j++) frequencies.push_back(std::pow(c.rope_theta, -static_cast<double>(j) / half));
 }
 
 void multiply(Model& model, Workspace& work, const std::string& name, const float* x, int n, float* out) {
@@ -54,19 +56,21 @@ Pass::Pass(Model& model, Workspace& work, std::vector<Part> sequences, bool insi
         n += part.tree.n;
         part_of.resize(n, &part);
     }
-    const int half = c.rotary_dim / 2;
-    cosine.resize(static_cast<size_t>(n) * half);
+    cosine.resize(static_cast<size_t>(n) * w.frequencies.size());
     sine.resize(cosine.size());
-    for (int j = 0; j < half; j++) {
-        const double frequency = std::pow(c.rope_theta, -static_cast<double>(j) / half);
-        for (int i = 0; i < n; i++) {
-            const Part& part = *part_of[i];
-            const double angle = (part.position + part.tree.depth[i - part.first]) * frequency;
-            cosine[static_cast<size_t>(i) * half + j] = static_cast<float>(std::cos(angle));
-            sine[static_cast<size_t>(i) * half + j] = static_cast<float>(std::sin(angle));
-        }
-    }
     plan_attention();
+}
+
+// The angles by which a row's queries and keys are turned.
+void Pass::turn(int row) {
+    const size_t half = w.frequencies.size();
+    const Part& part = *part_of[row];
+    const int position = part.position + part.tree.depth[row - part.first];
+    for (size_t j = 0; j < half; j++) {
+        const double angle = position * w.frequencies[j];
+        cosine[row * half + j] = static_cast<float>(std::cos(angle));
+        sine[row * half + j] = static_cast<float>(std::sin(angle));
+    }
 }
 
 void Pass::forward(const int32_t* tokens, const Want& want) {
@@ -112,7 +116,10 @@ void Pass::mtp(const int32_t* tokens, const float* hidden, const Want& want) {
 }
 
 void Pass::embed(const int32_t* tokens, float* out, int stride) {
-    pool.share(n, 1, [&](int row) { unpack_row(m.embedding, tokens[row], out + static_cast<size_t>(row) * stride); });
+    pool.share(n, 1, [&](int row) {
+        unpack_row(m.embedding, tokens[row], out + static_cast<size_t>(row) * stride);
+        turn(row);
+    });
 }
 
 // The residual stream, normed, for weights that read these forms.

@@ -21,6 +21,7 @@ struct Workspace {
     Stages stages;
     float* scratch(int thread) const { return stages.scratch(thread); }
     std::vector<float> partial;
+    std::vector<double> frequencies;  // of RoPE
 };
 
 // out [n][rows rounded up to 16] = matrix `name` times the columns x [n][cols]
@@ -53,6 +54,7 @@ public:
 private:
     // Every thread calls these with the same arguments.
     void embed(const int32_t* tokens, float* out, int stride);
+    void turn(int row);
     Acts normed(const float* norm, int forms);
     void add_mixed(int thread, const float* y, int width, const Matrix& weights);
     void layer(int thread, int index);

@@ -14,35 +14,33 @@ inline void relax() {
 }  // namespace
 
 Pool::Pool(int threads)
-    : threads_(threads),
-      // more threads than processors: whoever we wait for may need the one we spin on
-      spins_(threads > static_cast<int>(std::thread::hardware_concurrency()) ? 0 : 5000) {
+    : threads_(threads), crowded_(threads > static_cast<int>(std::thread::hardware_concurrency())) {
     for (int i = 1; i < threads_; i++) workers_.emplace_back([this, i] { work(i); });
 }
 
 Pool::~Pool() {
     stop_ = true;
-    barrier();
+    meet(kBetweenJobs);
     for (auto& worker : workers_) worker.join();
 }
 
 void Pool::run(const std::function<void(int)>& job) {
     job_ = &job;
-    barrier();
+    meet(kBetweenJobs);
     job(0);
     barrier();
 }
 
 void Pool::work(int thread) {
     for (;;) {
-        barrier();
+        meet(kBetweenJobs);
         if (stop_) return;
         (*job_)(thread);
         barrier();
     }
 }
 
-void Pool::barrier() {
+void Pool::meet(Patience patience) {
     const unsigned phase = phase_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
         arrived_.store(0, std::memory_order_relaxed);
@@ -54,9 +52,15 @@ void Pool::barrier() {
         }
         return;
     }
-    for (int i = 0; i < spins_; i++) {
-        if (phase_.load(std::memory_order_acquire) != phase) return;
-        relax();
+    using Clock = std::chrono::steady_clock;
+    for (Clock::time_point began{}; !crowded_;) {
+        for (int i = 0; i < 32; i++) {
+            if (phase_.load(std::memory_order_acquire) != phase) return;
+            relax();
+        }
+        const auto now = Clock::now();
+        if (began == Clock::time_point{}) began = now;
+        if (now - began > patience) break;
     }
     std::unique_lock<std::mutex> lock(mutex_);
     sleepers_.fetch_add(1, std::memory_order_seq_cst);

@@ -1,9 +1,11 @@
 // A team of threads that runs one job together, many short stages with a barrier after each.
 //
 // Waiting spins first, because a stage takes microseconds and the next one is about to begin, then sleeps, because
-// the next call may be seconds away or the processor may be busy with something else.
+// the next call may be seconds away, or whoever we wait for may have lost its processor and need ours. Within a job it
+// sleeps sooner than between two: threads end a stage at about the same time, unless one of them was put aside.
 #pragma once
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <mutex>
@@ -37,13 +39,16 @@ public:
         barrier();
     }
 
-    void barrier();
+    void barrier() { meet(std::chrono::microseconds(50)); }
 
 private:
+    using Patience = std::chrono::microseconds;
+    static constexpr Patience kBetweenJobs{250};
     void work(int thread);
+    void meet(Patience patience);
 
     const int threads_;
-    const int spins_;
+    const bool crowded_;  // more threads than processors: whoever we wait for may need the one we spin on
     const std::function<void(int)>* job_ = nullptr;
     bool stop_ = false;
     std::vector<std::thread> workers_;

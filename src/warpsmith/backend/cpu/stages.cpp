@@ -71,9 +71,7 @@ void Stages::project_add(int thread, const Acts& acts, const Matrix& weights, fl
     const auto matmul = kernels_.matmul[static_cast<int>(weights.type)];
     pool_.share(weights.panels(), 1, [&](int unit) {
         matmul(weights.panel(unit), acts, tile, kPanel);
-        for (int row = 0; row < acts.n; row++) {
-            kernels_.add(tile + row * kPanel, kPanel, x + static_cast<size_t>(row) * stride + unit * kPanel);
-        }
+        kernels_.add(tile, acts.n, x + unit * kPanel, stride);
     });
 }
 
@@ -83,9 +81,7 @@ void Stages::gated(int thread, const Acts& acts, const Matrix& gate, const Matri
     pool_.share(gate.panels(), 1, [&](int unit) {
         one(gate.panel(unit), acts, a, kPanel);
         other(up.panel(unit), acts, b, kPanel);
-        for (int row = 0; row < acts.n; row++) {
-            kernels_.silu_mul(a + row * kPanel, b + row * kPanel, kPanel, out + static_cast<size_t>(row) * stride + unit * kPanel);
-        }
+        kernels_.silu_mul(a, b, acts.n, out + unit * kPanel, stride);
     });
 }
 
