@@ -1,14 +1,14 @@
 """Are texts with drafts plain texts? Every draft and budget, greedy and sampled, on as many prompts as time allows.
 
 PYTHONPATH=src python bench/spec_texts.py PROMPTS.jsonl... [--device cuda] [-n 128] [--seconds 100] [--jobs 12]
-    [--drafts dflash mtp ngram auto] [--budgets 8 22 63 auto] [--temperatures 0 0.8]
+    [--drafts dflash mtp ngram auto] [--budgets 8 22 63 auto] [--temperatures 0 0.8] [--skip 151]
     [--record cpu.json | --beside cpu.json]
 
-Prompts are taken from the files in turn, by one process or several (`--jobs`). Each goes through plain decoding once for
-a temperature, then through every draft and budget. `auto` with a number is the model's own draft with that number: such
-texts are made once. The table says of how many prompts the tokens were those of plain decoding, and how many a step
-decided. `--record` keeps the tokens and steps of every prompt; `--beside` prints those of another device for the same
-prompts.
+Prompts are taken from the files in turn, by one process or several (`--jobs`). Each goes through plain decoding once
+for a temperature, then through every draft and budget. `auto` with a number is the model's own draft with that number:
+such texts are made once. The table says of how many prompts the tokens were those of plain decoding, and how many a
+step decided. `--record` keeps the tokens and steps of every prompt; `--beside` prints those of another device for the
+same prompts.
 """
 
 from __future__ import annotations
@@ -145,6 +145,7 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=100.0, help="no prompt begins after so many")
     parser.add_argument("--prompts", type=int, help="at most")
+    parser.add_argument("--skip", type=int, default=0, help="so many prompts, which were done before")
     parser.add_argument("--drafts", nargs="+", default=["dflash", "mtp", "ngram", "auto"])
     parser.add_argument("--budgets", nargs="+", default=["8", "22", "63", "auto"])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
@@ -152,7 +153,7 @@ def main() -> None:
     parser.add_argument("--beside", type=Path)
     given = parser.parse_args()
     began = time.monotonic()
-    until, prompts = began + given.seconds, list(prompts_of(given.files))[: given.prompts]
+    until, prompts = began + given.seconds, list(prompts_of(given.files))[given.skip :][: given.prompts]
     keys = list(product(product(given.drafts, given.budgets), given.temperatures))
     tallies = {key: Tally() for key in keys}
     with ProcessPoolExecutor(given.jobs, get_context("spawn"), prepare, (given,)) as processes:
