@@ -39,6 +39,7 @@ from warpsmith.backend.rows import HostRows
 from warpsmith.backend.sampling import Sampling
 from warpsmith.checkpoint.dflash import DFlashConfig, expected_shapes
 from warpsmith.draft.dflash import DFlash, capacity_of
+from warpsmith.engine.prefix import held_bytes
 from warpsmith.engine.scheduler import Scheduler
 
 SMS = 3
@@ -101,6 +102,7 @@ def test_what_is_remembered_can_be_brought_back_and_is_a_sequence_s_own() -> Non
     other = OneBlock(native.network)
     native.append(HostRows(features_of(19, config)), 0)
     saved = native.snapshot()
+    assert held_bytes((saved, [], 19)) == 2 * 19 * 2 * 128 * 2 + 40 * 4  # keys and values of 19 rows; positions
     expected = native.fill(3, 19, 4, TOP).hidden.numpy()
     other.append(HostRows(features_of(30, config, 1)), 0)
     native.append(HostRows(features_of(30, config, 2)), 19)

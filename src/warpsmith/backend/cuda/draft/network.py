@@ -54,6 +54,10 @@ class Saved:
     buffers: dict[str, Buffer]
     appended: int
 
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
 
 class CudaDraft(BlockDraft):
     """A draft's weights beside a target's. Matrices of 16 and of 32 bits are held as Q8_0, unless `held` is None."""
