@@ -1,12 +1,14 @@
 """Are texts with drafts plain texts? Every draft and budget, greedy and sampled, on as many prompts as time allows.
 
-PYTHONPATH=src python bench/spec_texts.py PROMPTS.jsonl... [--device cuda] [-n 128] [--seconds 100]
-    [--drafts dflash mtp ngram auto] [--budgets 8 22 63 auto] [--temperatures 0 0.8]
+PYTHONPATH=src python bench/spec_texts.py PROMPTS.jsonl... [--device cuda] [-n 128] [--seconds 100] [--jobs 12]
+    [--drafts dflash mtp ngram auto] [--budgets 8 22 63 auto] [--temperatures 0 0.8] [--skip 151]
     [--record cpu.json | --beside cpu.json]
 
-Prompts are taken from the files in turn, and each goes through every draft and budget before the next one begins. The
-table says of how many prompts the tokens were those of plain decoding, and how many a step decided. `--record` keeps
-the tokens and steps of every prompt; `--beside` prints those of another device for the same prompts.
+Prompts are taken from the files in turn, by one process or several (`--jobs`). Each goes through plain decoding once
+for a temperature, then through every draft and budget. `auto` with a number is the model's own draft with that number:
+such texts are made once. The table says of how many prompts the tokens were those of plain decoding, and how many a
+step decided. `--record` keeps the tokens and steps of every prompt; `--beside` prints those of another device for the
+same prompts.
 """
 
 from __future__ import annotations
@@ -15,15 +17,16 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import chain, zip_longest
+from itertools import chain, product, zip_longest
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
-from warpsmith.backend.base import Backend
 from warpsmith.backend.sampling import Sampling
+from warpsmith.checkpoint.dflash import open_draft
 from warpsmith.draft.base import Draft, Proposer
 from warpsmith.draft.budget import Budgeted
 from warpsmith.draft.cascade import Cascade
@@ -34,21 +37,33 @@ from warpsmith.draft.ngram import NGram
 from warpsmith.engine.loop import Generation
 from warpsmith.engine.scheduler import Scheduler
 from warpsmith.llm import load
+from warpsmith.wisp import WISP_DRAFT
 
 CONTEXT = 2048
+OWN = "dflash"  # the draft that comes with wisp, which `auto` prefers
+
+Combination = tuple[str, str]  # draft and budget
 
 
 @dataclass
 class Tally:
     """Of a draft with one budget and one temperature."""
 
-    same: int = 0
     different: list[str] = field(default_factory=list)  # ids of prompts
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # tokens after the first and steps, by prompt
 
-    def rate(self, prompts: Any) -> float:
+    def rate(self, prompts: Iterable[str]) -> float:
         tokens, steps = (sum(self.counts[each][i] for each in prompts) for i in (0, 1))
         return tokens / steps if steps else 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one prompt with one draft, budget and temperature."""
+
+    same: bool
+    tokens: int  # after the first
+    steps: int
 
 
 def prompts_of(files: list[Path]) -> Iterator[tuple[str, str]]:
@@ -57,98 +72,123 @@ def prompts_of(files: list[Path]) -> Iterator[tuple[str, str]]:
     return ((each["id"], each["prompt"]) for each in chain.from_iterable(zip_longest(*read)) if each is not None)
 
 
-def proposer(name: str, budget: str, backend: Backend, drafts: dict[str, Draft]) -> Proposer:
-    """Drafts of one kind share their weights."""
+def made_as(draft: str, budget: str) -> Combination:
+    return (OWN if draft == "auto" and budget != "auto" else draft), budget
 
-    def of(kind: str) -> Draft:
-        made = copy(drafts[kind])
-        made.nodes = backend.largest_tree - 1 if budget == "auto" else int(budget)
-        return made
 
-    if name == "auto":
-        own = next(kind for kind in ("dflash", "mtp", "ngram") if kind in drafts)
-        if budget != "auto" or own == "ngram":
-            name = own
-        else:
-            costs = costs_of(backend, drafts[own].wants)
-            return Cascade([Budgeted(of("ngram"), costs), Budgeted(of(own), costs)])
-    draft = of(name)
-    return Budgeted(draft, costs_of(backend, draft.wants)) if budget == "auto" else draft
+class Worker:
+    """A model, and a scheduler for every draft and budget; drafts of one kind share their weights."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
+        self.llm = load(given.model, device=given.device, context=CONTEXT, threads=given.threads)
+        self.backend = backend = self.llm.backend
+        wanted = dict.fromkeys(made_as(*each) for each in product(given.drafts, given.budgets))
+        kinds = {kind for kind, _ in wanted} | ({OWN} if ("auto", "auto") in wanted else set())
+        self._drafts: dict[str, Draft] = {"ngram": NGram()}
+        if "dflash" in kinds:
+            self._drafts["dflash"] = DFlash(open_draft(given.dflash), backend)
+        if "mtp" in kinds:
+            self._drafts["mtp"] = MTP(backend)
+        self._plain = Scheduler(backend, CONTEXT, cache_bytes=0)
+        self._drafting = {each: Scheduler(backend, CONTEXT, self._proposer(*each), cache_bytes=0) for each in wanted}
+
+    def _proposer(self, kind: str, budget: str) -> Proposer:
+        def of(kind: str) -> Draft:
+            made = copy(self._drafts[kind])
+            made.nodes = self.backend.largest_tree - 1 if budget == "auto" else int(budget)
+            return made
+
+        if kind == "auto":
+            costs = costs_of(self.backend, self._drafts[OWN].wants)
+            return Cascade([Budgeted(of("ngram"), costs), Budgeted(of(OWN), costs)])
+        draft = of(kind)
+        return Budgeted(draft, costs_of(self.backend, draft.wants)) if budget == "auto" else draft
+
+    def outcomes(self, prompt: str) -> dict[tuple[Combination, float], Outcome]:
+        ids = self.llm.tokenizer.encode(prompt)[-(CONTEXT - self.given.n - 1) :]
+        found = {}
+        for temperature in self.given.temperatures:
+            expected, _ = self._text(self._plain, ids, temperature)
+            for each, scheduler in self._drafting.items():
+                got, stats = self._text(scheduler, ids, temperature)
+                found[each, temperature] = Outcome(got == expected, stats.generated_tokens - 1, stats.steps)
+        return found
+
+    def _text(self, scheduler: Scheduler, ids: list[int], temperature: float):
+        sampling = Sampling(temperature=temperature, top_k=20, top_p=0.95, seed=7)
+        generation = Generation(scheduler, ids, sampling, max_tokens=self.given.n)
+        return [token for piece in generation for token in piece], generation.stats
+
+
+worker: Worker  # of this process
+
+
+def prepare(given: argparse.Namespace) -> None:
+    global worker
+    worker = Worker(given)
+
+
+def outcomes(prompt: str, until: float):
+    """Of a prompt, unless it is too late."""
+    return worker.outcomes(prompt) if time.monotonic() < until else None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+", metavar="PROMPTS.jsonl")
     parser.add_argument("-m", "--model")
-    parser.add_argument("--dflash", type=Path, help="a draft (default: wisp's)")
+    parser.add_argument("--dflash", type=Path, default=WISP_DRAFT, help="a draft (default: wisp's)")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--threads", type=int, help="of each process on the cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("-n", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=100.0, help="no prompt begins after so many")
     parser.add_argument("--prompts", type=int, help="at most")
+    parser.add_argument("--skip", type=int, default=0, help="so many prompts, which were done before")
     parser.add_argument("--drafts", nargs="+", default=["dflash", "mtp", "ngram", "auto"])
     parser.add_argument("--budgets", nargs="+", default=["8", "22", "63", "auto"])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--record", type=Path)
     parser.add_argument("--beside", type=Path)
     given = parser.parse_args()
-    llm = load(given.model, device=given.device, context=CONTEXT)
-    backend = llm.backend
-    kinds = {"ngram", *given.drafts} | ({"dflash", "mtp"} if "auto" in given.drafts else set())
-    drafts: dict[str, Draft] = {"ngram": NGram()}
-    if "dflash" in kinds:
-        from warpsmith.checkpoint.dflash import open_draft
-        from warpsmith.wisp import WISP_DRAFT
-
-        drafts["dflash"] = DFlash(open_draft(given.dflash or WISP_DRAFT), backend)
-    if "mtp" in kinds and backend.config.mtp_layers and backend.runs_mtp:
-        drafts["mtp"] = MTP(backend)
-    named = [(d, b) for d in given.drafts for b in given.budgets if d in drafts or d == "auto"]
-    plain = Scheduler(backend, CONTEXT)
-    schedulers = {each: Scheduler(backend, CONTEXT, proposer(*each, backend, drafts)) for each in named}
-    tallies = {(*each, t): Tally() for each in named for t in given.temperatures}
-    texts = 0
-
-    def text(scheduler: Scheduler, ids: list[int], temperature: float) -> tuple[list[int], Generation]:
-        sampling = Sampling(temperature=temperature, top_k=20, top_p=0.95, seed=7)
-        generation = Generation(scheduler, ids, sampling, max_tokens=given.n)
-        return [token for piece in generation for token in piece], generation
-
-    began = time.perf_counter()
-    for number, (name, prompt) in enumerate(prompts_of(given.files)):
-        if time.perf_counter() - began > given.seconds or number == given.prompts:
-            break
-        ids = llm.tokenizer.encode(prompt)[-(CONTEXT - given.n - 1) :]
-        for temperature in given.temperatures:
-            expected, _ = text(plain, ids, temperature)
-            for each, scheduler in schedulers.items():
-                got, generation = text(scheduler, ids, temperature)
-                tally = tallies[*each, temperature]
-                tally.same += got == expected
-                if got != expected:
+    began = time.monotonic()
+    until, prompts = began + given.seconds, list(prompts_of(given.files))[given.skip :][: given.prompts]
+    keys = list(product(product(given.drafts, given.budgets), given.temperatures))
+    tallies = {key: Tally() for key in keys}
+    with ProcessPoolExecutor(given.jobs, get_context("spawn"), prepare, (given,)) as processes:
+        first = processes.submit(outcomes, prompts[0][1], until)
+        first.result()  # its process measures costs, which the others find: nothing else may run beside it
+        found = [first, *(processes.submit(outcomes, prompt, until) for _, prompt in prompts[1:])]
+        for (name, _), made in zip(prompts, found, strict=True):
+            if (of := made.result()) is None:
+                continue
+            for (each, temperature), tally in tallies.items():
+                outcome = of[made_as(*each), temperature]
+                tally.counts[name] = (outcome.tokens, outcome.steps)
+                if not outcome.same:
                     tally.different.append(name)
-                tally.counts[name] = (generation.stats.generated_tokens - 1, generation.stats.steps)
-        texts = number + 1
-    seconds = time.perf_counter() - began
     other = json.loads(given.beside.read_text()) if given.beside else {}
-    print(f"{texts} prompts x {given.n} tokens in {seconds:.0f} s on {backend.name}")
+    done, seconds = len(tallies[keys[0]].counts), time.monotonic() - began
+    print(f"{done} of {len(prompts)} prompts x {given.n} tokens in {seconds:.0f} s on {given.device}")
     print("| draft | budget | temperature | same text | tokens a step | the other device's, of as many prompts |")
     print("|---|---|---|---|---|---|")
-    for (draft, budget, temperature), tally in tallies.items():
+    for ((draft, budget), temperature), tally in tallies.items():
         beside = "-"
         if known := other.get(f"{draft} {budget} {temperature}"):
             both = [each for each in tally.counts if each in known]
-            theirs = Tally(counts={each: tuple(known[each]) for each in both})
-            beside = f"{tally.rate(both):.3f} here, {theirs.rate(both):.3f} there, {len(both)}"
+            here, there = tally.rate(both), Tally(counts={each: tuple(known[each]) for each in both}).rate(both)
+            beside = f"{there:.3f} ({here / there - 1:+.2%} here, {len(both)})" if both else "-"
         print(
-            f"| {draft} | {budget} | {temperature} | {tally.same} of {len(tally.counts)} "
+            f"| {draft} | {budget} | {temperature} | {len(tally.counts) - len(tally.different)} of {len(tally.counts)} "
             f"| {tally.rate(tally.counts):.3f} | {beside} |"
         )
     wrong = {key: tally.different for key, tally in tallies.items() if tally.different}
-    for key, names in wrong.items():
-        print(*key, "differs on", *names[:8])
+    for ((draft, budget), temperature), names in wrong.items():
+        print(draft, budget, temperature, "differs on", *names[:8])
     if given.record:
-        given.record.write_text(json.dumps({" ".join(map(str, key)): tally.counts for key, tally in tallies.items()}))
-    sys.exit(1 if wrong else 0)
+        given.record.write_text(json.dumps({f"{d} {b} {t}": tally.counts for ((d, b), t), tally in tallies.items()}))
+    sys.exit(1 if wrong or done < len(prompts) else 0)
 
 
 if __name__ == "__main__":

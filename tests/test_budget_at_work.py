@@ -290,6 +290,20 @@ def test_a_draft_that_needs_rows_listens_before_it_is_tried_again() -> None:
     assert all(rows[i - LISTENS : i] == [1] * LISTENS for i in tries)
 
 
+def test_a_draft_that_keeps_up_hears_every_token_at_rest() -> None:
+    class Hearing(Oracle):
+        wants = Want(tokens="none", features=(0,))
+        keeps_up = True
+
+    world = World(GENTLE, 3.0, 0.0)
+    world.budget = Budgeted(Hearing(world), GENTLE)
+    world.held = Alone(world.budget)
+    while world.budget.account.open:
+        world.step()
+    assert world.held.rest == world.budget.account.waits > 64
+    assert world.budget.listens(world.budget.new_memory())
+
+
 def test_guesses_are_judged_where_their_parent_was_right() -> None:
     class Branching(Oracle):
         def propose(self, memory: Any, context: Context) -> ScoredTree:

@@ -29,6 +29,7 @@ from large_cases import MIXED, SHAPE, tensors_of
 from random_models import random_tensors
 from warpsmith.backend.base import Want
 from warpsmith.backend.cuda import CudaBackend
+from warpsmith.backend.cuda.draft import layout
 from warpsmith.backend.cuda.draft.layout import DraftStream, takes
 from warpsmith.backend.cuda.draft.network import CudaDraft
 from warpsmith.backend.cuda.draft.plan import planned_draft
@@ -38,6 +39,7 @@ from warpsmith.backend.rows import HostRows
 from warpsmith.backend.sampling import Sampling
 from warpsmith.checkpoint.dflash import DFlashConfig, expected_shapes
 from warpsmith.draft.dflash import DFlash, capacity_of
+from warpsmith.engine.prefix import held_bytes
 from warpsmith.engine.scheduler import Scheduler
 
 SMS = 3
@@ -100,6 +102,7 @@ def test_what_is_remembered_can_be_brought_back_and_is_a_sequence_s_own() -> Non
     other = OneBlock(native.network)
     native.append(HostRows(features_of(19, config)), 0)
     saved = native.snapshot()
+    assert held_bytes((saved, [], 19)) == 2 * 19 * 2 * 128 * 2 + 40 * 4  # keys and values of 19 rows; positions
     expected = native.fill(3, 19, 4, TOP).hidden.numpy()
     other.append(HostRows(features_of(30, config, 1)), 0)
     native.append(HostRows(features_of(30, config, 2)), 19)
@@ -108,6 +111,36 @@ def test_what_is_remembered_can_be_brought_back_and_is_a_sequence_s_own() -> Non
     np.testing.assert_array_equal(native.fill(3, 19, 4, TOP).hidden.numpy(), expected)
     native.forget()
     check_same(native, numpy, 3, 0, 4)
+
+
+def test_rows_that_wait_are_projected_when_the_next_block_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or when there is no more room for them, or others do not follow: it is all the same to the draft."""
+    config, (cuda, _) = shaped(layers=1), targets()
+
+    def made() -> OneBlock:
+        return OneBlock(CudaDraft(cuda, config, file_of(config).tensors, [200], cuda.lend))
+
+    waited, hurried = made(), made()
+    assert waited.network.layout.groups == 12
+    monkeypatch.setattr(layout, "WAITING_BYTES", 3 * waited.network.layout.group_bytes)
+    little, position = made(), 0
+    for count, gap in ((100, 0), (7, 0), (70, 9)):
+        position += gap
+        features = features_of(count, config, position)
+        for draft in (waited, little):
+            draft.append(HostRows(features), position)
+        for first in range(0, count, 16):
+            hurried.append(HostRows(features[first : first + 16]), position + first)
+            hurried.network.project(hurried.memory)
+        position += count
+    assert (waited.memory.waiting, waited.memory.appended) == (70, 107)
+    assert little.memory.waiting <= 48
+    expected = hurried.fill(3, position, 4, TOP).hidden.numpy()
+    for draft in (waited, little):
+        np.testing.assert_array_equal(draft.fill(3, position, 4, TOP).hidden.numpy(), expected)
+        assert draft.memory.appended == 177
+        places = draft.memory.buffers["positions"].read(np.int32, (177,))
+        assert places.tolist() == [*range(107), *range(116, 186)]
 
 
 def test_text_with_a_draft_is_plain_text() -> None:

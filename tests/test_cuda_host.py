@@ -321,7 +321,7 @@ def test_the_27b_with_its_draft_and_a_long_context_fits_a_24_gb_card_by_plan() -
     of_the_draft = PlannedDraft(draft, dict.fromkeys(draft_shapes(draft), "BF16"), capacity_of(draft))
     parts = {p.what: p.nbytes for p in planned(config, stored, chip, 131_072, ("q4_0", "q4_0"), of_the_draft)}
     assert 1.9e9 < parts["draft"] < 2.1e9  # rounded to 8 bits; its LM head is the target's
-    assert 83e6 < parts["draft's memory"] < 90e6  # 4096 rows of 20 KiB
+    assert 99e6 < parts["draft's memory"] < 106e6  # 4096 rows of 20 KiB, and features that wait
     assert sum(parts.values()) < min(24e9, chip.memory)
 
 

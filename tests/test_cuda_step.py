@@ -34,7 +34,7 @@ from warpsmith.engine.loop import Generation, Step
 from warpsmith.engine.scheduler import Scheduler
 from warpsmith.measure.assumed import Assumed
 
-SMS, CONTEXT = 3, 64
+SMS, CONTEXT = 3, 128
 SHAPE = replace(LARGER, layers=2, recurrent=(True, False), ffn=512)
 DRAFT = draft_config(SHAPE, layers=1, ffn=256, heads=2, kv_heads=1, head_dim=128, target_layers=(0, 1), block=7)
 
@@ -360,27 +360,30 @@ def test_rows_of_decoded_tokens_are_those_of_a_chain(taken: int) -> None:
 
 
 class Dozing(Assumed):
-    """Rests for two tokens after every step, and listens."""
+    """Rests for some tokens after every step, and listens."""
 
-    dozes = False
+    dozes, tokens = False, 2
 
     def rest(self, memory: object) -> int:
         self.dozes = not self.dozes
-        return 2 if self.dozes else 0
+        return self.tokens if self.dozes else 0
 
     def listens(self, memory: object) -> bool:
         return True
 
 
-def test_a_draft_that_rested_has_no_gap() -> None:
-    plain = run(Scheduler(target(), CONTEXT), [3, 1, 4, 1, 5], Sampling(), max_tokens=9)
+@pytest.mark.parametrize(("tokens", "rest"), [(9, 2), (90, 80)])
+def test_a_draft_that_rested_has_no_gap(tokens: int, rest: int) -> None:
+    """However long: a launch decodes 64 tokens at most."""
+    plain = run(Scheduler(target(), CONTEXT), [3, 1, 4, 1, 5], Sampling(), max_tokens=tokens)
     dozing = Dozing(draft(), 2.0, SHAPE.vocab)
+    dozing.tokens = rest
     dozing.expect(5, plain)
-    generation = Generation(Scheduler(target(), CONTEXT, dozing), [3, 1, 4, 1, 5], max_tokens=9)
+    generation = Generation(Scheduler(target(), CONTEXT, dozing), [3, 1, 4, 1, 5], max_tokens=tokens)
     assert [token for piece in generation for token in piece] == plain
     memory, length = generation.sequence.draft.network, generation.sequence.state.length
     assert memory.appended + memory.waiting == length
-    draft().network.project(memory)  # type: ignore[attr-defined]
+    draft().network.snapshot(memory)  # nothing waits then
     assert memory.buffers["positions"].read(np.int32, (length,)).tolist() == list(range(length))
 
 

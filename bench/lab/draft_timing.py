@@ -101,12 +101,21 @@ def print_profile(backend: LargeBackend, network: CudaDraft, depth: int) -> None
         network.launch(memory, network.request(7, depth, Want(tokens="top")))
         backend.device.synchronize()
     marks = backend.profile.read(np.int64, (backend.chip.sms, MARKS // 2, 2))
-    clocks, waits = marks[:, :, 0], marks[:, :, 1]
-    used = int((clocks[0] > 0).sum())
-    took, waited = np.diff(clocks[:, :used], axis=1), waits[:, 1:used]
-    print(f"clocks in all {took.sum(axis=1).mean():.0f}")
-    for i in range(used - 1):
-        print(f"  {i:3d} {took[:, i].mean():8.0f} {took[:, i].max():8.0f}  waited {waited[:, i].mean():8.0f}")
+    took, waits = np.diff(marks[:, :, 0], axis=1), marks[:, 1:, 1]
+    before, after = ("wait", "operands", "products", "wait for sums"), ("work", "done")
+    steps: list[tuple[str, str]] = []
+    for stage in ("fc", "context", *("in", "out", "mlp_in", "mlp_out") * LAYERS):
+        mixed = ("rows", "parts") if stage == "in" else ()
+        steps += [(stage, step) for step in (*before, *(() if stage == "fc" else (*mixed, *after)))]
+    steps += [("head", step) for step in (*before, "logits")]
+    found: dict[tuple[str, str], list[int]] = {}
+    for at, step in enumerate(steps):
+        found.setdefault(step, []).append(at)
+    print(f"clocks in all {took[:, : len(steps)].sum(axis=1).mean():.0f}: stage, step, times, mean / slowest SM")
+    for (stage, step), where in found.items():
+        waited = f", for weights {waits[:, where].mean():.0f}" if step == "products" else ""
+        clocks = took[:, where]
+        print(f"  {stage:8} {step:14} {len(where):2} x {clocks.mean():7.0f} / {clocks.max(axis=0).mean():7.0f}{waited}")
 
 
 def main() -> None:

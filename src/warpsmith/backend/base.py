@@ -118,6 +118,7 @@ class Verified:
     decided: list[int]
     tree_seconds: float
     forward_seconds: float
+    commit_seconds: float  # of the commit before
 
 
 class GrowingTree(ABC):
@@ -164,6 +165,10 @@ class BlockDraft(ABC):
     @abstractmethod
     def append(self, memory: BlockMemory, features: Rows, position: int) -> None:
         """Rows [n, features * hidden] of tokens that were committed at `position` onwards; later ones come later."""
+
+    def catch_up(self, memory: BlockMemory) -> None:
+        """Work through what was appended, now rather than when the next block is filled."""
+        return
 
     @abstractmethod
     def fill(self, memory: BlockMemory, root: int, position: int, rows: int, want: Want) -> Output:

@@ -25,8 +25,7 @@ from warpsmith.draft.costs import Costs
 from warpsmith.draft.economy import Account, Calibration, Pace, best_size, least_probabilities, path_probabilities
 
 STAKE = 2.0  # tokens that a forward may lose however little the account holds; beyond that it may lose what is there
-LISTENS = 12  # tokens before another try of which a draft that needs their rows is told
-LISTENS_WHILE_DECODING = 64  # likewise, where it can be told without being asked
+LISTENS = 12  # tokens before another try of which a draft that needs their rows is told, unless it hears them all
 CHECK = 8  # tokens decoded plainly now and then, to see how fast that is at present
 CHECK_FIRST, CHECK_LAST = 32, 512  # drafted tokens after which that is done: soon at first, then more and more rarely
 FURTHER, BEYOND = 2, 2  # how deep it is asked: so many times as deep as it was right lately, and so many levels more
@@ -70,7 +69,7 @@ class Budgeted(Proposer[BudgetMemory]):
         self.calibration, self.account = Calibration(), Account()
         self._least = least_probabilities(costs)
         needed = draft.wants.features or draft.wants.hidden
-        self._listens = 0 if not needed else LISTENS_WHILE_DECODING if draft.keeps_up else LISTENS
+        self._needs_rows = bool(needed)
         self._pace = Pace(costs)
         self._unchecked = self._check_after = CHECK_FIRST  # tokens since plain decoding was last seen
         self.rate = 0.0  # tokens a second that its guesses have brought lately
@@ -84,12 +83,11 @@ class Budgeted(Proposer[BudgetMemory]):
     def rest(self, memory: BudgetMemory) -> int:
         if self.account.open:
             return CHECK if self.doubts else memory.pause
-        left = max(0, self.account.waits - self._listens)
-        return self.account.waits if self.draft.keeps_up and not left else left
+        unheard = LISTENS if self._needs_rows and not self.draft.keeps_up else 0
+        return max(0, self.account.waits - unheard)
 
     def listens(self, memory: BudgetMemory) -> bool:
-        """While it checks how fast plain decoding is, and before another try: not as long as that is far away."""
-        return self.draft.keeps_up and (self.account.open or self.account.waits <= self._listens)
+        return self.draft.keeps_up
 
     @property
     def doubts(self) -> bool:
@@ -115,7 +113,7 @@ class Budgeted(Proposer[BudgetMemory]):
             tree = tree.first(size) if size else None
         if tree is not None:
             memory.silent = 0
-        elif not self._listens:  # one that needs rows would miss them
+        elif not self._needs_rows:  # one that needs them would miss some
             memory.silent += 1
             memory.pause = min(2**memory.silent - 1, SILENCE)
         memory.guess = _Guess(len(context.ids) - 1, tree)

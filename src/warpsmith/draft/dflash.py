@@ -104,6 +104,7 @@ class DFlash(Draft[DFlashMemory]):
 
     def catch_up(self, memory: DFlashMemory, state: State) -> None:
         self._project_waiting(memory)
+        self.network.catch_up(memory.network)
 
     def _project_waiting(self, memory: DFlashMemory) -> None:
         for start, features in memory.waiting:

@@ -258,13 +258,14 @@ class Generation:
     def accept(self) -> None:
         """Follow the sampler through the tree, and commit the nodes it went along: all tokens decided but the last."""
         began, tree, state, past = perf_counter(), self.tree, self.sequence.state, self._recent()
-        start = state.length
+        start, committing = state.length, 0.0
         if isinstance(tree, GrowingTree):
             seen = tree.verify(state, self.want(self.tokens), self.sampling, past, self.stop_ids)
             tree, output, path, run = seen.tree, seen.output, seen.path, seen.decided
-            self.tree, self.unseen_seconds = tree, seen.forward_seconds
+            self.tree, self.unseen_seconds, committing = tree, seen.forward_seconds, seen.commit_seconds
             waited, began = perf_counter() - began, perf_counter()
-            self._draft_seconds += waited - seen.forward_seconds  # the device was at it when the host began to wait
+            # the device was at it when the host began to wait: first at the commit before
+            self._draft_seconds += waited - seen.forward_seconds - seen.commit_seconds
         else:
             output = drafted(state, tree).output
             if self.constraint is None:
@@ -279,7 +280,7 @@ class Generation:
         self.backend.commit(state, path)
         self._observe(start, output if self.asks else Output(), path)
         self._took(tree, path, run)
-        self._verify_seconds, self._commit_seconds = walked - began, perf_counter() - walked
+        self._verify_seconds, self._commit_seconds = walked - began, committing + perf_counter() - walked
 
     def accept_root(self, output: Output, row: int) -> None:
         """`accept` for a root alone that is committed: the next token is chosen from this row."""

@@ -25,6 +25,8 @@ COLUMNS = 16  # rows that a launch appends, and positions of a block, at most
 DIM = 128  # of a head
 MAX_LAYERS = 32
 BATCH = 64  # rows of queries at a time
+ABREAST = 64  # rows that are gathered together
+WAITING_BYTES = 16 << 20  # of features that wait, about: several hundred tokens of the largest models
 
 
 def takes(config: DFlashConfig, vocab: int) -> bool:
@@ -134,8 +136,22 @@ class DraftLayout:
         """What is remembered of a sequence."""
         c = self.config
         rings = c.layers * c.kv_heads * self.capacity * DIM * 2
-        waiting = COLUMNS * len(c.target_layers) * c.hidden * 2
+        waiting = self.groups * self.group_bytes
         return {"keys": rings, "values": rings, "positions": self.capacity * 4, "waiting": waiting}
+
+    @property
+    def group_rows(self) -> int:
+        """Rows that a launch appends together."""
+        return min(COLUMNS, self.capacity)
+
+    @property
+    def group_bytes(self) -> int:
+        return COLUMNS * len(self.config.target_layers) * self.config.hidden * 2
+
+    @cached_property
+    def groups(self) -> int:
+        """Groups of rows that may wait: no more than are remembered."""
+        return max(1, min(WAITING_BYTES // self.group_bytes, self.capacity // self.group_rows))
 
     def vectors(self) -> list[str]:
         """In the order the kernel expects them."""

@@ -105,11 +105,10 @@ class HeadProgram:
         return join_outputs(parts) if len(parts) > 1 else parts[0]
 
     def _make_logits(self, rows: CudaRows) -> None:
-        gathered = Gather(waiting=self._waiting.pointer, source=rows.buffer.pointer)
-        gathered.offsets[: len(rows)] = rows.offsets.reshape(-1).tolist()
+        gathered = Gather(waiting=self._waiting.pointer, source=rows.buffer.pointer, groups=1, rows=COLUMNS)
+        gathered.offsets[: len(rows)] = rows.offsets[:, 0].tolist()
         self.backend.overwrite_outputs()
         self._gather.launch(len(rows), 128, gathered)
-        self._counter.fill_starts(0, 1, self._counter.nbytes // 4)
         request = DraftRequest(nodes=len(rows), want_logits=1)
         self._kernel.launch(self.backend.chip.sms, THREADS, self._params, request, cooperative=True)
 

@@ -12,7 +12,7 @@ import numpy as np
 from warpsmith.backend.base import BlockDraft, BlockMemory, GrowingTree, Output, Want
 from warpsmith.backend.cuda.build.compiler import build
 from warpsmith.backend.cuda.draft.formats import HELD, handed_over
-from warpsmith.backend.cuda.draft.layout import COLUMNS, DIM, DraftLayout, DraftStream
+from warpsmith.backend.cuda.draft.layout import ABREAST, COLUMNS, DIM, DraftLayout, DraftStream
 from warpsmith.backend.cuda.draft.lent import THREADS, Lent
 from warpsmith.backend.cuda.draft.step import Ahead, CudaGrowingTree, StepProgram, growth
 from warpsmith.backend.cuda.draft.structures import DraftParams, DraftRequest, Gather
@@ -31,11 +31,9 @@ from warpsmith.errors import DoesNotFit
 if TYPE_CHECKING:
     from warpsmith.backend.cuda.backend import CudaBackend
 
-ABREAST = 64  # rows from the host that are brought over together
-
 
 class CudaMemory(BlockMemory):
-    """Rings of keys and values, and features of the last few rows, which wait for the next launch."""
+    """Rings of keys and values, and one of features of the last rows, which wait to be projected."""
 
     def __init__(self, network: CudaDraft) -> None:
         sizes = network.layout.memory_bytes()
@@ -43,7 +41,8 @@ class CudaMemory(BlockMemory):
         self.params = network.params_for(self)
         self.appended = 0  # rows that went into the rings so far
         self.waiting = 0
-        self.position = 0  # of the first that waits
+        self.group = 0  # where the first is that waits
+        self.position = 0  # of that
         self.ahead: Ahead | None = None
         self.asked: tuple[float, ...] = ()  # what kind of tree was last asked for
 
@@ -54,8 +53,10 @@ class Saved:
 
     buffers: dict[str, Buffer]
     appended: int
-    waiting: int
-    position: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers.values())
 
 
 class CudaDraft(BlockDraft):
@@ -133,27 +134,25 @@ class CudaDraft(BlockDraft):
 
     def snapshot(self, memory: BlockMemory) -> Saved:
         assert isinstance(memory, CudaMemory)
+        while memory.waiting:
+            self.project(memory)
         used, pieces = min(memory.appended, self.layout.capacity), self.config.layers * self.config.kv_heads
-        copies = {}
-        for name, source in memory.buffers.items():
-            ring = name in ("keys", "values")
-            copies[name] = self.device.allocate(used * pieces * DIM * 2 if ring else source.nbytes)
-            if not ring:
-                copies[name].copy_from(source)
-            elif used:
-                copies[name].copy_starts(source, pieces, used * DIM * 2)
-        return Saved(copies, memory.appended, memory.waiting, memory.position)
+        copies = {"positions": self.device.allocate(memory.buffers["positions"].nbytes)}
+        copies["positions"].copy_from(memory.buffers["positions"])
+        for name in ("keys", "values"):
+            copies[name] = self.device.allocate(used * pieces * DIM * 2)
+            if used:
+                copies[name].copy_starts(memory.buffers[name], pieces, used * DIM * 2)
+        return Saved(copies, memory.appended)
 
     def restore(self, memory: BlockMemory, saved: Any) -> None:
         assert isinstance(memory, CudaMemory)
         used, pieces = min(saved.appended, self.layout.capacity), self.config.layers * self.config.kv_heads
-        for name, source in saved.buffers.items():
-            if name not in ("keys", "values"):
-                memory.buffers[name].copy_from(source)
-            elif used:
-                memory.buffers[name].copy_starts(source, pieces, used * DIM * 2)
-        memory.appended, memory.waiting, memory.position = saved.appended, saved.waiting, saved.position
-        memory.ahead = None
+        memory.buffers["positions"].copy_from(saved.buffers["positions"])
+        for name in ("keys", "values"):
+            if used:
+                memory.buffers[name].copy_starts(saved.buffers[name], pieces, used * DIM * 2)
+        memory.appended, memory.waiting, memory.ahead = saved.appended, 0, None
 
     # -- the contract ---------------------------------------------------------------------------------------------
 
@@ -217,11 +216,13 @@ class CudaDraft(BlockDraft):
         if want.features != self.config.target_layers or memory.waiting or self.layout.capacity < COLUMNS:
             return False
         path, tree, features = program.path.pointer, program.tree.pointer, self.backend.features.pointer
-        gather = Gather(waiting=memory.buffers["waiting"].pointer, source=features, path=path, tree=tree)
+        times = program.times.pointer
+        gather = self._gathering(memory, features)
+        gather.path, gather.tree, gather.times = path, tree, times
         self._gather.launch(COLUMNS * len(want.features), 128, gather)
         request = self.request(0, 0, Want(tokens="top"))
         request.path, request.first_position, request.appended = path, length, memory.appended
-        self._launch(memory, request)
+        self._run(memory, request)
         request.path = None
         self.backend.top.queue(self.config.block - 1, width, offset=self._logits_at)
         return True
@@ -238,22 +239,32 @@ class CudaDraft(BlockDraft):
         return CudaRows(self._from_host, offsets, width, lambda: True)
 
     def _append(self, memory: CudaMemory, features: CudaRows, position: int) -> None:
-        most, done = min(COLUMNS, self.layout.capacity), 0
+        """Rows wait together as long as they follow each other and there is room for them."""
+        done, room = 0, self.layout.groups * self.layout.group_rows
+        if memory.position + memory.waiting != position:
+            while memory.waiting:
+                self.project(memory)
         while done < len(features):
-            follows = memory.position + memory.waiting == position + done
-            if memory.waiting == most or (memory.waiting and not follows):
+            count = min(ABREAST, room, len(features) - done)
+            while memory.waiting + count > room:
                 self.project(memory)
             if not memory.waiting:
                 memory.position = position + done
-            count = min(most - memory.waiting, len(features) - done)
-            offsets = features.offsets[done : done + count].reshape(-1).tolist()
-            request = Gather(
-                waiting=memory.buffers["waiting"].pointer, source=features.buffer.pointer, first=memory.waiting
-            )
-            request.offsets[: len(offsets)] = offsets
+            some = features[done : done + count]
+            request = self._gathering(memory, some.buffer.pointer)
+            request.apart = int(some.offsets[0, -1] - some.offsets[0, 0]) // max(1, some.offsets.shape[1] - 1)
+            request.offsets[:count] = some.offsets[:, 0].tolist()
             self._gather.launch(count * len(self.config.target_layers), 128, request)
             memory.waiting += count
             done += count
+
+    def _gathering(self, memory: CudaMemory, source: int) -> Gather:
+        """Of rows behind those that wait."""
+        waiting, layout = memory.buffers["waiting"].pointer, self.layout
+        return Gather(
+            waiting=waiting, source=source, groups=layout.groups, rows=layout.group_rows, group=memory.group,
+            first=memory.waiting,
+        )  # fmt: skip
 
     def request(self, root: int, position: int, want: Want) -> DraftRequest:
         request, c = self._request, self.config
@@ -263,20 +274,32 @@ class CudaDraft(BlockDraft):
         return request
 
     def project(self, memory: CudaMemory) -> None:
-        """Queue what waits."""
+        """Queue the first of what waits."""
         self._request.nodes = 0
-        self.launch(memory, self._request)
+        self._launch(memory, self._request, min(memory.waiting, self.layout.group_rows))
+
+    def catch_up(self, memory: BlockMemory) -> None:
+        assert isinstance(memory, CudaMemory)
+        while memory.waiting > self.layout.group_rows:
+            self.project(memory)
 
     def launch(self, memory: CudaMemory, request: DraftRequest) -> None:
         """Queue what waits, and what is requested."""
-        request.rows, request.first_position, request.appended = memory.waiting, memory.position, memory.appended
-        self._launch(memory, request)
-        memory.appended += memory.waiting
-        memory.waiting = 0
+        nodes = request.nodes
+        self.catch_up(memory)
+        request.nodes = nodes
+        self._launch(memory, request, memory.waiting)
 
-    def _launch(self, memory: CudaMemory, request: DraftRequest) -> None:
-        counter = self._scratch["counter"]
-        counter.fill_starts(0, 1, counter.nbytes // 4)
+    def _launch(self, memory: CudaMemory, request: DraftRequest, rows: int) -> None:
+        request.rows, request.first_position, request.appended = rows, memory.position, memory.appended
+        self._run(memory, request)
+        memory.appended += rows
+        memory.position += rows
+        memory.waiting -= rows
+        memory.group = (memory.group + 1) % self.layout.groups
+
+    def _run(self, memory: CudaMemory, request: DraftRequest) -> None:
+        memory.params.waiting = memory.buffers["waiting"].pointer + memory.group * self.layout.group_bytes
         self._kernel.launch(self.layout.sms, THREADS, memory.params, request, cooperative=True)
 
 

@@ -60,6 +60,7 @@ class StepProgram:
             self.walk = device.load(walk.result()).kernel("walk")
         self.tree = device.zeros(ctypes.sizeof(MadeTree))
         self.path = device.zeros(ctypes.sizeof(Path))
+        self.times = device.zeros(16)  # StepTimes
         self.memory = Pinned(device, np.uint8, ctypes.sizeof(Report))
         self.report = Report.from_address(self.memory.address)
         self.given = Pinned(device, np.uint8, ctypes.sizeof(MadeTree))
@@ -102,8 +103,8 @@ class CudaGrowingTree(GrowingTree):
         backend, program, sampled = self.backend, self.program, sampling is not None and not sampling.greedy
         walk = Walk(
             tree=program.tree.pointer, chosen=backend.ring.pointer + 4, tops=backend.top.rows,
-            path=program.path.pointer, report=program.memory.pointer, length=state.length, serial=self._serial,
-            stops=len(stop),
+            path=program.path.pointer, report=program.memory.pointer, times=program.times.pointer, length=state.length,
+            serial=self._serial, stops=len(stop),
         )  # fmt: skip
         walk.stop_ids[: len(stop)] = list(stop)
         state.drafted = None
@@ -164,7 +165,8 @@ class CudaGrowingTree(GrowingTree):
         else:  # what the device leaves open is decided here
             state.drafted = Drafted(tree, output)
             path, decided = self.backend.verify(state, tree, sampling, history)
-        seconds = (report.grew - report.began) * 1e-9, (report.ran - report.grew) * 1e-9
+        times = report.grew - report.began, report.ran - report.grew, report.committing
+        seconds = [each * 1e-9 for each in times]
         return Verified(tokens, parents, scores, tree, output, path, decided, *seconds)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
-from warpsmith.backend.cuda.draft.layout import COLUMNS, MAX_LAYERS
-from warpsmith.backend.cuda.shape import MAX_FEATURES, MAX_STOPS
+from warpsmith.backend.cuda.draft.layout import ABREAST, COLUMNS, MAX_LAYERS
+from warpsmith.backend.cuda.shape import MAX_STOPS
 from warpsmith.backend.tree import MAX_NODES
 
 
@@ -48,11 +48,12 @@ class Gather(ctypes.Structure):
     _fields_ = [
         ("waiting", ctypes.c_void_p),
         ("source", ctypes.c_void_p),
-        ("first", ctypes.c_int),
-        ("pad", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("groups", "rows", "group", "first")),
+        ("apart", ctypes.c_longlong),
         ("path", ctypes.c_void_p),
         ("tree", ctypes.c_void_p),
-        ("offsets", ctypes.c_longlong * (COLUMNS * MAX_FEATURES)),
+        ("times", ctypes.c_void_p),
+        ("offsets", ctypes.c_int * ABREAST),
     ]
 
 
@@ -64,7 +65,7 @@ class Report(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("grown", "verified", "decided")),
         *((name, ctypes.c_int * MAX_NODES) for name in ("token", "path", "tree_tokens", "tree_parents")),
         ("scores", ctypes.c_double * MAX_NODES),
-        *((name, ctypes.c_uint64) for name in ("began", "grew", "ran", "walked")),
+        *((name, ctypes.c_uint64) for name in ("began", "grew", "ran", "walked", "committing")),
     ]
 
 
@@ -82,7 +83,7 @@ class Walk(ctypes.Structure):
     """`Walk` of kernels/sample/walk.cu."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("tree", "chosen", "tops", "path", "report")),
+        *((name, ctypes.c_void_p) for name in ("tree", "chosen", "tops", "path", "report", "times")),
         *((name, ctypes.c_int) for name in ("count", "length", "serial", "stops")),
         ("stop_ids", ctypes.c_int * MAX_STOPS),
     ]

@@ -90,24 +90,26 @@ __device__ __forceinline__ void attend(Block& b, const Params& p, int layer, int
     first_row = uniform(first_row), rows = uniform(rows);
     const int tiles = (rows + 15) / 16, g = b.lane >> 2, q = b.lane & 3;
     const int past = (remembered + CHUNK - 1) / CHUNK;
-    const size_t head = (size_t)(layer * KV_HEADS + kv_head) * p.capacity * (DIM / 2);
+    const size_t head = (size_t)((layer * KV_HEADS + kv_head) * (int)p.capacity) * (DIM / 2);
     b.sync();  // what the scratch holds may still be read
-#pragma unroll 1
-    for (int i = threadIdx.x; i < tiles * 16 * 16; i += CONSUMERS) {
-        const int row = min(i / 16, rows - 1) + first_row, unit = i % 16;
-        const u32* from = b.p.queries + ((size_t)(row / GROUP) * HEADS + kv_head * GROUP + row % GROUP) * (DIM / 2);
-        *(uint4*)(at.queries[i / 16] + unit * 4) = __ldcg((const uint4*)from + unit);
+    uint4 query[BATCH / 16];  // sixteen bytes of a row in each tile, until the first keys are on their way
+#pragma unroll
+    for (int tile = 0; tile < BATCH / 16; tile++) {
+        const int row = min(tile * 16 + (int)(threadIdx.x >> 4), rows - 1) + first_row;
+        const u32* from = b.p.queries + ((u32)row / GROUP * HEADS + kv_head * GROUP + (u32)row % GROUP) * (DIM / 2);
+        query[tile] = __ldcg((const uint4*)from + (threadIdx.x & 15));
     }
+    bool waiting = true;
     if (threadIdx.x < BATCH) at.peak[threadIdx.x] = LEAST_SCORE, at.weight[threadIdx.x] = 0.0f;
     float sum[BATCH / 16][2][4] = {};
 #pragma unroll 1
     for (int chunk = split; chunk <= past; chunk += SPLITS) {
         const bool own = chunk == past;
         const int first = chunk * CHUNK, last = own ? b.nodes - 1 : remembered - 1;  // keys there are
-        const u32 *keys = own ? b.p.block_keys + (size_t)kv_head * NODES * (DIM / 2) : p.keys + head,
-                  *values = own ? b.p.block_values + (size_t)kv_head * NODES * (DIM / 2) : p.values + head;
+        const u32 *keys = own ? b.p.block_keys + kv_head * NODES * (DIM / 2) : p.keys + head,
+                  *values = own ? b.p.block_values + kv_head * NODES * (DIM / 2) : p.values + head;
         // Past the end, any row does: nobody sees it.
-        const auto place = [&](int key) { return (size_t)min(own ? key : first + key, last) * (DIM / 2); };
+        const auto place = [&](int key) { return (u32)min(own ? key : first + key, last) * (DIM / 2); };
         const auto position_of = [&](int key) {
             const int at = own ? key : first + key;
             return at > last ? -1 : own ? b.r.position + at : __ldcg(p.positions + at);
@@ -126,6 +128,12 @@ __device__ __forceinline__ void attend(Block& b, const Params& p, int layer, int
         for (int i = 0; i < 4; i++) {  // a warp's eight values; 16 bytes lie (key mod 8) places apart, by exclusive or
             const int row = b.warp * 8 + i * 2 + (b.lane >> 4), unit = b.lane & 15;
             copy16(at.values[row] + (unit ^ (row & 7)) * 4, values + place(row) + unit * 4);
+        }
+        if (waiting) {
+#pragma unroll
+            for (int tile = 0; tile < BATCH / 16; tile++)
+                *(uint4*)(at.queries[tile * 16 + (threadIdx.x >> 4)] + (threadIdx.x & 15) * 4) = query[tile];
+            waiting = false;
         }
         if (threadIdx.x < CHUNK) at.position[threadIdx.x] = position_of(threadIdx.x);
         b.sync();  // queries; the weights before have been read
@@ -208,8 +216,8 @@ __device__ __forceinline__ void attend(Block& b, const Params& p, int layer, int
         for (int upper = 0; upper < 2; upper++) {
             const int row = tile * 16 + upper * 8 + g;
             if (row >= rows) continue;
-            const int query = first_row + row, of = kv_head * GROUP + query % GROUP;
-            const size_t to = ((size_t)(query / GROUP) * HEADS + of) * SPLITS + split;
+            const u32 query = first_row + row, of = kv_head * GROUP + query % GROUP;
+            const u32 to = (query / GROUP * HEADS + of) * SPLITS + split;
             const float inverse = reciprocal(fmaxf(at.weight[row], 1e-30f));
 #pragma unroll
             for (int o = 0; o < 2; o++)

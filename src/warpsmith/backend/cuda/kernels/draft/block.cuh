@@ -43,10 +43,14 @@ struct Block {
         sync();
         if (threadIdx.x == 0) add_release(p.counter, REDUCERS);
     }
+    // After the last wait: who leaves last leaves no arrivals behind.
+    __device__ void leave() {
+        if (threadIdx.x == 0 && atomicAdd(p.counter + 1, 1u) == SMS - 1) p.counter[0] = p.counter[1] = 0;
+    }
     __device__ void mark() {
 #ifdef PROFILE
-        if (threadIdx.x == 0 && marks + 1 < PROFILE)
-            p.profile[sm * PROFILE + marks++] = clock64(), p.profile[sm * PROFILE + marks++] = waited;
+        if (threadIdx.x == 0 && s.marks + 1 < PROFILE)
+            p.profile[sm * PROFILE + s.marks++] = clock64(), p.profile[sm * PROFILE + s.marks++] = waited;
         waited = 0;
 #endif
     }
@@ -62,7 +66,6 @@ struct Block {
 #endif
     }
 #ifdef PROFILE
-    int marks = 0;
     long long waited = 0;
 #endif
 };

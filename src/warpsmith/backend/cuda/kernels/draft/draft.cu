@@ -27,9 +27,11 @@ __device__ __noinline__ u32 block_mix(const Params& p, const Request& r, u8* mem
     block_rows(b);
     b.step_done();
     b.wait_for_all();
+    b.mark();
     draft_parts(b, p, r, layer);
     b.step_done();
     b.wait_for_all();
+    b.mark();
     draft_merge(b, p, r);
     return b.steps_done;
 }
@@ -82,7 +84,10 @@ __device__ __forceinline__ void draft_pass(Block& b, const Params& p, const Requ
         if (appends) {
             b.steps_done = append_rows(p, r, b.scratch, b.steps_done, i);
             if (i == FC) continue;
-            if (!r.nodes) return;
+            if (!r.nodes) {
+                b.leave();
+                return;
+            }
             b.nodes = r.nodes;
             embed(b);
         } else if (kind == IN) {
@@ -101,6 +106,7 @@ __device__ __forceinline__ void draft_pass(Block& b, const Params& p, const Requ
     }
     b.wait_for_all();
     b.mark();
+    b.leave();
     give_out(b, 1);  // nobody asks about the root
     b.mark();
 }
@@ -113,6 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         Barriers(shared_address(memory)).init();
         show_barriers();
         request = asked;
+        ((Shared*)(memory + SHARED_AT))->marks = 0;
         if (asked.path) {
             request.rows = asked.path->count;
             request.position = asked.first_position + request.rows;

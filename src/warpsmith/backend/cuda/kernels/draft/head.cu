@@ -20,6 +20,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         prepare_operands(block, run, Source{params.waiting, false});
         multiply(block, run);
         block.wait_for_all();
+        block.leave();
         give_out(block, 0);
     } else {
         leave_registers<OTHERS_REGISTERS>();

@@ -75,6 +75,7 @@ struct Shared {
     u32 exponent[WARPS][NODES];
     float squares[OWN_PIECES][NODES];
     int token[NODES];
+    int marks;  // of a profile, so far
     Request request;
     u16 tiles[TABLE_ENTRIES];  // of the stage whose sums are at work
 };
@@ -114,7 +115,7 @@ struct Params {
     const u16* waiting;   // bf16 (see activation_at), features of rows to be appended
     long long capacity;
     // between SMs
-    u32* counter;          // arrivals
+    u32* counter;          // arrivals, then who has left; 0 before and after
     float* sums;           // [tile][NODES][64]
     u16* x;                // bf16 (see activation_at): the residual stream times the next norm's weight
     float* x_squares;      // [NODES][SMS]

@@ -169,18 +169,62 @@ struct Slab<SLAB_Q6_K> {
     }
 };
 
+#ifdef ROUND_Q8_0
+// What a draft multiplies may be rounded once more: (value + 128) times scale less 128 times scale is one operation on
+// fp16, with a result that is off by less than 2^-11. Operands are 2^-17 of what they are below.
+template <>
+struct Slab<SLAB_Q8_0> {
+    static constexpr bool MINS = false, EARLY = true;
+    static constexpr int TERMS = 1;
+    uint4 w[8], stored;  // tiles x rows g, g + 8; scales
+    uint2 d;
+    u32 s[2][2], s16[2][2], offset[2][2], offset16[2][2];  // [row][tiles 0|1, 2|3]
+
+    __device__ __forceinline__ void load(u32 at, int lane) {
+        stored = load_shared16(at + 4096 + (lane >> 1) * 16);
+        d = load_shared8(at + 4352 + (lane >> 2) * 8);
+#pragma unroll
+        for (int i = 0; i < 8; i++) w[i] = load_shared16(at + i * 512 + lane * 16);
+    }
+    __device__ __forceinline__ void scales() {
+        const u32 words[2][2] = {{stored.x, stored.y}, {stored.z, stored.w}};
+#pragma unroll
+        for (int row = 0; row < 2; row++)
+#pragma unroll
+            for (int pair = 0; pair < 2; pair++) {
+                s[row][pair] = multiply_halves(words[row][pair], 0x58005800u);      // 2^7
+                s16[row][pair] = multiply_halves(words[row][pair], 0x68006800u);    // 2^11
+                offset[row][pair] = multiply_halves(s[row][pair], 0x80808080u);     // -128 * 2^-24
+                offset16[row][pair] = multiply_halves(s16[row][pair], 0x80808080u);
+            }
+    }
+    __device__ __forceinline__ void mins(u32 (&)[4]) const {}
+    // 0, once all words are in registers: bit 30 of an operand below 2.
+    __device__ __forceinline__ u32 landed() const {
+        return multiply_add_half<1>(__byte_perm(w[7].w, 0, 0x4342), s16[1][1], offset16[1][1]) >> 30 & 1;
+    }
+    template <int T, int J>
+    __device__ __forceinline__ void operand(u32 (&o)[4], int) const {
+#pragma unroll
+        for (int row = 0; row < 2; row++) {
+            const uint4 words = w[T * 2 + row];
+            const u32 v = J == 0 ? words.x : J == 1 ? words.y : J == 2 ? words.z : words.w;
+            o[row] = multiply_add_half<T & 1>(__byte_perm(v, 0, 0x4140), s[row][T / 2], offset[row][T / 2]);
+            o[row + 2] = multiply_add_half<T & 1>(__byte_perm(v, 0, 0x4342), s16[row][T / 2], offset16[row][T / 2]);
+        }
+    }
+    __device__ __forceinline__ float4 factors() const {
+        return {__uint_as_float(d.x) * 0x1p17f, 0.0f, __uint_as_float(d.y) * 0x1p17f, 0.0f};
+    }
+};
+#else
 // A product of quant and fp16 scale has 19 bits: its upper part in one operand, the rest in a second one, both exact.
-// With ROUND_Q8_0 there is only the first: what a draft multiplies may be rounded once more, by less than 2^-11.
 template <>
 struct Slab<SLAB_Q8_0> {
     static constexpr bool MINS = false, EARLY = false;
-#ifdef ROUND_Q8_0
-    static constexpr int TERMS = 1;
-#else
     static constexpr int TERMS = 2;
-#endif
     u32 at;
-    uint4 s;  // rows g, g + 8: tiles 0..3
+    uint4 w[2], s;  // rows g, g + 8: this tile's values; scales of tiles 0..3
     uint2 d;
     int lane;
 
@@ -192,10 +236,11 @@ struct Slab<SLAB_Q8_0> {
     __device__ __forceinline__ void scales() {}
     __device__ __forceinline__ void mins(u32 (&)[4]) const {}
     template <int T, int J>
-    __device__ __forceinline__ void operand(u32 (&o)[4], int term) const {
+    __device__ __forceinline__ void operand(u32 (&o)[4], int term) {
 #pragma unroll
         for (int row = 0; row < 2; row++) {
-            const u32 bytes = load_shared4(at + (T * 2 + row) * 512 + lane * 16 + J * 4);
+            if (J == 0) w[row] = load_shared16(at + (T * 2 + row) * 512 + lane * 16);
+            const u32 bytes = J == 0 ? w[row].x : J == 1 ? w[row].y : J == 2 ? w[row].z : w[row].w;
             const u32 scale = row ? (T < 2 ? s.z : s.w) : (T < 2 ? s.x : s.y);
             // fp16 1024 + byte, less 1152: the value; the second pair times 16
             const u32 low = subtract_half(__byte_perm(bytes, 0x64646464u, 0x4140), 0x64806480u);
@@ -210,6 +255,7 @@ struct Slab<SLAB_Q8_0> {
         return {__uint_as_float(d.x), 0.0f, __uint_as_float(d.y), 0.0f};
     }
 };
+#endif
 
 template <>
 struct Slab<SLAB_HALF> {

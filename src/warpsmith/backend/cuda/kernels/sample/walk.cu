@@ -15,6 +15,7 @@ struct Walk {
     const u32* tops;    // sampled: [nodes][2 * count + 1] ids, logits, log-sum-exp
     Path* path;
     Report* report;
+    StepTimes* times;
     int count;   // of the best logits of a node
     int length;  // tokens committed before the tree
     u32 serial;
@@ -92,7 +93,10 @@ extern "C" __global__ void __launch_bounds__(32)
     if (lane == 0) {
         w.path->count = w.report->decided = count;
         w.path->last = token;
-        w.report->ran = ran, w.report->walked = nanoseconds();
+        const u64 committed = w.times->committed;  // 0: nothing was queued behind the walk before
+        w.report->committing = committed ? committed - w.times->walked : 0;
+        w.report->ran = ran, w.report->walked = w.times->walked = nanoseconds();
+        w.times->committed = 0;
         __threadfence_system();
         *(volatile u32*)&w.report->serial = w.serial;
     }
