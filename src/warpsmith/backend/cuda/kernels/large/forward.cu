@@ -255,10 +255,7 @@ __device__ __forceinline__ void add_up(Block& b, int which) {
 #pragma unroll 1
         for (int i = 0; i <= 4 * LAYERS; i++, phase ^= 1) {
             barrier_wait(bars.begun, phase);
-            if (POLLED)
-                measure_words(b, which, i);
-            else
-                measure_residual(b, which);
+            if (POLLED) measure_words(b, which, i);
             if (b.lane == 0) barrier_arrive(bars.tabled);
             const Run run = uniform_run(b.s.runs[phase]);
             if (POLLED && i < 4 * LAYERS) {

@@ -94,7 +94,7 @@ struct Params {
     u16* x;              // bf16 (see activation_at): the residual stream times the next norm's weight
     float* x_squares;    // [NODES][SMS]
     u16* y;              // bf16, the mixer's output
-    float* y_squares;    // [NODES][VALUE_DIM / 8]
+    float* y_squares;    // [VALUE_HEADS][NODES][16]
     u16* h;              // bf16, silu(gate) * up
     u32* queries;        // fp16 [NODES][HEADS][256]
     u32* parts;          // fp16 [NODES][HEADS][PARTS][256]; a DeltaNet's q and k [KEY_HEADS][NODES][256] f32
@@ -119,9 +119,8 @@ struct Params {
 
 // --- a thread block's shared memory ---------------------------------------------------------------------------------
 // Activations of a group of superblocks: 16 steps of 16 k, then the sums of 32 k (rounded, rests):
-// [octet][half][token][8] fp16 (of one node: see multiply_one.cuh). Factors of DeltaNet heads lie behind them.
-constexpr int STEP_BYTES = NODES * 32, BLOCK_BYTES = 17 * STEP_BYTES, HEAD_SCALES_AT = GROUP_BLOCKS * BLOCK_BYTES,
-              OPERAND_BYTES = HEAD_SCALES_AT + GROUP_BLOCKS * 2 * NODES * 4;
+// [octet][half][token][8] fp16 (of one node: see multiply_one.cuh).
+constexpr int STEP_BYTES = NODES * 32, BLOCK_BYTES = 17 * STEP_BYTES, OPERAND_BYTES = GROUP_BLOCKS * BLOCK_BYTES;
 // DeltaNet: an SM has units of 8 value columns whose heads share a key head. A row a node: q, k and v after the
 // convolution, silu(z), what is written, gates; then their inputs before it (which may go when it is done), with its
 // weights and the inputs before the tree.
@@ -181,7 +180,6 @@ struct Shared {
     alignas(16) float residual[NODES][OWN_PIECES * 8];
     float scale[NODES];    // of a token's sums
     float inverse[REDUCERS][NODES];  // 1 / rms of its residual stream, if the stage's activations are `normed`
-    bool normed;
     u8 exponent[WARPS][NODES];
     float squares[OWN_PIECES][NODES];
     unsigned long long best[NODES];

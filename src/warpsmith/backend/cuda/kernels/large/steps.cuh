@@ -30,7 +30,7 @@ __device__ __forceinline__ void update_residual(Block& b, int next, const float*
             if (POLLED)
                 store8(x_words(b, next) + k / 2, out.x, out.y);
             else
-                *(uint2*)(b.p.x + activation_at(node, k)) = out;
+                store_activations(b.p.x, node, k, out);
             square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, x.w * x.w)));
         }
         square += __shfl_xor_sync(~0u, square, 1);
@@ -78,7 +78,7 @@ __device__ __forceinline__ void activate(Block& b, int stage) {
         if (POLLED)
             store8(b.p.words + H_AT + k / 2, out.x, out.y);
         else
-            *(uint2*)(b.p.h + activation_at(node, k)) = out;
+            store_activations(b.p.h, node, k, out);
     }
 }
 
