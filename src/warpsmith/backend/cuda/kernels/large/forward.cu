@@ -208,7 +208,7 @@ __device__ __forceinline__ void consume(Block& b) {
     for (int step = 0; step < max(1, b.r.steps); step++) {
         forward_pass(b, step);
         if (!b.decoding()) {
-            if (b.sm == 0 && threadIdx.x < b.nodes) b.p.out_tokens[threadIdx.x] = b.s.token[threadIdx.x];
+            if (b.sm == 0 && threadIdx.x < b.nodes) b.p.out_tokens[b.place(threadIdx.x)] = b.s.token[threadIdx.x];
         } else {
             const int token = b.s.token[0];
             b.length++;

@@ -68,8 +68,10 @@ struct Run {
     int pad[3];
 };
 struct Request {
-    int nodes, length, steps, stops, features, want_logits, want_hidden, pad;
+    int nodes, length, steps, stops, features, want_logits, want_hidden;
+    int whole;  // nodes of the tree that these are a part of, or 0: they are all
     int tokens[MAX_NODES], parents[MAX_NODES], stop_ids[MAX_STOPS], feature_layers[MAX_FEATURES];
+    u8 place[MAX_NODES];  // of a node in that tree
     const MadeTree* made;  // instead of these tokens and parents, of `nodes` at most; or null
 };
 struct Params {
