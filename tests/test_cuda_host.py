@@ -153,6 +153,10 @@ def test_drafts_keep_to_the_largest_tree() -> None:
     assert make_proposer("ngram", 15, backend) is not None
     with pytest.raises(BadRequest, match="15 drafted nodes, not 16"):
         make_proposer("ngram", 16, backend)
+    backend.largest_launch = 8  # a larger tree would read the weights twice
+    proposer = make_proposer("ngram", "auto", backend)
+    assert isinstance(proposer, Budgeted)
+    assert proposer.draft.nodes == 7
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

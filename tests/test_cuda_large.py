@@ -19,6 +19,7 @@ from random_models import random_tree
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.cuda.large.backend import LargeBackend
 from warpsmith.backend.cuda.large.layout import GROUP_BLOCKS, LargeLayout, deal_groups, takes
+from warpsmith.backend.cuda.large.rounds import rounds_of
 from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.sampling import Sampling
@@ -87,6 +88,27 @@ def test_a_shape_that_superblocks_do_not_divide_is_not_taken() -> None:
     assert takes(SHAPE)
 
 
+# -- trees of more nodes than a launch takes ---------------------------------------------------------------------------
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(2, 24), st.integers(0, 1000))
+@settings(deadline=None)
+def test_rounds_are_subtrees_whose_paths_have_run(nodes: int, reach: int, most: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    parents = [-1, *(int(rng.integers(max(0, i - reach), i)) for i in range(1, nodes))]
+    rounds, ran = rounds_of(parents, most), set[int]()
+    for part in rounds:
+        assert len(part.nodes) <= most
+        assert set(part.path) <= ran
+        assert part.parents[0] == -1
+        assert [part.nodes[p] for p in part.parents[1:]] == [parents[n] for n in part.nodes[1:]]
+        above = [*part.path, part.nodes[0]]
+        assert [-1, *above[:-1]] == [parents[n] for n in above]
+        assert part is rounds[0] or not set(part.nodes) <= ran
+        ran |= set(part.nodes)
+    assert ran == set(range(nodes))
+
+
 # -- on an emulated GPU ------------------------------------------------------------------------------------------------
 
 
@@ -133,6 +155,27 @@ def test_a_build_for_more_nodes_has_the_same_bits() -> None:
             np.testing.assert_array_equal(rows, plain_run(cuda, plain, tree.tokens[path]))
             cuda.commit(state, path)
             assert same_state(SHAPE, state, plain)
+
+
+def test_a_tree_of_many_launches_has_the_bits_of_plain_decoding(both: tuple[LargeBackend, ReferenceBackend]) -> None:
+    cuda, reference = both
+    nodes, length = 22, 60
+    tree = random_tree(np.random.default_rng(6), nodes, SHAPE.vocab)
+    states = [cuda.new_state(128) for _ in range(2)]
+    for each in states:
+        remember(cuda, each, reference, reference.new_state(128), length, np.random.default_rng(length))
+    state, plain = states
+    want = Want("logits", features=(0, 2), hidden=True)
+    got, path = cuda.forward([(state, tree)], want), tree.path(nodes - 1)
+    logits, features, hidden = got.logits.numpy(), got.features.numpy(), got.hidden.numpy()
+    np.testing.assert_array_equal(got.argmax, logits.argmax(axis=-1))
+    for row, token in enumerate(tree.tokens[path]):
+        one = cuda.forward([(plain, Tree.chain([token]))], want)
+        for some, all_of_it in ((one.logits, logits), (one.features, features), (one.hidden, hidden)):
+            np.testing.assert_array_equal(some.numpy()[0], all_of_it[path[row]])
+        cuda.commit(plain, [0])
+    cuda.commit(state, path)
+    assert same_state(SHAPE, state, plain)
 
 
 def test_decoding_on_the_device_is_forward_after_forward(both: tuple[LargeBackend, ReferenceBackend]) -> None:

@@ -121,6 +121,18 @@ def test_a_tree_s_rows_are_those_of_plain_decoding(small: tuple[LargeBackend, Re
     assert same_state(SHAPE, state, plain)
 
 
+def test_a_tree_of_22_nodes_runs_in_several_launches(small: tuple[LargeBackend, ReferenceBackend]) -> None:
+    cuda, _ = small
+    assert cuda.largest_launch < 22 <= cuda.largest_tree
+    state, plain = cuda.new_state(256), cuda.new_state(256)
+    tree = random_tree(np.random.default_rng(2), 22, SHAPE.vocab)
+    path = tree.path(21)
+    rows = cuda.forward([(state, tree)], LOGITS).logits.numpy()[path]
+    np.testing.assert_array_equal(rows, plain_run(cuda, plain, tree.tokens[path]))
+    cuda.commit(state, path)
+    assert same_state(SHAPE, state, plain)
+
+
 def test_decoding_is_forward_after_forward(small: tuple[LargeBackend, ReferenceBackend]) -> None:
     check_decoded(small[0], 3)
     check_drawn(small[0], Sampling(temperature=0.9, top_k=5, top_p=0.95, seed=7), 2)

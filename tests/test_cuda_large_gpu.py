@@ -113,6 +113,29 @@ def test_rows_do_not_depend_on_the_tree_at_any_length(on_gpu: tuple[LargeBackend
         assert same_state(SHAPE, state, plain)
 
 
+@pytest.mark.parametrize("nodes", [25, 40, 64])
+def test_rows_do_not_depend_on_how_many_launches_a_tree_takes(
+    on_gpu: tuple[LargeBackend, ReferenceBackend], nodes: int
+) -> None:
+    cuda, reference = on_gpu
+    rng = np.random.default_rng(nodes)
+    for length, reach in ((60, 64), (1021, 4)):
+        parents = [-1, *(int(rng.integers(max(0, i - reach), i)) for i in range(1, nodes))]
+        tree = Tree(rng.integers(0, SHAPE.vocab, nodes), np.array(parents))
+        state, plain = cuda.new_state(length + 128), cuda.new_state(length + 128)
+        for each in (state, plain):
+            past = reference.new_state(length + 128)
+            remember(cuda, each, reference, past, length, np.random.default_rng(length))
+        rows, kept = cuda.forward([(state, tree)], LOGITS).logits.numpy(), cuda.snapshot(plain)
+        for leaf in range(nodes):
+            if leaf not in parents:
+                cuda.restore(plain, kept)
+                path = tree.path(leaf)
+                np.testing.assert_array_equal(rows[path], plain_run(cuda, plain, tree.tokens[path]))
+        cuda.commit(state, path)
+        assert same_state(SHAPE, state, plain)
+
+
 DRAWS = [
     Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, seed=1),
     Sampling(temperature=1.0, top_k=20, top_p=0.95, presence_penalty=1.5, repeat_penalty=1.1, seed=2),

@@ -6,6 +6,10 @@ inline u32 subtract_half(u32 a, u32 b) {
     const float2 x = unpack_half(a), y = unpack_half(b);
     return pack_half(x.x - y.x, x.y - y.y);
 }
+inline u32 largest_bf16(u32 a, u32 b) {
+    const u32 low = b & 0x7fff, high = b & 0x7fff0000u;
+    return (low > (a & 0xffff) ? low : a & 0xffff) | (high > (a & 0xffff0000u) ? high : a & 0xffff0000u);
+}
 inline u32 multiply_halves(u32 a, u32 b) {
     const float2 x = unpack_half(a), y = unpack_half(b);
     return pack_half(x.x * y.x, x.y * y.y);

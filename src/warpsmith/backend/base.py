@@ -205,6 +205,7 @@ class Backend(ABC):
     advances: bool = False  # whether `advance` is faster than its parts
     prefills_together: bool = False  # whether `prefill_together` is
     largest_tree: int = MAX_NODES  # nodes that a `forward` takes on this device, of all sequences together
+    largest_launch: int = MAX_NODES  # nodes of a tree for which the weights are read once
 
     @property
     @abstractmethod

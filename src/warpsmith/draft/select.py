@@ -56,7 +56,7 @@ def make_proposer(
     from warpsmith.draft.costs import costs_of
 
     def held(draft: Draft, wants: Want) -> Budgeted:
-        draft.nodes = min(draft.nodes, most)
+        draft.nodes = min(draft.nodes, most, backend.largest_launch - 1)  # more than a launch takes never pay
         return Budgeted(draft, costs_of(backend, wants))
 
     if draft != "auto":

@@ -111,7 +111,7 @@ class CudaBackend(Backend):
         check_shape(config)
         self.chip = self.device.chip
         self.chip_profile = profile or choose_profile(self.chip.name, self.chip.capability)[0]
-        self.largest_tree = self.chip_profile.largest_tree
+        self.largest_tree = self.largest_launch = self.chip_profile.largest_tree
         self.architecture = architecture or target(self.chip.capability)
         stored = {name: tensor.type.name for name, tensor in tensors.items()}
         self.layout = layout = Layout(config, min(self.chip.sms, busy_sms(config)), stored)
@@ -219,14 +219,14 @@ class CudaBackend(Backend):
             self._launches += 1
             return self._prompts.run(state, ids, want, self.tokens_of)
         parts = []
-        for start in range(0, len(ids), self.largest_tree):
-            chunk = ids[start : start + self.largest_tree]
+        for start in range(0, len(ids), self.largest_launch):
+            chunk = ids[start : start + self.largest_launch]
             last = start + len(chunk) == len(ids)
             tokens = want.tokens if want.every_row or last else "none"
             wanted = Want(tokens, want.top, want.features, want.hidden)
             part = self.forward([(state, Tree.chain(chunk))], wanted)
             self.commit(state, range(len(chunk)))
-            parts.append(join_outputs([part]) if len(ids) > self.largest_tree else part)  # over before the next one's
+            parts.append(join_outputs([part]) if len(ids) > self.largest_launch else part)  # over before the next one's
         output = join_outputs(parts) if len(parts) > 1 else parts[0]
         if not want.every_row:
             of_tokens = replace(output, features=None, hidden=None)[-1:]

@@ -62,7 +62,7 @@ class MtpProgram:
         self._token_norm, self._hidden_norm = enters["enorm"].float32(), enters["hnorm"].float32()
         projection = quantize(TYPES[ROUNDED], enters["eh_proj"].float32().reshape(c.hidden, 2 * c.hidden))
         self._weights = device.upload(projection)
-        self._rows = device.allocate(self.block.largest_tree * 2 * c.hidden * 4)
+        self._rows = device.allocate(self.block.largest_launch * 2 * c.hidden * 4)
         image = build("draft/enter.cu", backend.architecture, {"HIDDEN": c.hidden})
         self._enter = device.load(image).kernel("enter")
 
@@ -70,7 +70,7 @@ class MtpProgram:
         """`Backend.mtp`."""
         if state.mtp is None:
             state.mtp = self.block.new_state(state.context)
-        c, most, own = self.backend.config, self.block.largest_tree, state.mtp
+        c, most, own = self.backend.config, self.block.largest_launch, state.mtp
         parts: list[Output] = []
         for first in range(0, len(tokens), most):
             some = list(tokens[first : first + most])

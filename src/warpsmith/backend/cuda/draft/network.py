@@ -189,7 +189,7 @@ class CudaDraft(BlockDraft):
     ) -> GrowingTree | None:  # fmt: skip
         assert isinstance(memory, CudaMemory)
         grow = growth(root, rows, width, nodes, verified, least)
-        if grow is None:
+        if grow is None or grow.verified > self.backend.largest_launch:
             return None
         if self._step is None:
             self._step = StepProgram(self.backend)

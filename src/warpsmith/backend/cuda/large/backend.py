@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
@@ -18,6 +19,7 @@ from warpsmith.backend.cuda.draft.lent import Lent, lendable
 from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.large.loading import load_weights
 from warpsmith.backend.cuda.large.plan import large_parts, variants_for
+from warpsmith.backend.cuda.large.rounds import rounds_of
 from warpsmith.backend.cuda.large.structures import LargeParams, LargeRequest
 from warpsmith.backend.cuda.memory.driver import Device, Kernel, Pinned
 from warpsmith.backend.cuda.memory.exchange import NOT_YET
@@ -28,7 +30,7 @@ from warpsmith.backend.cuda.requests import at_row, fill_request
 from warpsmith.backend.cuda.sampler import DeviceSampler
 from warpsmith.backend.cuda.shape import LOGIT_ROWS, MAX_FEATURES
 from warpsmith.backend.cuda.state import CudaState
-from warpsmith.backend.cuda.structures import Commit, Draw
+from warpsmith.backend.cuda.structures import Commit, Draw, Path
 from warpsmith.backend.cuda.top import Top
 from warpsmith.backend.cuda.tree import TreeOnDevice
 from warpsmith.backend.cuda.weights.loading import Progress
@@ -66,7 +68,7 @@ class LargeBackend(CudaBackend):
         self.options = dict(options or {})
         self.shared_memory = int(str(self.options.get("SHARED_MEMORY", self.chip.shared_memory)))
         self.variants = variants_for(self.shared_memory)
-        self.largest_tree = self.variants[-1]
+        self.largest_tree, self.largest_launch = MAX_NODES, self.variants[-1]
         self.architecture = architecture or target(self.chip.capability)
         stored = {name: tensor.type.name for name, tensor in tensors.items()}
         self.cache_types = (cache_type_k, cache_type_v)
@@ -89,7 +91,7 @@ class LargeBackend(CudaBackend):
         self.stream_start = device.upload(layout.stream_start.astype(np.uint64))
         self.tables = [device.upload(table) for table in layout.tables]
         self.recurrent = device.upload(np.array(config.recurrent, np.uint8))
-        self.scratch = {name: device.zeros(size) for name, size in layout.scratch_bytes(self.largest_tree).items()}
+        self.scratch = {name: device.zeros(size) for name, size in layout.scratch_bytes(self.largest_launch).items()}
         self.scratch["words"].fill_starts(NOT_YET, 1, self.scratch["words"].nbytes // 4)
         self.logits = device.allocate(LOGIT_ROWS * config.vocab * 4)
         self.features = device.allocate(MAX_FEATURES * MAX_NODES * config.hidden * 4)
@@ -108,7 +110,7 @@ class LargeBackend(CudaBackend):
         self._lendable = lendable(config, tensors)
 
     def memory(self, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
-        parts = large_parts(self.large, context, sequences, snapshots, self.largest_tree)
+        parts = large_parts(self.large, context, sequences, snapshots, self.largest_launch)
         return parts + self._drafts_memory(context, sequences)
 
     def _launch_commit(self, state: CudaState, commit: Commit) -> None:
@@ -178,11 +180,35 @@ class LargeBackend(CudaBackend):
     ) -> None:
         self._decoder.let_go_of_ring()
         self._launches += 1
+        if isinstance(tree, Tree) and len(tree) > self.largest_launch:
+            for part in rounds_of(tree.parents.tolist(), self.largest_launch):
+                if part.path:
+                    self.queue_commit(state, Commit(path=Path(len(part.path), (ctypes.c_int * MAX_NODES)(*part.path))))
+                self._launch(state, Tree(tree.tokens[part.nodes], np.array(part.parents)), want, row=row,
+                             after=len(part.path), whole=len(tree), places=part.nodes)  # fmt: skip
+        else:
+            self._launch(state, tree, want, steps, stop, draw, row, after)
+
+    def _launch(
+        self,
+        state: CudaState,
+        tree: Tree | TreeOnDevice,
+        want: Want,
+        steps: int = 0,
+        stop: Sequence[int] = (),
+        draw: Draw | None = None,
+        row: int = 0,
+        after: int = 0,
+        whole: int = 0,
+        places: Sequence[int] = range(MAX_NODES),
+    ) -> None:
+        """`whole`: nodes of the tree of which this is a part, where these are its nodes number `places`."""
         own = cast(LargeParams, state.params_after() if after else state.params)
         params = at_row(own, row, self.config, want)
         request = LargeRequest(
             nodes=len(tree),
             length=state.length + after,
+            whole=whole,
             steps=steps,
             stops=len(stop),
             features=len(want.features),
@@ -190,6 +216,7 @@ class LargeBackend(CudaBackend):
             want_hidden=want.hidden,
         )
         fill_request(request, tree, stop, want)
+        request.place[: len(places)] = list(places)
         self.scratch["counter"].fill_starts(0, 1, self.scratch["counter"].nbytes // 4)
         arguments = (params, request, draw or Draw())
         self._kernel(len(tree)).launch(self.large.sms, THREADS, *arguments, cooperative=True)

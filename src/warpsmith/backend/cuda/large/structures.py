@@ -13,11 +13,12 @@ class LargeRequest(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int) for name in
-          ("nodes", "length", "steps", "stops", "features", "want_logits", "want_hidden", "pad")),
+          ("nodes", "length", "steps", "stops", "features", "want_logits", "want_hidden", "whole")),
         ("tokens", ctypes.c_int * MAX_NODES),
         ("parents", ctypes.c_int * MAX_NODES),
         ("stop_ids", ctypes.c_int * MAX_STOPS),
         ("feature_layers", ctypes.c_int * MAX_FEATURES),
+        ("place", ctypes.c_ubyte * MAX_NODES),
         ("made", ctypes.c_void_p),
     ]  # fmt: skip
 

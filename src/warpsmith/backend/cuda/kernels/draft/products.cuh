@@ -102,3 +102,34 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Sourc
 }
 
 #include "large/multiply.cuh"
+
+// 1 / rms of every node's residual stream, or 1 where activations are not of that.
+__device__ __forceinline__ void measure_residual(Block& b, int which) {
+    if (!b.s.normed) {
+        for (int node = b.lane; node < b.nodes; node += 32) b.s.inverse[which][node] = 1.0f;
+        __syncwarp();
+        return;
+    }
+#pragma unroll 4
+    for (int node = 0; node < b.nodes; node++) {
+        constexpr int EACH = (SMS + 31) / 32;
+        float got[EACH], square = 0.0f;
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            got[i] = i * 32 + b.lane < SMS ? __ldcg(b.p.x_squares + node * SMS + i * 32 + b.lane) : 0.0f;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) square += got[i];
+        const float inverse = inverse_root(warp_sum(square) / HIDDEN + EPS);
+        if (b.lane == 0) b.s.inverse[which][node] = inverse;
+    }
+    __syncwarp();
+}
+
+// A stage's sums, all of it. They begin with the consumers: an SM that has nothing to do in a stage may not say so
+// before the stage.
+__device__ __forceinline__ void reduce(Block& b, int which, const Run& run, u32 phase, u32& count) {
+    barrier_wait(Barriers(b.base).begun, phase);
+    measure_residual(b, which);
+    reduce_tiles<false>(b, which, run, count, b.p.sums);
+    if (b.lane == 0) add_release(b.p.counter, 1);
+}

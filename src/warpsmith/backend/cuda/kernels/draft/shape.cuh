@@ -79,7 +79,7 @@ struct Shared {
     Request request;
     u16 tiles[TABLE_ENTRIES];  // of the stage whose sums are at work
 };
-constexpr int RING_AT = SCRATCH_BYTES, SUMS_AFTER = SUM_BUFFERS * SUM_BYTES,
+constexpr int RING_AT = SCRATCH_BYTES, SUMS_AFTER = SUM_BUFFERS * SUM_BYTES, SUMS_INSIDE = 0,
               SHARED_STRUCT = up((int)sizeof(Shared), 128);
 constexpr int BARRIER_BYTES = 1024;
 #include "large/room.cuh"

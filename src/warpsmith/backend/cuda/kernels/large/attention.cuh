@@ -74,7 +74,7 @@ struct Merge {
 #pragma unroll
         for (int j = 0; j < 4; j++)
             out[j] = pack_bf16(sum[2 * j] * inverse * gate[2 * j], sum[2 * j + 1] * inverse * gate[2 * j + 1]);
-        *(uint4*)(b.p.y + activation_at(node, head * HEAD_DIM + b.lane * 8)) = {out[0], out[1], out[2], out[3]};
+        store_activations(b.p.y, node, head * HEAD_DIM + b.lane * 8, uint4{out[0], out[1], out[2], out[3]});
     }
 };
 

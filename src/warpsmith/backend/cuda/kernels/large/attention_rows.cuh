@@ -76,7 +76,7 @@ __device__ __forceinline__ void make_row(const Block& b, const Projection& sums,
 // A row of keys or values to where it is kept.
 __device__ __forceinline__ void keep_row(const Block& b, int layer, int node, int row, const float (&v)[8]) {
     const size_t head = cache_index(b, layer, (row - HEADS) % KV_HEADS),
-                 at = b.decoding() ? head * b.p.context + b.length : head * MAX_NODES + node;
+                 at = b.decoding() ? head * b.p.context + b.length : head * MAX_NODES + b.place(node);
     if (row >= HEADS + KV_HEADS)
         store_eight<VALUE_TYPE, 1>((b.decoding() ? b.p.values : b.p.pending_values) + at * VALUE_ROW, b.lane, v);
     else

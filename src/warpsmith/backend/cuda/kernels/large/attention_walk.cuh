@@ -94,7 +94,7 @@ struct KeyWalk {
         if (node < 0) return committed + (size_t)position * ROW;
         position = min(position, own_end - 1);
         const int ahead = b.decoding() ? -1 : position - b.length;
-        return ahead < 0 ? committed + (size_t)position * ROW : drafted + b.s.ancestor[node][ahead] * ROW;
+        return ahead < 0 ? committed + (size_t)position * ROW : drafted + b.place(b.s.ancestor[node][ahead]) * ROW;
     }
     // How many positions of the chunk count: all 64, but for a node's own.
     __device__ __forceinline__ int positions() const { return node < 0 ? CHUNK : min(CHUNK, own_end - chunk * CHUNK); }

@@ -38,10 +38,12 @@ struct Block {
     __device__ bool recurrent(int layer) const { return uniform(s.recurrent[layer >> 5] >> (layer & 31) & 1); }
     // Odd or even: how many stages came before the i-th of this token.
     __device__ u32 turn(int i) const { return (u32)(length - r.length + i) & 1; }
+    // Which row of what a tree leaves is a node's: of results, and of what a commit needs.
+    __device__ int place(int node) const { return POLLED ? 0 : r.place[node]; }
     // Which row of features the first node has of the i-th layer: of a tree [layers][nodes], of tokens that are decoded
     // [layers][MAX_STEPS].
     __device__ size_t feature_at(int i) const {
-        return decoding() ? (size_t)i * MAX_STEPS + (length - r.length) : (size_t)i * nodes;
+        return decoding() ? (size_t)i * MAX_STEPS + (length - r.length) : (size_t)i * (r.whole ? r.whole : nodes);
     }
     __device__ void sync() const { sync_threads<CONSUMERS>(); }
 
@@ -83,10 +85,29 @@ struct Block {
 #endif
 };
 
-// Where a node's activation k lies among those that a projection reads: 64 k of all nodes side by side, so that a warp
-// takes whole lines.
+// Where a node's activations k .. k + 3, a multiple of 4, lie among those that a projection reads: in the order of its
+// operands (see OPERAND_BYTES), so that they are taken sixteen bytes at a time, whole lines a warp, and left as they
+// lie. The first two are one word; the other two belong to the other half of a product's K, 128 bytes on. One node's
+// are in order.
 __device__ __forceinline__ size_t activation_at(int node, int k) {
-    return ((size_t)(k / 64) * NODES + node) * 64 + k % 64;
+    if (NODES == 1) return k;
+    return (size_t)(k / 64) * (NODES * 64) + k / 4 % 4 * (NODES * 16) + node / 8 * 128 + node % 8 * 8 + k % 64 / 16 * 2;
+}
+__device__ __forceinline__ void store_activations(u16* rows, int node, int k, uint2 four) {
+    u32* to = (u32*)(rows + activation_at(node, k));
+    if (NODES == 1)
+        *(uint2*)to = four;
+    else
+        to[0] = four.x, to[32] = four.y;
+}
+// Eight, from a multiple of 8 on.
+__device__ __forceinline__ void store_activations(u16* rows, int node, int k, uint4 eight) {
+    if (NODES == 1) {
+        *(uint4*)(rows + k) = eight;
+    } else {
+        store_activations(rows, node, k, uint2{eight.x, eight.y});
+        store_activations(rows, node, k + 4, uint2{eight.z, eight.w});
+    }
 }
 
 // What a tile of results has been summed to: all groups of K, and where SMs share a group's tile, all its parts, in

@@ -121,7 +121,7 @@ __device__ __forceinline__ void delta_projections(Block& b, const DeltaShare& sh
                 if (node >= b.nodes) break;
                 const float4 v = sums.total(asked[j], place, node);
                 *(float4*)(in.raw + (node * INPUT_QUADS + quad) * 4) = v;
-                if (keeps) *(float4*)(kept + node * CONV_CHANNELS + row) = v;
+                if (keeps) *(float4*)(kept + b.place(node) * CONV_CHANNELS + row) = v;
             }
         }
     }
@@ -167,7 +167,7 @@ __device__ __forceinline__ void norm_node(const Block& b, float* row, float4 q, 
     if (b.lane == 0) *(float4*)(row + NORMS) = {rk, rq, qk * rq * rk, 0.0f};
 }
 __device__ __forceinline__ float* pending_key_at(const Block& b, const DeltaShare& share, int node) {
-    return b.p.pending_key + (((size_t)b.deltas * KEY_HEADS + share.key_head) * MAX_NODES + node) * STATE_DIM;
+    return b.p.pending_key + (((size_t)b.deltas * KEY_HEADS + share.key_head) * MAX_NODES + b.place(node)) * STATE_DIM;
 }
 
 // A warp q and k of a node, and their norms, or v, z and gates of a few nodes.
@@ -361,14 +361,14 @@ __device__ __forceinline__ void write_results(const Block& b, const DeltaShare& 
     const float4 *o = (const float4*)(row + MIX_V) + mine * 2, *z = (const float4*)(row + SILU_Z) + mine * 2,
                  *written = (const float4*)(row + WRITTEN) + mine * 2;
     const float4 o0 = o[0], o1 = o[1], z0 = z[0], z1 = z[1];
-    *(uint4*)(b.p.y + activation_at(node, unit * 8)) = {
-        pack_bf16(o0.x * weight[0].x * z0.x, o0.y * weight[0].y * z0.y),
-        pack_bf16(o0.z * weight[0].z * z0.z, o0.w * weight[0].w * z0.w),
-        pack_bf16(o1.x * weight[1].x * z1.x, o1.y * weight[1].y * z1.y),
-        pack_bf16(o1.z * weight[1].z * z1.z, o1.w * weight[1].w * z1.w)};
-    b.p.y_squares[(size_t)node * (VALUE_DIM / 8) + unit] = dot4(o0, o0) + dot4(o1, o1);
+    store_activations(b.p.y, node, unit * 8,
+                      uint4{pack_bf16(o0.x * weight[0].x * z0.x, o0.y * weight[0].y * z0.y),
+                            pack_bf16(o0.z * weight[0].z * z0.z, o0.w * weight[0].w * z0.w),
+                            pack_bf16(o1.x * weight[1].x * z1.x, o1.y * weight[1].y * z1.y),
+                            pack_bf16(o1.z * weight[1].z * z1.z, o1.w * weight[1].w * z1.w)});
+    b.p.y_squares[(unit / 16 * NODES + node) * 16 + unit % 16] = dot4(o0, o0) + dot4(o1, o1);
     if (!b.decoding()) {
-        const size_t at = ((size_t)b.deltas * BLOCKS + unit / 2) * MAX_NODES + node;
+        const size_t at = ((size_t)b.deltas * BLOCKS + unit / 2) * MAX_NODES + b.place(node);
         float4* to = (float4*)(b.p.pending_write + at * COLUMNS) + unit % 2 * 2;
         to[0] = written[0], to[1] = written[1];
         if (unit % 2 == 0) b.p.pending_fade[at] = row[GATES + head * 2];

@@ -208,7 +208,7 @@ __device__ __forceinline__ void consume(Block& b) {
     for (int step = 0; step < max(1, b.r.steps); step++) {
         forward_pass(b, step);
         if (!b.decoding()) {
-            if (b.sm == 0 && threadIdx.x < b.nodes) b.p.out_tokens[threadIdx.x] = b.s.token[threadIdx.x];
+            if (b.sm == 0 && threadIdx.x < b.nodes) b.p.out_tokens[b.place(threadIdx.x)] = b.s.token[threadIdx.x];
         } else {
             const int token = b.s.token[0];
             b.length++;
@@ -255,10 +255,7 @@ __device__ __forceinline__ void add_up(Block& b, int which) {
 #pragma unroll 1
         for (int i = 0; i <= 4 * LAYERS; i++, phase ^= 1) {
             barrier_wait(bars.begun, phase);
-            if (POLLED)
-                measure_words(b, which, i);
-            else
-                measure_residual(b, which);
+            if (POLLED) measure_words(b, which, i);
             if (b.lane == 0) barrier_arrive(bars.tabled);
             const Run run = uniform_run(b.s.runs[phase]);
             if (POLLED && i < 4 * LAYERS) {

@@ -87,107 +87,110 @@ __device__ __forceinline__ void prepare_one(Block& b, const Run& run, Source fro
     if (threadIdx.x == 0) barrier_arrive(Barriers(b.base).begun);
 }
 
-// The group's activations as fp16 operands. A lane has 16 k of one token in a tile of 64 k. Those of all octets of
-// tokens are asked for at once, then made one octet after another.
+// The group's activations as fp16 operands. A thread has 64 k of one token of every octet, which lie in memory as they
+// will in shared memory. All are asked for at once, with what they are multiplied with: 1 / rms of the residual stream
+// (a warp some nodes) or of a DeltaNet head (two threads have 64 k each, and half of its sums of squares).
 __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Source from) {
-    constexpr int EACH = GROUP_BLOCKS * 4 / WARPS;
-    static_assert(GROUP_BLOCKS % 2 == 0, "a warp has as many tiles as any other");
-    const int first = run.first_block, tiles = run.blocks * 4;
-    const int q = b.lane & 3, in_octet = b.lane >> 2;
-    // Sums of squares of DeltaNet heads first, since all wait for them.
-    constexpr int EACH_HEADS = (GROUP_BLOCKS * 2 * NODES + CONSUMERS - 1) / CONSUMERS;
-    float4 squares[EACH_HEADS][4] = {};
-    if (from.heads) {
+    static_assert(GROUP_BLOCKS * 4 * 8 == CONSUMERS, "a thread a tile of 64 k and token of an octet");
+    constexpr int EACH_NODES = OCTETS * 8 / WARPS, EACH_SMS = (SMS + 31) / 32;
+    const int in_octet = b.lane & 7, tile = b.warp * 4 + (b.lane >> 3);
+    float squares[EACH_NODES][EACH_SMS] = {};
+    float4 head_squares[OCTETS][2] = {};
+    if (from.normed) {
 #pragma unroll
-        for (int i = 0; i < EACH_HEADS; i++) {
-            const int item = min(i * CONSUMERS + (int)threadIdx.x, tiles / 2 * b.nodes - 1);
-            const float4* at = (const float4*)(b.p.y_squares + (size_t)(item % b.nodes) * (VALUE_DIM / 8)) +
-                               (first * 2 + item / b.nodes) * 4;
+        for (int n = 0; n < EACH_NODES; n++)
 #pragma unroll
-            for (int j = 0; j < 4; j++) squares[i][j] = __ldcg(at + j);
-        }
+            for (int i = 0; i < EACH_SMS; i++) {
+                const int node = n * WARPS + b.warp, sm = i * 32 + b.lane;
+                if (node < b.nodes && sm < SMS) squares[n][i] = __ldcg(b.p.x_squares + node * SMS + sm);
+            }
     }
-    uint4 raw[OCTETS][EACH][2];
-#pragma unroll
-    for (int octet = 0; octet < OCTETS; octet++)
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            const int token = octet * 8 + in_octet, tile = i * WARPS + b.warp;
-            const uint4* at = (const uint4*)(from.rows + activation_at(token, first * BLOCK_K + tile * 64 + q * 16));
-            const bool live = tile < tiles && token < b.nodes;
-            raw[octet][i][0] = live ? __ldcg(at) : uint4{}, raw[octet][i][1] = live ? __ldcg(at + 1) : uint4{};
-        }
-    float* head_scale = (float*)(b.scratch + HEAD_SCALES_AT);
-    if (from.heads) {
-#pragma unroll
-        for (int i = 0; i < EACH_HEADS; i++) {
-            const int item = i * CONSUMERS + threadIdx.x;
-            float square = 0.0f;
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                square += (squares[i][j].x + squares[i][j].y) + (squares[i][j].z + squares[i][j].w);
-            if (item < tiles / 2 * b.nodes)
-                head_scale[item / b.nodes * NODES + item % b.nodes] = inverse_root(square / STATE_DIM + EPS);
-        }
-        b.sync();
-    }
+    uint4 raw[OCTETS][8];  // [step, half]
+    const u8* rows = (const u8*)from.rows + (size_t)(run.first_block * 4 + tile) * (4 * STEP_BYTES) + in_octet * 16;
 #pragma unroll
     for (int octet = 0; octet < OCTETS; octet++) {
         const int token = octet * 8 + in_octet;
-        float by[EACH];
-        u32 most = 0;  // the largest value's exponent
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            const int tile = i * WARPS + b.warp;
-            by[i] = from.heads && tile < tiles && token < b.nodes ? head_scale[tile / 2 * NODES + token] : 1.0f;
-            u32 top = 0;
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const uint4 v = raw[octet][i][half];
-                const u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-                for (int j = 0; j < 4; j++) top = max(top, max(words[j] & 0x7fffu, words[j] >> 16 & 0x7fffu));
-            }
-            most = max(most, __float_as_uint(__uint_as_float(top << 16) * by[i]));
+        const bool live = tile < run.blocks * 4 && token < b.nodes;
+        if (from.heads && live) {
+            const float4* at =
+                (const float4*)(b.p.y_squares + ((run.first_block * 2 + tile / 2) * NODES + token) * 16) + (tile & 1) * 2;
+            head_squares[octet][0] = __ldcg(at), head_squares[octet][1] = __ldcg(at + 1);
         }
-        most = max(most, __shfl_xor_sync(~0u, most, 1));
-        most = max(most, __shfl_xor_sync(~0u, most, 2));
-        if (q == 0) b.s.exponent[b.warp][token] = (u8)(most >> 23);
-        b.sync();
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            raw[octet][i] =
+                live ? __ldcg((const uint4*)(rows + i / 2 * STEP_BYTES + octet * 256 + i % 2 * 128)) : uint4{};
+    }
+#pragma unroll
+    for (int n = 0; n < EACH_NODES; n++) {
+        const int node = n * WARPS + b.warp;
+        float square = 0.0f;
+#pragma unroll
+        for (int i = 0; i < EACH_SMS; i++) square += squares[n][i];
+        const float inverse = from.normed ? inverse_root(warp_sum(square) / HIDDEN + EPS) : 1.0f;
+        if (b.lane < REDUCERS) b.s.inverse[b.lane][node] = inverse;
+    }
+    float by[OCTETS];
+#pragma unroll
+    for (int octet = 0; octet < OCTETS; octet++) {
+        by[octet] = 1.0f;
+        if (from.heads) {
+            const float4 v = head_squares[octet][0], w = head_squares[octet][1];
+            const float first = (v.x + v.y) + (v.z + v.w), second = (w.x + w.y) + (w.z + w.w);
+            // in order: the second thread goes on where the first ended, and tells it the sum
+            const float all = __shfl_xor_sync(~0u, first + second, 8) + first + second,
+                        of_other = __shfl_xor_sync(~0u, all, 8);
+            by[octet] = inverse_root((tile & 1 ? all : of_other) / STATE_DIM + EPS);
+        }
+        u32 pairs = 0, top;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const uint4 v = raw[octet][i];
+            pairs = largest_bf16(largest_bf16(largest_bf16(largest_bf16(pairs, v.x), v.y), v.z), v.w);
+        }
+        top = __float_as_uint(__uint_as_float(max(pairs << 16, pairs & 0xffff0000u)) * by[octet]);
+        top = max(top, __shfl_xor_sync(~0u, top, 8));
+        top = max(top, __shfl_xor_sync(~0u, top, 16));
+        if (b.lane < 8) b.s.exponent[b.warp][octet * 8 + in_octet] = (u8)(top >> 23);
+    }
+    b.sync();
+#pragma unroll
+    for (int octet = 0; octet < OCTETS; octet++) {
+        const int token = octet * 8 + in_octet;
         u32 exponent = 10;
 #pragma unroll
         for (int w = 0; w < WARPS; w++) exponent = max(exponent, (u32)b.s.exponent[w][token]);
         const float to_half = __uint_as_float((263 - exponent) << 23);  // the largest becomes 512 to 1024
-        if (b.warp == 0 && q == 0 && token < b.nodes)
-            b.s.scale[token] = __uint_as_float((exponent + 15) << 23);
+        if (threadIdx.x < 8) b.s.scale[token] = __uint_as_float((exponent + 15) << 23);
+        const float full = to_half * by[octet], part = full * 0.0625f;
+        u8* to = b.scratch + (tile / 4 * 17 + tile % 4 * 4) * STEP_BYTES + octet * 256 + in_octet * 16;
+        float sum[4] = {};
 #pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            const int tile = i * WARPS + b.warp;
-            if (tile >= tiles) continue;
-            const float full = to_half * by[i], part = full * 0.0625f;
-            u8* to = b.scratch + (tile / 4 * 17 + tile % 4 * 4) * STEP_BYTES + octet * 256 + in_octet * 16 + q * 4;
-            float sum = 0.0f;
+        for (int step = 0; step < 4; step++) {
+            const uint4 u = raw[octet][step * 2], v = raw[octet][step * 2 + 1];
+            const u32 early[4] = {u.x, u.y, u.z, u.w}, late[4] = {v.x, v.y, v.z, v.w};
+            u32 low[4], high[4];
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const uint4 v = raw[octet][i][j / 2];
-                const u32 early = j & 1 ? v.z : v.x, late = j & 1 ? v.w : v.y;
+            for (int q = 0; q < 4; q++) {
                 // exact but for numbers that become subnormal: their sums may be taken before
-                const float2 a = {bf16_low(early) * full, bf16_high(early) * full},
-                             c = {bf16_low(late) * part, bf16_high(late) * part};
-                const u32 low = pack_half(a.x, a.y), high = pack_half(c.x, c.y);
-                *(u32*)(to + j * STEP_BYTES) = low, *(u32*)(to + j * STEP_BYTES + 128) = high;
-                sum += fmaf(16.0f, c.x + c.y, a.x + a.y);
+                const float2 a = {bf16_low(early[q]) * full, bf16_high(early[q]) * full},
+                             c = {bf16_low(late[q]) * part, bf16_high(late[q]) * part};
+                low[q] = pack_half(a.x, a.y), high[q] = pack_half(c.x, c.y);
+                sum[q] += fmaf(16.0f, c.x + c.y, a.x + a.y);
             }
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            if ((q & 1) == 0) {  // block 2 (tile mod 4) + q / 2 of the superblock
-                u16* sums = (u16*)(b.scratch + (tile / 4 * 17 + 16) * STEP_BYTES + octet * 256 + in_octet * 16) +
-                            tile % 4 * 2 + q / 2;
-                const u32 rounded = pack_half(sum, 0.0f);
-                sums[0] = (u16)rounded, sums[64] = (u16)pack_half(sum - unpack_half(rounded).x, 0.0f);
+            if (tile < run.blocks * 4) {
+                *(uint4*)(to + step * STEP_BYTES) = {low[0], low[1], low[2], low[3]};
+                *(uint4*)(to + step * STEP_BYTES + 128) = {high[0], high[1], high[2], high[3]};
             }
         }
+        if (tile < run.blocks * 4) {  // both blocks of 32
+            const float even = sum[0] + sum[1], odd = sum[2] + sum[3];
+            const u32 rounded = pack_half(even, odd);
+            const float2 back = unpack_half(rounded);
+            u32* sums = (u32*)(b.scratch + (tile / 4 * 17 + 16) * STEP_BYTES + octet * 256 + in_octet * 16) + tile % 4;
+            sums[0] = rounded, sums[32] = pack_half(even - back.x, odd - back.y);
+        }
     }
-    if (threadIdx.x == 0) b.s.normed = from.normed;
     show_to_products();
     b.sync();
     if (threadIdx.x == 0) barrier_arrive(Barriers(b.base).begun);

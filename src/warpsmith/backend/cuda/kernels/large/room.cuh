@@ -7,7 +7,8 @@ constexpr u32 RING_BYTES = FREE / 128 * 128;
 constexpr int SLOTS = FREE / extreme_slot<1>() + 1;
 // Where there is little room, one slot of the widest type must do; the others' are far smaller.
 static_assert(FREE >= (ROOMY ? 2 : 1) * extreme_slot<-1>(), "no room for the ring");
-constexpr int SUMS_AT = RING_AT + RING_BYTES, SHARED_AT = SUMS_AT + SUMS_AFTER,
-              BARRIERS_AT = SHARED_AT + SHARED_STRUCT;
+// Buffers of sums: behind the ring if there is room for them, else in the scratch.
+constexpr int SUMS_AT = SUMS_AFTER > 0 ? RING_AT + RING_BYTES : SUMS_INSIDE,
+              SHARED_AT = RING_AT + RING_BYTES + SUMS_AFTER, BARRIERS_AT = SHARED_AT + SHARED_STRUCT;
 constexpr int SPANS_AT = BARRIERS_AT + 8 * (2 * SLOTS + 2 * SUM_BUFFERS + 2);
 static_assert(SPANS_AT + 4 * SLOTS <= SHARED_MEMORY, "shared memory");

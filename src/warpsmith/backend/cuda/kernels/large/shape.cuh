@@ -68,8 +68,10 @@ struct Run {
     int pad[3];
 };
 struct Request {
-    int nodes, length, steps, stops, features, want_logits, want_hidden, pad;
+    int nodes, length, steps, stops, features, want_logits, want_hidden;
+    int whole;  // nodes of the tree that these are a part of, or 0: they are all
     int tokens[MAX_NODES], parents[MAX_NODES], stop_ids[MAX_STOPS], feature_layers[MAX_FEATURES];
+    u8 place[MAX_NODES];  // of a node in that tree
     const MadeTree* made;  // instead of these tokens and parents, of `nodes` at most; or null
 };
 struct Params {
@@ -94,7 +96,7 @@ struct Params {
     u16* x;              // bf16 (see activation_at): the residual stream times the next norm's weight
     float* x_squares;    // [NODES][SMS]
     u16* y;              // bf16, the mixer's output
-    float* y_squares;    // [NODES][VALUE_DIM / 8]
+    float* y_squares;    // [VALUE_HEADS][NODES][16]
     u16* h;              // bf16, silu(gate) * up
     u32* queries;        // fp16 [NODES][HEADS][256]
     u32* parts;          // fp16 [NODES][HEADS][PARTS][256]; a DeltaNet's q and k [KEY_HEADS][NODES][256] f32
@@ -119,9 +121,8 @@ struct Params {
 
 // --- a thread block's shared memory ---------------------------------------------------------------------------------
 // Activations of a group of superblocks: 16 steps of 16 k, then the sums of 32 k (rounded, rests):
-// [octet][half][token][8] fp16 (of one node: see multiply_one.cuh). Factors of DeltaNet heads lie behind them.
-constexpr int STEP_BYTES = NODES * 32, BLOCK_BYTES = 17 * STEP_BYTES, HEAD_SCALES_AT = GROUP_BLOCKS * BLOCK_BYTES,
-              OPERAND_BYTES = HEAD_SCALES_AT + GROUP_BLOCKS * 2 * NODES * 4;
+// [octet][half][token][8] fp16 (of one node: see multiply_one.cuh).
+constexpr int STEP_BYTES = NODES * 32, BLOCK_BYTES = 17 * STEP_BYTES, OPERAND_BYTES = GROUP_BLOCKS * BLOCK_BYTES;
 // DeltaNet: an SM has units of 8 value columns whose heads share a key head. A row a node: q, k and v after the
 // convolution, silu(z), what is written, gates; then their inputs before it (which may go when it is done), with its
 // weights and the inputs before the tree.
@@ -146,7 +147,7 @@ constexpr int VALUE_STAGES = !ROOMY                    ? VALUE_TYPE == CACHE_Q4_
               VALUE_BYTES = CHUNK * VALUE_ROW, SCORE_TILE = 16 * CHUNK * 4;
 constexpr int QUERY_TILE_BYTES = 16 * (HEAD_DIM * 2 + CHUNK * 2 + 3 * 4) + 2 * SCORE_TILE;
 // Tiles that one walk over the keys serves: as many as leave the ring its slots.
-constexpr int ATTENTION_ROOM = (!ROOMY ? 52 : NODES <= 8 ? 104 : NODES == 16 ? 96 : 120) << 10,
+constexpr int ATTENTION_ROOM = (!ROOMY ? 52 : NODES <= 16 ? 104 : 120) << 10,
               ALL_TILES = (NODES * GROUP + 15) / 16,
               ROOM_TILES = (ATTENTION_ROOM - VALUE_STAGES * VALUE_BYTES) / QUERY_TILE_BYTES,
               MOST_TILES = ROOM_TILES < 6 ? ROOM_TILES : 6, WALKS = (ALL_TILES + MOST_TILES - 1) / MOST_TILES,
@@ -160,12 +161,16 @@ constexpr int HEAD_TILES = up(VOCAB, ROWS) / ROWS, OWN_LOGITS = (HEAD_TILES + SM
 #include "sample/candidates.cuh"
 constexpr int SAMPLE_BYTES = SAMPLES ? (int)sizeof(Candidates) : 0;
 constexpr int OTHERS_BYTES = larger(larger(OPERAND_BYTES, ATTENTION_BYTES), SAMPLE_BYTES);
-constexpr int SCRATCH_BYTES = up(larger(OTHERS_BYTES, MIX_ROWS_BYTES + MIX_INPUT_BYTES), 128);
+constexpr int SUM_BUFFERS = 2, SUM_BYTES = 2 * 4 * OCTETS * 512;  // of a tile of results: both groups of warps
+// In a tree they lie in the scratch, behind what is written there before all sums of a stage are known to be made:
+// operands, and what a mixer asks for early. One node's lie behind the ring, since it does not wait for all.
+constexpr int EARLY_BYTES = larger(OPERAND_BYTES, larger(VALUE_STAGES * VALUE_BYTES, MIX_ROWS_BYTES + MIX_INPUT_BYTES)),
+              SUMS_INSIDE = up(EARLY_BYTES, 128), SUMS_AFTER = POLLED ? SUM_BUFFERS * SUM_BYTES : 0;
+constexpr int SCRATCH_BYTES =
+    up(larger(OTHERS_BYTES, POLLED ? MIX_ROWS_BYTES + MIX_INPUT_BYTES : SUMS_INSIDE + SUM_BUFFERS * SUM_BYTES), 128);
 // States of branches that have room in the scratch, once the inputs may go; the others are kept in memory.
 constexpr int UNIT_BYTES = 8 * STATE_DIM * 4,
               MIX_PLACES = (SCRATCH_BYTES - MIX_ROWS_BYTES) / (OWN_UNITS * UNIT_BYTES);
-
-constexpr int SUM_BUFFERS = 2, SUM_BYTES = 2 * 4 * OCTETS * 512;  // of a tile of results: both groups of warps
 
 // A node's turn when a DeltaNet's states are walked (see prepare_walk): the place that its parent's state is fetched
 // from, or HERE if that is the last node's, and the place that its own is kept at, or NOWHERE.
@@ -181,7 +186,6 @@ struct Shared {
     alignas(16) float residual[NODES][OWN_PIECES * 8];
     float scale[NODES];    // of a token's sums
     float inverse[REDUCERS][NODES];  // 1 / rms of its residual stream, if the stage's activations are `normed`
-    bool normed;
     u8 exponent[WARPS][NODES];
     float squares[OWN_PIECES][NODES];
     unsigned long long best[NODES];
@@ -200,7 +204,6 @@ struct Shared {
     int marks;
 #endif
 };
-constexpr int RING_AT = SCRATCH_BYTES, SUMS_AFTER = SUM_BUFFERS * SUM_BYTES,
-              SHARED_STRUCT = up((int)sizeof(Shared), 128);
+constexpr int RING_AT = SCRATCH_BYTES, SHARED_STRUCT = up((int)sizeof(Shared), 128);
 constexpr int BARRIER_BYTES = 256;
 #include "large/room.cuh"

@@ -25,12 +25,12 @@ __device__ __forceinline__ void update_residual(Block& b, int next, const float*
             float* own = &b.s.residual[node][row];
             const float4 x = update(*(const float4*)own, node, k);
             *(float4*)own = x;
-            if (feature) *(float4*)(feature + (size_t)node * HIDDEN + k) = x;
+            if (feature) *(float4*)(feature + (size_t)b.place(node) * HIDDEN + k) = x;
             const uint2 out = {pack_bf16(x.x * w.x, x.y * w.y), pack_bf16(x.z * w.z, x.w * w.w)};
             if (POLLED)
                 store8(x_words(b, next) + k / 2, out.x, out.y);
             else
-                *(uint2*)(b.p.x + activation_at(node, k)) = out;
+                store_activations(b.p.x, node, k, out);
             square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, x.w * x.w)));
         }
         square += __shfl_xor_sync(~0u, square, 1);
@@ -78,7 +78,7 @@ __device__ __forceinline__ void activate(Block& b, int stage) {
         if (POLLED)
             store8(b.p.words + H_AT + k / 2, out.x, out.y);
         else
-            *(uint2*)(b.p.h + activation_at(node, k)) = out;
+            store_activations(b.p.h, node, k, out);
     }
 }
 
@@ -106,7 +106,7 @@ __device__ __forceinline__ void rank_logits(Block& b) {
                 for (int j = 0; j < 4; j++)
                     if (row + j < VOCAB) {
                         best = best_of(best, ranked(logit[j], row + j));
-                        if (b.r.want_logits) b.p.out_logits[(size_t)node * VOCAB + row + j] = logit[j];
+                        if (b.r.want_logits) b.p.out_logits[(size_t)b.place(node) * VOCAB + row + j] = logit[j];
                     }
             }
 #pragma unroll
@@ -129,7 +129,7 @@ __device__ __forceinline__ void rank_logits(Block& b) {
         for (int i = threadIdx.x; i < b.nodes * rows; i += CONSUMERS) {
             const int node = i / rows, row = i % rows, k = own * 8 + row;
             const float x = b.s.residual[node][row] * b.s.inverse[0][node];
-            b.p.out_hidden[(size_t)node * HIDDEN + k] = x * __ldg(norm + k);
+            b.p.out_hidden[(size_t)b.place(node) * HIDDEN + k] = x * __ldg(norm + k);
         }
     }
 }
