@@ -19,6 +19,7 @@ from cuda_draft_cases import (
     file_of,
     shaped,
 )
+from device_checks import distance
 from large_cases import MIXED, SHAPE, tensors_of
 from random_drafts import FORMATS, fill_holes, write_holes
 from warpsmith.backend.base import Want
@@ -105,6 +106,24 @@ def test_texts_with_drafts_are_plain_texts(
         steps, tokens = steps + drafted.stats.steps, tokens + drafted.stats.generated_tokens - 1
     print(f"{name}, {nodes} nodes, temperature {temperature}: {tokens / steps:.2f} tokens a step")
     assert tokens > 1.5 * steps
+
+
+def test_the_mtp_head_is_the_reference_s(wisp: tuple[CudaBackend, Checkpoint]) -> None:
+    """Rows in pieces of every build, past two chunks of keys."""
+    cuda, checkpoint = wisp
+    reference = ReferenceBackend(cuda.config, checkpoint.tensors)
+    state, expected_state, rng, position = cuda.new_state(256), reference.new_state(256), np.random.default_rng(0), 0
+    for count in (24, 24, 24, 30, 24, 7, 1, 1, 16, 2, 1):
+        tokens = rng.integers(0, cuda.config.vocab, count).tolist()
+        hidden = rng.standard_normal((count, cuda.config.hidden)).astype(np.float32)
+        want = Want("top", top=4, hidden=True)
+        got = cuda.mtp(state, tokens, hidden, position, want)
+        expected = reference.mtp(expected_state, tokens, hidden, position, want)
+        rows = zip(got.hidden.numpy(), expected.hidden.numpy(), strict=True)
+        errors = [distance(ours, theirs) for ours, theirs in rows]
+        print(f"{count} rows at {position}: {max(errors):.5f}")
+        assert max(errors) < 0.02
+        position += count
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_k=20, seed=3)])
