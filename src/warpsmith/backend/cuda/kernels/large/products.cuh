@@ -112,8 +112,8 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Sourc
         const int token = octet * 8 + in_octet;
         const bool live = tile < run.blocks * 4 && token < b.nodes;
         if (from.heads && live) {
-            const float4* at =
-                (const float4*)(b.p.y_squares + ((run.first_block * 2 + tile / 2) * NODES + token) * 16) + (tile & 1) * 2;
+            const int head = run.first_block * 2 + tile / 2;
+            const float4* at = (const float4*)(b.p.y_squares + (head * NODES + token) * 16) + (tile & 1) * 2;
             head_squares[octet][0] = __ldcg(at), head_squares[octet][1] = __ldcg(at + 1);
         }
 #pragma unroll
