@@ -39,19 +39,17 @@ class Bench:
     def __init__(self, path: Path, repetitions: int) -> None:
         self.always = ["bench", "-m", path, "--device", "cuda", "-p", 0, "-r", repetitions, "-o", "json"]
 
-    def run(self, *arguments: object) -> dict[str, dict[str, Any]]:
-        """By the name of the test."""
-        return {record["test"]: record for record in json.loads(warpsmith(*self.always, *arguments))}
-
-    def decode(self, depth: int, *arguments: object) -> dict[str, Any]:
-        (record,) = self.run("-n", 128, "-d", depth, "--bandwidth", *arguments).values()
-        return record
+    def run(self, depth: int, *arguments: object, trees: tuple[int, ...] = ()) -> tuple[dict[str, Any], dict[int, str]]:
+        """Decoding at a depth; and passes over trees there, in passes over one node, by their nodes."""
+        asked = ["--tree", ",".join(map(str, trees))] if trees else []
+        records = json.loads(warpsmith(*self.always, "-n", 128, "-d", depth, "--bandwidth", *asked, *arguments))
+        (decoded,) = [r for r in records if not r["n_nodes"]]
+        return decoded, {r["n_nodes"]: f"{r['times_one_node']:.2f}" for r in records if r["n_nodes"]}
 
 
 def load_seconds(path: Path) -> float:
-    """The second time: the file is in the page cache then, and the kernels are built."""
-    for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", LOAD, path], check=True, stdout=subprocess.PIPE, text=True)
+    """After the runs before it: the file is in the page cache, and most kernels are built."""
+    done = subprocess.run([sys.executable, "-c", LOAD, path], check=True, stdout=subprocess.PIPE, text=True)
     return float(done.stdout)
 
 
@@ -59,29 +57,23 @@ def of_bandwidth(record: dict[str, Any]) -> str:
     return f"{record['median_ts']:.1f} tok/s, {record['bandwidth_reached']:.1%} of {record['bandwidth'] / 1e9:.0f} GB/s"
 
 
-def trees(bench: Bench, *sizes: int) -> dict[int, str]:
-    """Passes over trees, in passes over one node."""
-    records = bench.run("-n", 0, "-d", 520, "--tree", ",".join(map(str, sizes))).values()
-    return {r["n_nodes"]: f"{r['times_one_node']:.2f}" for r in records}
-
-
 def rows_of(size: str, path: Path, repetitions: int) -> Iterator[Row]:
     bench, name = Bench(path, repetitions), f"{size} {TYPES[size].upper()}"
     must = {"27B": "205 tok/s", "9B": "75%", "4B": "75%", "0.8B": "2180 tok/s"}[size]
-    yield f"{name} decode, depth 520", of_bandwidth(bench.decode(520)), must
+    decoded, passes = bench.run(520, trees={"27B": (16, 22), "0.8B": (22,)}.get(size, ()))
+    yield f"{name} decode, depth 520", of_bandwidth(decoded), must
     if size == "27B":
-        passes = trees(bench, 16, 22)
         yield "16-node / 22-node forward, in forwards of one node", f"{passes[16]} / {passes[22]}", "1.20 / 1.30"
         for depth, cache, least, more in (
             (32768, "q8_0", 175, ()),
             (131072, "q4_0", 140, ("--memory-limit", "24G")),
         ):
-            decoded = bench.decode(depth, "-ctk", cache, "-ctv", cache, *more)
+            decoded, _ = bench.run(depth, "-ctk", cache, "-ctv", cache, *more)
             label = f"decode, depth {depth}, {cache} cache{', in 24 GiB' if more else ''}"
             yield label, of_bandwidth(decoded), f"{least} tok/s"
         yield f"load, {path.stat().st_size / 1e9:.1f} GB in the page cache", f"{load_seconds(path):.1f} s", "15 s"
     if size == "0.8B":
-        yield "22-node forward, in forwards of one node", trees(bench, 22)[22], "1.6"
+        yield "22-node forward, in forwards of one node", passes[22], "1.6"
 
 
 def main() -> None:

@@ -58,7 +58,7 @@ def test_groups_cover_k_and_every_sm_has_one(blocks: int, sms: int) -> None:
     assert [g.first_block for g in groups] == np.cumsum([0, *(g.blocks for g in groups[:-1])]).tolist()
     assert sum(g.blocks for g in groups) == blocks
     assert sum(g.sms for g in groups) == sms
-    assert all(1 <= g.blocks <= GROUP_BLOCKS + 1 and g.sms >= 1 for g in groups)
+    assert all(1 <= g.blocks <= GROUP_BLOCKS and g.sms >= 1 for g in groups)
 
 
 @pytest.mark.parametrize(("size", "recipe"), [("27B", "q4_k_m"), ("9B", "q6_k"), ("4B", "q4_k_m"), ("0.8B", "q8_0")])

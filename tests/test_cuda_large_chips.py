@@ -52,6 +52,7 @@ def test_the_kernel_builds_for_every_chip(name: str, size: str, recipe: str, cac
     layout = LargeLayout(config, chip.sms, stored, caches)
     for nodes in variants_for(chip.shared_memory):
         own = {"IN_FLIGHT": 4, "SHARED_MEMORY": chip.shared_memory, "SAMPLES": int(nodes == 1 and layout.samples)}
+        own["SHORT_CONTEXT"] = int(nodes == 1)
         try:
             architecture = target(chip.capability)
             constants = layout.constants(nodes) | own

@@ -25,4 +25,8 @@ inline u32 multiply_add_halves(u32 a, u32 b, u32 c) {
 template <int HIGH>
 inline u32 multiply_add_half_by(u32 a, u32 pair, u32 add) { return multiply_add_halves(a, one_half(pair, HIGH), add); }
 template <int HIGH>
+inline u32 multiply_subtract_half(u32 a, u32 pair, u32 less) {
+    return multiply_add_half_by<HIGH>(a, pair, less ^ 0x80008000u);
+}
+template <int HIGH>
 inline u32 multiply_add_half(u32 a, u32 pair, u32 add) { return multiply_add_halves(a, one_half(pair, HIGH), one_half(add, HIGH)); }

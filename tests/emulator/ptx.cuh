@@ -115,8 +115,6 @@ inline uint4 load16(const void* at) { return *(const uint4*)at; }
 inline uint2 load8(const void* at) { return *(const uint2*)at; }
 inline u32 load4(const void* at) { return *(const u32*)at; }
 
-template <int COUNT>
-inline void sync_with_reducers() { machine::barrier(2, COUNT); }
 inline void fence_gpu() {}
 template <int COUNT>
 inline void sync_threads() { machine::barrier(1, COUNT); }

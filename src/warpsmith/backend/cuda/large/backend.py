@@ -40,6 +40,7 @@ from warpsmith.errors import BadRequest
 from warpsmith.model.config import Config
 
 THREADS = 384
+SHORT_CONTEXT = 16384  # up to here one node's attention makes do with one chunk of values in shared memory
 
 
 class LargeBackend(CudaBackend):
@@ -148,7 +149,12 @@ class LargeBackend(CudaBackend):
 
     def _image(self, source: str, nodes: int = 1) -> bytes:
         samples = nodes == 1 and self.large.samples  # the build that decodes
-        own = {"IN_FLIGHT": 4, "SHARED_MEMORY": self.shared_memory, "SAMPLES": int(samples)}
+        own = {
+            "IN_FLIGHT": 4,
+            "SHARED_MEMORY": self.shared_memory,
+            "SAMPLES": int(samples),
+            "SHORT_CONTEXT": int(nodes == 1 and self.context <= SHORT_CONTEXT),
+        }
         return build(source, self.architecture, self.large.constants(nodes) | own | self.options)
 
     def params_for(self, state: CudaState) -> LargeParams:  # type: ignore[override]

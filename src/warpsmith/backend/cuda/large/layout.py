@@ -22,6 +22,9 @@ from warpsmith.model.config import Config
 from warpsmith.model.weights import expected_shapes
 
 ROWS, BLOCK_K, GROUP_BLOCKS = 64, 256, 8
+# An H200's SM takes 508 clocks for a superblock of 64 rows in Q4_K (9,472 bytes) and 653 in Q6_K (13,440), where a
+# stage has both: as if each had so many bytes more.
+SUPERBLOCK_COST = 4400
 KEPT_STATES = 5  # of a DeltaNet's channels while a tree is walked
 
 
@@ -92,7 +95,7 @@ def deal_groups(blocks: int, sms: int) -> list[Group]:
     count = -(-blocks // GROUP_BLOCKS)
     pairs = [blocks // 2 * (i + 1) // count - blocks // 2 * i // count for i in range(count)]
     sizes = [2 * n for n in pairs]  # even: both groups of warps have as much to do
-    sizes[-1] += blocks % 2
+    sizes[sizes.index(min(sizes))] += blocks % 2
     shares = [1] * count
     for _ in range(sms - count):  # always where an SM has most to do
         shares[max(range(count), key=lambda i: sizes[i] / shares[i])] += 1
@@ -120,7 +123,8 @@ class Deal:
         for number, group in enumerate(self.groups):
             weight = np.repeat(stage.tile_bytes, group.blocks)
             before = np.concatenate([[0], np.cumsum(weight)])
-            bounds = np.searchsorted(before, np.arange(group.sms + 1) * before[-1] / group.sms)
+            cost = np.concatenate([[0], np.cumsum(weight + SUPERBLOCK_COST)])
+            bounds = np.searchsorted(cost, np.arange(group.sms + 1) * cost[-1] / group.sms)
             for i in range(group.sms):
                 sm, first, end = group.first_sm + i, int(bounds[i]), int(bounds[i + 1])
                 self.first[sm], self.count[sm], self.group_of[sm], self.tile[sm] = first, end - first, number, results
@@ -331,9 +335,10 @@ class LargeLayout(SlabStages):
     def word_bytes(self) -> int:
         """What SMs poll for in the build for one node (see kernels/large/words.cuh)."""
         c = self.config
-        sums = [self.most_results(kind) * ROWS for kind in range(4)]
+        sums = sum(self.most_results(kind) for kind in range(4)) * ROWS
         residual = c.hidden // 2 + -(-self.sms // 4) * 4
-        return 4 * (sum(sums[1:]) + c.ffn // 2 + residual + 2 * (residual + sums[0]))
+        mixed = max(c.value_dim, c.heads * c.head_dim) // 2 + c.value_dim // 8
+        return 2 * 4 * (sums + 2 * residual + mixed + c.ffn // 2)
 
     @property
     def samples(self) -> bool:

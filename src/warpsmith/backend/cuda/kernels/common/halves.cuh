@@ -46,6 +46,13 @@ __device__ __forceinline__ u32 multiply_add_half_by(u32 a, u32 pair, u32 add) {
             : "r"(a), "r"(pair), "r"(add));
     return out;
 }
+// The same, less a pair.
+template <int HIGH>
+__device__ __forceinline__ u32 multiply_subtract_half(u32 a, u32 pair, u32 less) {
+    u32 minus;
+    asm("neg.f16x2 %0, %1;" : "=r"(minus) : "r"(less));
+    return multiply_add_half_by<HIGH>(a, pair, minus);
+}
 // The same, plus one half of a pair.
 template <int HIGH>
 __device__ __forceinline__ u32 multiply_add_half(u32 a, u32 pair, u32 add) {

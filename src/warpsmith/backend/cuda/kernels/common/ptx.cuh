@@ -222,10 +222,6 @@ __device__ __forceinline__ void sync_threads() {
     asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory");
 }
 
-// The same at a second barrier.
-template <int COUNT>
-__device__ __forceinline__ void sync_with_reducers() { asm volatile("bar.sync 2, %0;" ::"n"(COUNT) : "memory"); }
-
 // COUNT threads at one of 16 barriers, whose first four others have.
 template <int COUNT>
 __device__ __forceinline__ void sync_some(int id) {

@@ -15,6 +15,8 @@ __device__ __forceinline__ int early_chunks(int position) {
     return position < CHUNK - 1 ? 0 : (position - (CHUNK - 1)) / CHUNK;
 }
 
+// Steps whose values are asked for before the projection is there.
+constexpr int FIRST_STEPS = larger(1, VALUE_STAGES - 1);
 constexpr int EXPECTED = 4;  // steps ahead of which keys and values are asked into the L2 cache
 
 // What there is to do for a layer, the same for all its SMs: items, each for a key head.
@@ -141,7 +143,7 @@ struct KeyWalk {
     __device__ __forceinline__ void begin() {
         ask_keys(0);
 #pragma unroll
-        for (int step = 0; step < VALUE_STAGES - 1; step++) ask_values(step, 0, b.length);
+        for (int step = 0; step < FIRST_STEPS; step++) ask_values(step, 0, b.length);
 #pragma unroll 1
         for (int step = 1; step < EXPECTED; step++) expect(step);
     }
@@ -150,7 +152,7 @@ struct KeyWalk {
         constexpr int ALL = 0x7fffffff;
         if (node >= 0) ask_keys(0, b.length);
 #pragma unroll
-        for (int step = 0; step < VALUE_STAGES - 1; step++) {
+        for (int step = 0; step < FIRST_STEPS; step++) {
             if (node >= 0) ask_values(step, b.length, ALL);
             copies_queued();
         }
@@ -336,7 +338,7 @@ struct KeyWalk {
 #pragma unroll 1
         for (int step = 0; step < steps; step++) {
             b.sync();
-            ask_values(step + VALUE_STAGES - 1, 0, 0x7fffffff);
+            if (step + VALUE_STAGES > FIRST_STEPS) ask_values(step + VALUE_STAGES - 1, 0, 0x7fffffff);
             copies_queued();
             expect(step + EXPECTED);
             softmax(step);

@@ -24,7 +24,7 @@ struct Block {
     u32 steps_done = 0;
     // the consumers' places in the ring and in the buffers of sums
     int slot = 0, buffer = 0;
-    u32 slot_phase = 0, buffer_phase = 0, ring_end = 0;
+    u32 slot_phase = 0, buffer_phase = 0, ring_end = 0, slots = 0;  // slots: so far, of one node
     int deltas = 0;  // DeltaNet layers before this one
     const float* vectors;
     const struct Draw* draw = nullptr;  // of a build that samples

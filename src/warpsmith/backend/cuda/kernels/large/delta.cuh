@@ -69,18 +69,18 @@ struct DeltaInputs {
     float *raw, *conv, *history, *vectors;
     int* rows;
     __device__ explicit DeltaInputs(u8* scratch)
-        : raw((float*)(scratch + MIX_ROWS_BYTES)), conv(raw + NODES * INPUT_QUADS * 4),
+        : raw((float*)(scratch + MIX_INPUTS_AT)), conv(raw + NODES * INPUT_QUADS * 4),
           history(conv + 4 * CONVOLVED_QUADS * 4), vectors(history + 3 * CONVOLVED_QUADS * 4),
           rows((int*)(vectors + 2 * OWN_HEADS)) {}
 };
 
-// What does not depend on the projection.
-__device__ __forceinline__ void ask_inputs(const Block& b, const DeltaShare& share) {
+// What does not depend on the projection, by `threads` threads, of which this is number `thread`.
+__device__ __forceinline__ void ask_inputs(const Block& b, const DeltaShare& share, int thread, int threads) {
     const DeltaInputs in(b.scratch);
 #pragma unroll 1
-    for (int quad = threadIdx.x; quad < INPUT_QUADS; quad += CONSUMERS) in.rows[quad] = share.input_row(quad);
+    for (int quad = thread; quad < INPUT_QUADS; quad += threads) in.rows[quad] = share.input_row(quad);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < CONVOLVED_QUADS * 7; i += CONSUMERS) {
+    for (int i = thread; i < CONVOLVED_QUADS * 7; i += threads) {
         const int what = i % 7, quad = i / 7, row = share.input_row(quad);
         if (row < 0) continue;
         const int age = what - 3, slot = (b.length - age + HISTORY) % HISTORY;
@@ -90,9 +90,9 @@ __device__ __forceinline__ void ask_inputs(const Block& b, const DeltaShare& sha
         float* to = what < 4 ? in.conv + (quad * 4 + what) * 4 : in.history + ((age - 1) * CONVOLVED_QUADS + quad) * 4;
         copy16(to, from);
     }
-    if ((int)threadIdx.x < share.heads)
-        in.vectors[2 * threadIdx.x] = __ldg(b.vectors + A_AT + share.value_head(threadIdx.x)),
-                           in.vectors[2 * threadIdx.x + 1] = __ldg(b.vectors + DT_AT + share.value_head(threadIdx.x));
+    if (thread < share.heads)
+        in.vectors[2 * thread] = __ldg(b.vectors + A_AT + share.value_head(thread)),
+                           in.vectors[2 * thread + 1] = __ldg(b.vectors + DT_AT + share.value_head(thread));
 }
 
 // The projection. A thread has a quad of some nodes, and asks for all of them at once.
@@ -352,7 +352,7 @@ __device__ __forceinline__ void walk_states(const Block& b, const DeltaShare& sh
 }
 
 // The unit's results, a lane a node.
-__device__ __forceinline__ void write_results(const Block& b, const DeltaShare& share, int mine,
+__device__ __forceinline__ void write_results(const Block& b, int stage, const DeltaShare& share, int mine,
                                               const float4 (&weight)[2]) {
     __syncwarp();
     if (b.lane >= b.nodes) return;
@@ -361,12 +361,19 @@ __device__ __forceinline__ void write_results(const Block& b, const DeltaShare& 
     const float4 *o = (const float4*)(row + MIX_V) + mine * 2, *z = (const float4*)(row + SILU_Z) + mine * 2,
                  *written = (const float4*)(row + WRITTEN) + mine * 2;
     const float4 o0 = o[0], o1 = o[1], z0 = z[0], z1 = z[1];
-    store_activations(b.p.y, node, unit * 8,
-                      uint4{pack_bf16(o0.x * weight[0].x * z0.x, o0.y * weight[0].y * z0.y),
-                            pack_bf16(o0.z * weight[0].z * z0.z, o0.w * weight[0].w * z0.w),
-                            pack_bf16(o1.x * weight[1].x * z1.x, o1.y * weight[1].y * z1.y),
-                            pack_bf16(o1.z * weight[1].z * z1.z, o1.w * weight[1].w * z1.w)});
-    b.p.y_squares[(unit / 16 * NODES + node) * 16 + unit % 16] = dot4(o0, o0) + dot4(o1, o1);
+    const uint4 y = {pack_bf16(o0.x * weight[0].x * z0.x, o0.y * weight[0].y * z0.y),
+                     pack_bf16(o0.z * weight[0].z * z0.z, o0.w * weight[0].w * z0.w),
+                     pack_bf16(o1.x * weight[1].x * z1.x, o1.y * weight[1].y * z1.y),
+                     pack_bf16(o1.z * weight[1].z * z1.z, o1.w * weight[1].w * z1.w)};
+    const float square = dot4(o0, o0) + dot4(o1, o1);
+    if (POLLED) {
+        u32* words = layer_words(b, stage);
+        store16(words + Y_AT + unit * 4, y.x, y.y, y.z, y.w);
+        store4(words + Y_SQUARES_AT + unit, __float_as_uint(square));
+    } else {
+        store_activations(b.p.y, node, unit * 8, y);
+        b.p.y_squares[(unit / 16 * NODES + node) * 16 + unit % 16] = square;
+    }
     if (!b.decoding()) {
         const size_t at = ((size_t)b.deltas * BLOCKS + unit / 2) * MAX_NODES + b.place(node);
         float4* to = (float4*)(b.p.pending_write + at * COLUMNS) + unit % 2 * 2;
@@ -385,13 +392,14 @@ __device__ __noinline__ u32 delta_mix(int stage, int deltas, int length, const f
     for (int item = b.sm; item < KEY_HEADS * KEY_PARTS || item == b.sm; item += SMS) {
         const DeltaShare share(item);
         b.sync();  // what the scratch holds may still be read
-        ask_inputs(b, share);
+        const bool asked = POLLED && item == b.sm;  // by another warp, while the projection was made
+        if (!asked) ask_inputs(b, share, threadIdx.x, CONSUMERS);
         unit.store();
         unit.load(b, share, b.warp < share.units ? b.warp : 0);
         copies_done();
         if (!POLLED && item == b.sm)
             b.wait_for_all();
-        else
+        else if (!asked)
             b.sync();
         if (item == b.sm) b.mark();
         delta_projections(b, share, sums_of<HIDDEN_GROUPS>(b, stage, DELTA_ROWS));
@@ -410,12 +418,12 @@ __device__ __noinline__ u32 delta_mix(int stage, int deltas, int length, const f
                 unit.load(b, share, mine);
             }
             walk_states(b, share, mine, unit);
-            write_results(b, share, mine, unit.weight);
+            write_results(b, stage, share, mine, unit.weight);
             unit.changed = b.decoding();
         }
     }
     b.mark();
-    b.step_done();
+    if (!POLLED) b.step_done();
     unit.store();
     return b.steps_done;
 }

@@ -97,60 +97,41 @@ __device__ __forceinline__ void use_sums(Block& b, int done) {
     }
 }
 
-// Ask for what the step after the products will read besides their sums: weights have pushed it out of the cache.
-__device__ __forceinline__ void fetch_early(const Block& b, int done) {
-    const int kind = done & 3;
-    const bool recurrent = b.recurrent(done >> 2);
-    if (kind == OUT || kind == MLP_OUT) {
-        const float* norm = b.vectors + (kind == OUT   ? MLP_NORM
-                                         : recurrent ? DELTA_VECTORS + MIX_NORM
-                                                     : ATTENTION_VECTORS + MIX_NORM);
-        const int at = first_of(PIECES, b.sm) * 8 + threadIdx.x * 8;
-        if (at < first_of(PIECES, b.sm + 1) * 8) prefetch(norm + at);
-    }
-}
-
 // From the products before number `i` to its operands: apart from the products, so that the compiler has all registers
 // for either. Returns the steps done so far.
 __device__ __noinline__ u32 lead_to(int i, int length, int deltas, const float* vectors, u32 steps_done) {
     Block b;
     b.length = length, b.deltas = deltas, b.vectors = vectors, b.steps_done = steps_done;
     const int kind = i & 3;
-    const bool polled = POLLED && kind != OUT;  // what this stage reads
     if (i > 0) barrier_wait(Barriers(b.base).tabled, b.turn(i - 1));
     if (kind == OUT) {
-        if (POLLED) reset_words(b, i >> 2);
         if (b.recurrent(i >> 2)) {
             b.steps_done = delta_mix(i - 1, b.deltas, b.length, b.vectors, b.steps_done);
         } else {
             b.steps_done = attention_mix(i - 1, b.deltas, b.length, b.vectors, b.steps_done);
             b.mark();
-            b.step_done();
+            if (!POLLED) b.step_done();
         }
     } else {
         if (i == 0) {
             embed(b);
         } else {
-            fetch_early(b, i - 1);
             if (!POLLED) b.wait_for_all();
             b.mark();
             use_sums(b, i - 1);
             b.mark();
         }
-        if (!polled) b.step_done();
+        if (!POLLED) b.step_done();
     }
     b.mark();
-    const u16 *x = POLLED ? (const u16*)x_words(b, i) : b.p.x, *h = POLLED ? (const u16*)(b.p.words + H_AT) : b.p.h;
-    const Source from = kind == OUT       ? Source{b.p.y, false, b.recurrent(i >> 2), false}
-                        : kind == MLP_OUT ? Source{h, false, false, polled}
-                                          : Source{x, true, false, polled};
-    if (!polled) b.wait_for_all();
+    if (!POLLED) b.wait_for_all();
     b.mark();
     const Run run = uniform_run(b.s.runs[b.turn(i)]);
+    const bool heads = kind == OUT && b.recurrent(i >> 2);
     if (POLLED)
-        prepare_one(b, run, from);
+        prepare_one(b, run, i, heads);
     else
-        prepare_operands(b, run, from);
+        prepare_operands(b, run, {kind == OUT ? b.p.y : kind == MLP_OUT ? b.p.h : b.p.x, (kind & 1) == 0, heads});
     b.mark();
     return b.steps_done;
 }
@@ -192,41 +173,25 @@ __device__ __forceinline__ void forward_pass(Block& b, int token) {
     b.steps_done = choose(b.draw, b.length, b.vectors, b.steps_done, token);
 }
 
-// All threads but those of the warp that copies: whether there is another token.
-__device__ __forceinline__ bool token_done(const Block& b) {
-    __syncwarp();  // one lane may have worked alone, and the barrier is for whole warps
-    sync_with_reducers<CONSUMERS + REDUCERS * 32 + 32>();
-    const bool stopped = uniform(b.s.stopped);
-    sync_with_reducers<CONSUMERS + REDUCERS * 32 + 32>();
-    return stopped;
-}
-
 __device__ __forceinline__ void consume(Block& b) {
     if (SAMPLES && threadIdx.x == 0) b.s.reach = first_reach(b);
     prepare_tree(b);
 #pragma unroll 1
     for (int step = 0; step < max(1, b.r.steps); step++) {
         forward_pass(b, step);
-        if (!b.decoding()) {
-            if (b.sm == 0 && threadIdx.x < b.nodes) b.p.out_tokens[b.place(threadIdx.x)] = b.s.token[threadIdx.x];
-        } else {
-            const int token = b.s.token[0];
-            b.length++;
-            if (b.sm == 0 && threadIdx.x == 0) {
-                b.p.out_tokens[step] = token;
-                __threadfence_system();
-                *b.p.out_count = step + 1;
-            }
-            if (threadIdx.x == 0) {
-                if (SAMPLES && b.draw->sampled) b.s.drawn[step] = token;
-                int stop = token == UNDECIDED;
-                for (int i = 0; i < b.r.stops; i++) stop |= b.r.stop_ids[i] == token;
-                if (stop) b.s.stopped = 1;
-            }
-        }
-        if (token_done(b)) break;
+        const int token = b.s.token[0];
+        b.length++;
+        if (SAMPLES && b.draw->sampled && threadIdx.x == 0) b.s.drawn[step] = token;
+        int stop = token == UNDECIDED;
+        for (int i = 0; i < b.r.stops; i++) stop |= b.r.stop_ids[i] == token;
+        b.sync();  // for the compiler: it keeps numbers in registers of the whole warp only if its lanes are together
+        if (uniform(stop)) break;
     }
-    if (threadIdx.x == 0) b.s.stopped = 1;  // nobody waits for weights any more
+    // Nobody waits for weights any more, or for another stage.
+    if (threadIdx.x == 0) {
+        b.s.stopped = 1;
+        barrier_arrive(Barriers(b.base).begun);
+    }
 }
 
 __device__ __forceinline__ void copy_weights(Block& b) {
@@ -247,25 +212,69 @@ __device__ __forceinline__ void copy_weights(Block& b) {
     producer.drain();
 }
 
+// Those who work beside the consumers wait for every stage to begin, and for the end.
+__device__ __forceinline__ bool begun(const Block& b, u32 phase) {
+    barrier_wait(Barriers(b.base).begun, phase);
+    return !uniform(b.s.stopped);
+}
+
 __device__ __forceinline__ void add_up(Block& b, int which) {
     const Barriers bars(b.base);
     u32 count = 0, phase = 0;
 #pragma unroll 1
-    for (int step = 0; step < max(1, b.r.steps); step++) {
-#pragma unroll 1
-        for (int i = 0; i <= 4 * LAYERS; i++, phase ^= 1) {
-            barrier_wait(bars.begun, phase);
-            if (POLLED) measure_words(b, which, i);
-            if (b.lane == 0) barrier_arrive(bars.tabled);
-            const Run run = uniform_run(b.s.runs[phase]);
-            if (POLLED && i < 4 * LAYERS) {
-                reduce_tiles<true>(b, which, run, count, (float*)sum_words(b, i));
-            } else {
-                reduce_tiles<false>(b, which, run, count, b.p.sums);
-                if (b.lane == 0) add_release(b.p.counter, 1);
-            }
+    for (int i = 0; begun(b, phase); i = i == 4 * LAYERS ? 0 : i + 1, phase ^= 1) {
+        float by = 1.0f;
+        if constexpr (POLLED) {
+            measure_words(b, which, i);
+            by = b.s.scale[0] * b.s.inverse[which][0];  // before the consumers may go on
         }
-        if (token_done(b)) break;
+        if (b.lane == 0) barrier_arrive(bars.tabled);
+        const Run run = uniform_run(b.s.runs[phase]);
+        if (POLLED && i < 4 * LAYERS) {
+            reduce_one<true>(b, which, run, count, by, (float*)sum_words(b, i));
+        } else {
+            if constexpr (POLLED)
+                reduce_one<false>(b, which, run, count, by, b.p.sums);
+            else
+                reduce_tiles<false>(b, which, run, count, b.p.sums);
+            if (b.lane == 0) add_release(b.p.counter, 1);
+        }
+    }
+}
+
+// The host learns of tokens.
+__device__ __forceinline__ void report(const Block& b, int tokens) {
+    if (b.sm != 0) return;
+    if (!b.decoding()) {
+        if (b.lane < b.nodes) b.p.out_tokens[b.place(b.lane)] = b.s.token[b.lane];
+    } else if (b.lane == 0) {
+        b.p.out_tokens[tokens - 1] = b.s.token[0];
+        __threadfence_system();
+        *b.p.out_count = tokens;
+    }
+}
+
+// Ask for what the step after products number `i` will read besides their sums: weights have pushed it out of the L2
+// cache. What it must have at once goes to shared memory, the rest there.
+__device__ __forceinline__ void ask_early(const Block& b, int i) {
+    if (i == 4 * LAYERS) return;
+    const int kind = i & 3;
+    const bool recurrent = b.recurrent(i >> 2);
+    if (kind == OUT || kind == MLP_OUT) {
+        const float* norm = b.vectors + (kind == OUT   ? MLP_NORM
+                                         : recurrent ? DELTA_VECTORS + MIX_NORM
+                                                     : ATTENTION_VECTORS + MIX_NORM);
+        const int at = (first_of(PIECES, b.sm) + b.lane) * 8;
+        if (at < first_of(PIECES, b.sm + 1) * 8) prefetch(norm + at);
+    } else if (kind == IN && recurrent) {
+        const DeltaShare share(b.sm);
+        const float* states = b.p.delta + (size_t)b.deltas * VALUE_DIM * STATE_DIM + b.lane * 32;
+        if (POLLED) ask_inputs(b, share, b.lane, 32);
+#pragma unroll 1
+        for (int mine = 0; mine < share.units; mine++) prefetch(states + share.unit(mine) * 8 * STATE_DIM);
+        if (b.lane < 4) prefetch(b.vectors + GATED_NORM_AT + b.lane * 32);
+    } else if (kind == IN) {
+        if (b.lane < HEAD_DIM / 16) prefetch(b.vectors + Q_NORM_AT + b.lane * 32);
     }
 }
 
@@ -273,22 +282,29 @@ __device__ __forceinline__ void add_up(Block& b, int which) {
 __device__ __forceinline__ void find_tables(Block& b) {
     const Barriers bars(b.base);
     u32 phase = 0;
+    int tokens = 0, i = 0;
     Stage stage = b.p.stages[0];
 #pragma unroll 1
-    for (int step = 0; step < max(1, b.r.steps); step++) {
-#pragma unroll 1
-        for (int i = 0; i <= 4 * LAYERS; i++, phase ^= 1) {
-            const int next = i == 4 * LAYERS ? 0 : i + 1;
-            barrier_wait(bars.begun, phase);
-            if (i < 4 * LAYERS) load_table(b, stage);
-            if (b.lane < (int)sizeof(Run) / 4)
-                ((int*)&b.s.runs[phase ^ 1])[b.lane] = ((const int*)&b.p.runs[next * SMS + b.sm])[b.lane];
-            stage = b.p.stages[next];
-            __syncwarp();
-            if (b.lane == 0) barrier_arrive(bars.tabled);
+    for (; begun(b, phase); phase ^= 1) {
+        const int next = i == 4 * LAYERS ? 0 : i + 1;
+        if (i < 4 * LAYERS) load_table(b, stage);
+        if (b.lane < (int)sizeof(Run) / 4)
+            ((int*)&b.s.runs[phase ^ 1])[b.lane] = ((const int*)&b.p.runs[next * SMS + b.sm])[b.lane];
+        stage = b.p.stages[next];
+        ask_early(b, i);
+        if (POLLED && (i & 3) == OUT) reset_layer(b, i);
+        copies_done();
+        __syncwarp();
+        if (b.lane == 0) barrier_arrive(bars.tabled);
+        if (i == 0 && tokens > 0) report(b, tokens);
+        if ((i & 3) == MLP_OUT) {  // a layer has ended
+            const bool recurrent = b.recurrent(i >> 2);
+            b.vectors += recurrent ? DELTA_VECTORS : ATTENTION_VECTORS, b.deltas += recurrent;
         }
-        if (token_done(b)) break;
+        if (next == 0) b.vectors = b.p.vectors, b.deltas = 0, b.length++, tokens++;
+        i = next;
     }
+    report(b, tokens);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -316,6 +332,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (SAMPLES) block.draw = &draw;
     if (threadIdx.x == 0) {
         Barriers(block.base).init();
+        *(u32*)(block.scratch + ISSUED_AT) = 0;
         block.s.stopped = 0;
         block.s.runs[0] = params.runs[blockIdx.x];
 #ifdef PROFILE

@@ -1,98 +1,187 @@
 // A stage's products for one node, by mma.sync, which has wgmma's bits and takes fewer instructions around it: operands
 // are loaded, not described, and none of them has to wait for another's registers.
 //
-// All eight columns of a product are the one node. Its operands of a superblock (see `prepare_one`): [pair of steps of
-// 16 k][lane of four][step][half] words, then the sums of 32 k: [lane of four][rounded, rests] words.
+// Two warps have a superblock of 64 rows, a warp 32 of them: two slabs, whose chains of products are independent and
+// read the same activations. All eight columns of a product are the one node. Its operands of a superblock (see
+// `prepare_one`): [pair of steps of 16 k][lane of four][step][half] words, then the sums of 32 k: [lane of
+// four][rounded, rests] words. Sums of a superblock go to those who add up: they keep the order in which a build for
+// trees adds them, even superblocks of a part and odd ones apart.
 #pragma once
 #include "large/multiply.cuh"
 
-template <int TYPE>
-struct OneMultiplier : PartWalk<TYPE> {
-    typedef Slab<TYPE> Here;
-    typedef PartWalk<TYPE> Part;
-    using Part::b, Part::index, Part::lane, Part::empty, Part::total, Part::ended, Part::Part;
-    // Two superblocks at a time, whose chains of products are independent, where words do not stay in the ring.
-    static constexpr int MOST = Here::EARLY ? 2 : 1;
-    Here slab[MOST] = {};  // set: see Multiplier
-    u32 operands[MOST] = {};
-    int ends[MOST] = {};  // tiles that end with a superblock
+constexpr int ONE_GROUPS = WARPS / 2;
 
-    __device__ __forceinline__ void take(int which) {
-        this->load(slab[which]);
-        operands[which] = b.base + (index - this->tile_first) * BLOCK_BYTES;
-        if constexpr (Here::EARLY) give_back(empty + slab[which].landed(), lane);
-        index += 2;
-        this->pass_tiles();
-        ends[which] = ended, ended = 0;
+// A product's operand of a slab.
+template <int T, int J, int TYPE>
+__device__ __forceinline__ void one_operand(Slab<TYPE>& slab, u32 (&o)[4], int term) {
+    slab.template operand<T, J>(o, term);
+}
+// Of an odd J of Q4_K both nibbles of two bytes, less the upper ones: exact, and an instruction less.
+template <int T, int J>
+__device__ __forceinline__ void one_operand(Slab<SLAB_Q4_K>& slab, u32 (&o)[4], int term) {
+    if constexpr (J & 1) {
+#pragma unroll
+        for (int row = 0; row < 2; row++) {
+            const u32 v = __byte_perm(slab.word(T, J - 1, row), 0, 0x4341), scale = slab.s[row][T / 2];
+            o[row + 2] = multiply_half<T & 1>(v & 0x00f000f0u, scale);
+            o[row] = multiply_subtract_half<T & 1>(v, scale, o[row + 2]);
+        }
+    } else {
+        slab.template operand<T, J>(o, term);
     }
-    template <int COUNT, int T>
-    __device__ __forceinline__ void tile(float (&acc)[COUNT][4]) {
-        u32 x[COUNT][8];
+}
+
+template <int TYPE>
+struct OneMultiplier {
+    typedef Slab<TYPE> Here;
+    static constexpr int AT_ONCE = slot_blocks(TYPE);
+    static constexpr u32 BYTES = 4 * slab_bytes(TYPE);
+    Block& b;
+    const Barriers bars;
+    const int superblocks, in_tile;  // of the part; of a tile
+    const int group, lane;           // lane: see PartWalk
+    int place;                       // of the next superblock in its tile
+    int slots_seen = 0;
+    Here slab[2] = {};  // set: see Multiplier
+
+    __device__ __forceinline__ OneMultiplier(Block& block, const Walk& walk, int count)
+        : b(block), bars(block.base), superblocks(count), in_tile(walk.blocks), group(block.warp >> 1),
+          lane(__shfl_sync(~0u, block.lane, block.lane)), place(walk.block + group) {
+        while (place >= in_tile) place -= in_tile;
+    }
+    __device__ __forceinline__ u32 next_slot() {
+        slots_seen++, b.slots++;
+        if (++b.slot == SLOTS) b.slot = 0, b.slot_phase ^= 1;
+        return next_place(b.ring_end, AT_ONCE * BYTES);
+    }
+    // Slots that have nothing for this warp.
+    __device__ __forceinline__ void skip_to(int slot) {
+#pragma unroll 1
+        while (slots_seen < slot) next_slot();
+    }
+    // All lanes say so that a slot needs of its warps.
+    __device__ __forceinline__ void give_back(u32 empty, int says) const {
+        __syncwarp();
+        if (lane < says) barrier_arrive(empty);
+    }
+    template <int T>
+    __device__ __forceinline__ void tile(float (&acc)[2][4], u32 operands) {
+        u32 x[8];
 #pragma unroll
-        for (int s = 0; s < COUNT; s++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const uint4 v = load_shared16(operands[s] + (2 * T + half) * 64 + (lane & 3) * 16);
-                x[s][half * 4] = v.x, x[s][half * 4 + 1] = v.y, x[s][half * 4 + 2] = v.z, x[s][half * 4 + 3] = v.w;
-            }
+        for (int half = 0; half < 2; half++) {
+            const uint4 v = load_shared16(operands + (2 * T + half) * 64 + (lane & 3) * 16);
+            x[half * 4] = v.x, x[half * 4 + 1] = v.y, x[half * 4 + 2] = v.z, x[half * 4 + 3] = v.w;
+        }
 #pragma unroll
         for (int term = 0; term < Here::TERMS; term++) {
-            step<COUNT, T, 0>(acc, x, term);
-            step<COUNT, T, 1>(acc, x, term);
-            step<COUNT, T, 2>(acc, x, term);
-            step<COUNT, T, 3>(acc, x, term);
+            step<T, 0>(acc, x, term);
+            step<T, 1>(acc, x, term);
+            step<T, 2>(acc, x, term);
+            step<T, 3>(acc, x, term);
         }
     }
-    template <int COUNT, int T, int J>
-    __device__ __forceinline__ void step(float (&acc)[COUNT][4], const u32 (&x)[COUNT][8], int term) {
+    template <int T, int J>
+    __device__ __forceinline__ void step(float (&acc)[2][4], const u32 (&x)[8], int term) {
 #pragma unroll
-        for (int s = 0; s < COUNT; s++) {
+        for (int s = 0; s < 2; s++) {
             u32 o[4];
-            slab[s].template operand<T, J>(o, term);
-            mma_half(acc[s], {o[0], o[1], o[2], o[3]}, x[s][J * 2], x[s][J * 2 + 1]);
+            one_operand<T, J>(slab[s], o, term);
+            mma_half(acc[s], {o[0], o[1], o[2], o[3]}, x[J * 2], x[J * 2 + 1]);
         }
     }
-    template <int COUNT>
-    __device__ __forceinline__ void superblocks() {
-        float acc[COUNT][4] = {}, mins[COUNT][4] = {};
-        if constexpr (Here::MINS) {
-#pragma unroll
-            for (int s = 0; s < COUNT; s++) {
-                u32 m[4];
-                slab[s].mins(m);
-                const uint2 v = load_shared8(operands[s] + 512 + (lane & 3) * 8);
-                mma_half(mins[s], {m[0], m[1], m[2], m[3]}, v.x, v.y);
-            }
-        }
-        tile<COUNT, 0>(acc);
-        tile<COUNT, 1>(acc);
-        tile<COUNT, 2>(acc);
-        tile<COUNT, 3>(acc);
-        if constexpr (!Here::EARLY) give_back(empty, lane);
-#pragma unroll
-        for (int s = 0; s < COUNT; s++) {
-            const float4 f = slab[s].factors();
-#pragma unroll
-            for (int i = 0; i < 4; i += 2) {  // the other columns are the same
-                total[i] = fmaf(i & 2 ? f.z : f.x, acc[s][i], total[i]);
-                if (Here::MINS) total[i] = fmaf(i & 2 ? -f.w : -f.y, mins[s][i], total[i]);
-            }
-            this->store_ended(ends[s]);
-        }
+    // Lane 4 g + q: row g + 8 (q mod 2) of slab q / 2.
+    __device__ __forceinline__ void store(const float (&acc)[2][4], const float (&mins)[2][4]) {
+        const float4 f[2] = {slab[0].factors(), slab[1].factors()};
+        const bool second = lane & 2, late = lane & 1;
+        const auto own = [&](float a, float b, float c, float d) { return second ? late ? d : c : late ? b : a; };
+        const float4 sums = {own(acc[0][0], acc[0][2], acc[1][0], acc[1][2]),
+                             own(mins[0][0], mins[0][2], mins[1][0], mins[1][2]),
+                             own(f[0].x, f[0].z, f[1].x, f[1].z), own(f[0].y, f[0].w, f[1].y, f[1].w)};
+        b.begin_wait();
+        barrier_wait(bars.sums_empty + 8 * group, b.buffer_phase ^ 1);
+        b.end_wait();
+        ((float4*)(b.scratch + SUMS_AT + group * SUM_BYTES))[(b.warp & 1) * 32 + lane] = sums;
+        __syncwarp();
+        if (lane == 0) barrier_arrive(bars.sums_full + 8 * group);
+        b.buffer_phase ^= 1;
     }
     __device__ __forceinline__ void run() {
-        this->store_ended(ended);
-        ended = 0;
+        const u32 own_part = b.base + RING_AT + (AT_ONCE == 2 ? group & 1 : 0) * BYTES +
+                             (b.warp & 1) * 2 * slab_bytes(TYPE);
+        const volatile u32* issued = (const volatile u32*)(b.scratch + ISSUED_AT);
+        skip_to(min(group, superblocks) / AT_ONCE);
 #pragma unroll 1
-        while (this->more()) {
-            take(0);
-            if (MOST == 2 && this->more()) {
-                take(MOST - 1);
-                superblocks<MOST>();
-            } else {
-                superblocks<1>();
+        for (int index = group; index < superblocks;) {
+            const u32 full = bars.full + 8 * b.slot, empty = bars.empty + 8 * b.slot, phase = b.slot_phase,
+                      at = next_slot() + own_part, operands = b.base + place * BLOCK_BYTES;
+            // a slot is empty when as many have said so as there are warps
+            const int says = AT_ONCE == 2 && (index | 1) < superblocks ? WARPS / 4 : WARPS / 2;
+            b.begin_wait();
+            // Who skips slots may be two turns ahead of a barrier, which shows only whether a turn is odd.
+            for (Watchdog dog; (int)(*issued - b.slots) < 0;) dog.check();
+            barrier_wait(full, phase);
+            b.end_wait();
+            slab[0].load(at, lane), slab[1].load(at + slab_bytes(TYPE), lane);
+            place += ONE_GROUPS;
+            while (place >= in_tile) place -= in_tile;
+            slab[0].scales(), slab[1].scales();
+            float acc[2][4] = {}, mins[2][4] = {};
+            tile<0>(acc, operands);
+            if constexpr (Here::EARLY) give_back(empty + (slab[0].landed() | slab[1].landed()), says);
+            tile<1>(acc, operands);
+            tile<2>(acc, operands);
+            if constexpr (Here::MINS) {
+                const uint2 v = load_shared8(operands + 512 + (lane & 3) * 8);
+#pragma unroll
+                for (int s = 0; s < 2; s++) {
+                    u32 m[4];
+                    slab[s].mins(m);
+                    mma_half(mins[s], {m[0], m[1], m[2], m[3]}, v.x, v.y);
+                }
             }
+            tile<3>(acc, operands);
+            if constexpr (!Here::EARLY) give_back(empty, says);
+            store(acc, mins);
+            index += ONE_GROUPS;
+            if (index < superblocks)
+#pragma unroll
+                for (int i = 1; i < ONE_GROUPS / AT_ONCE; i++) next_slot();
         }
-        this->pass_rest();
+        skip_to((superblocks + AT_ONCE - 1) / AT_ONCE);
     }
 };
+
+// A stage's sums, of one node: each warp half of a superblock's rows, as the warp that multiplied them has them.
+// `turns`: a bit for each group of warps. WORDS: what they write is polled for.
+template <bool WORDS>
+__device__ __forceinline__ void reduce_one(Block& b, int which, const Run& run, u32& turns, float by, float* sums) {
+    const Barriers bars(b.base);
+    float* to = sums + (size_t)run.result * ROWS + which * 32 + (b.lane & 3) * 8 + (b.lane >> 2);
+    int index = 0;  // in its part
+#pragma unroll 1
+    for (Walk walk(run); walk.more(); walk.next(), to += ROWS) {
+        if (walk.tile == run.second || walk.tile == run.third) index = 0;
+        float even = 0.0f, odd = 0.0f;
+#pragma unroll 1
+        for (int left = walk.count(); left > 0; left--, index++) {
+            const int group = index % ONE_GROUPS;
+            barrier_wait(bars.sums_full + 8 * group, turns >> group & 1);
+            turns ^= 1u << group;
+            const float4 v = ((const float4*)(b.scratch + SUMS_AT + group * SUM_BYTES))[which * 32 + b.lane];
+            float total = fmaf(v.z, v.x, index & 1 ? odd : even);
+            total = fmaf(-v.w, v.y, total);
+            if (index & 1)
+                odd = total;
+            else
+                even = total;
+            __syncwarp();
+            if (b.lane == 0) barrier_arrive(bars.sums_empty + 8 * group);
+        }
+        const float sum = (even + odd) * by;
+        if (WORDS)
+            store4(to, __float_as_uint(sum));
+        else
+            *to = sum;
+    }
+    __syncwarp();
+}

@@ -19,31 +19,33 @@ struct Source {
     const u16* rows;
     bool normed;  // times 1 / rms of the residual stream
     bool heads;   // times 1 / rms of a DeltaNet head
-    bool polled;
 };
 
 // Of one node: a thread has eight k. The same operations in the same order.
-__device__ __forceinline__ void prepare_one(Block& b, const Run& run, Source from) {
+__device__ __forceinline__ void prepare_one(Block& b, const Run& run, int stage, bool heads) {
     const int k = threadIdx.x * 8, head = run.first_block * 2 + k / 128;
     const bool live = k < run.blocks * BLOCK_K;
     uint4 raw = {};
     float by = 1.0f;
     if (live) {
-        const u16* at = from.rows + run.first_block * BLOCK_K + k;
-        if (from.heads) {
-            const float4* squares = (const float4*)(b.p.y_squares + head * 16);
-            const float4 v[4] = {__ldcg(squares), __ldcg(squares + 1), __ldcg(squares + 2), __ldcg(squares + 3)};
-            raw = __ldcg((const uint4*)at);
+        const u32* layer = layer_words(b, stage);
+        const u32* at = operand_words(b, stage) + (run.first_block * BLOCK_K + k) / 2;
+        raw = load16(at);
+        if (heads) {
+            const u32* squares = layer + Y_SQUARES_AT + head * 16;
+            uint4 v[4] = {load16(squares), load16(squares + 4), load16(squares + 8), load16(squares + 12)};
+            for (Watchdog dog; !(came4(v[0]) & came4(v[1]) & came4(v[2]) & came4(v[3])); dog.check())
+#pragma unroll
+                for (int j = 0; j < 4; j++) v[j] = load16(squares + j * 4);
             float square = 0.0f;
 #pragma unroll
-            for (int j = 0; j < 4; j++) square += (v[j].x + v[j].y) + (v[j].z + v[j].w);
+            for (int j = 0; j < 4; j++) {
+                const float4 f = floats(v[j]);
+                square += (f.x + f.y) + (f.z + f.w);
+            }
             by = inverse_root(square / STATE_DIM + EPS);
-        } else if (from.polled) {
-            raw = load16(at);
-            for (Watchdog dog; !came4(raw); raw = load16(at)) dog.check();
-        } else {
-            raw = __ldcg((const uint4*)at);
         }
+        for (Watchdog dog; !came4(raw); raw = load16(at)) dog.check();
     }
     const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
     u32 top = 0;

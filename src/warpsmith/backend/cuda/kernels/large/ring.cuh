@@ -14,7 +14,7 @@ struct Barriers {
     __device__ void init() const {
         for (int i = 0; i < SLOTS; i++) barrier_init(full + 8 * i, COPY_LANES), barrier_init(empty + 8 * i, WARPS);
         for (int i = 0; i < SUM_BUFFERS; i++)
-            barrier_init(sums_full + 8 * i, WARPS), barrier_init(sums_empty + 8 * i, 1);
+            barrier_init(sums_full + 8 * i, SUM_WRITERS), barrier_init(sums_empty + 8 * i, SUM_READERS);
         barrier_init(begun, 1), barrier_init(tabled, REDUCERS + 1);
     }
 };
@@ -81,6 +81,8 @@ struct Producer {
     const u32 base;
     volatile int* const stopped;  // set when nobody waits for weights any more; or null
     u32* const spans;             // [SLOTS]: bytes of the ring that a slot has taken
+    volatile u32* const issued;
+    u32 copies = 0;
     u32 end = 0;    // of the last slot
     u32 taken = 0;  // bytes of the ring that are not known to be empty again
     int slot = 0, first_taken = 0, slots_taken = 0, first_on_way = 0, on_way = 0;
@@ -88,7 +90,8 @@ struct Producer {
     const u64 policy = evict_first();
 
     __device__ Producer(u8* memory, volatile int* stop)
-        : bars(shared_address(memory)), base(shared_address(memory)), stopped(stop), spans((u32*)(memory + SPANS_AT)) {}
+        : bars(shared_address(memory)), base(shared_address(memory)), stopped(stop), spans((u32*)(memory + SPANS_AT)),
+          issued((volatile u32*)(memory + ISSUED_AT)) {}
 
     __device__ void land_one() {
         barrier_wait(bars.full + 8 * first_on_way, on_way_phase);
@@ -114,6 +117,7 @@ struct Producer {
         while (slots_taken > 0 && (taken + span > RING_BYTES || slots_taken == SLOTS))
             if (!take_back()) return false;
         copy_slot(base + RING_AT + at, source, bytes, bars.full + 8 * slot, policy);
+        *issued = ++copies;
         spans[slot] = span, taken += span, slots_taken++, on_way++;
         source += bytes;
         if (++slot == SLOTS) slot = 0;

@@ -4,6 +4,7 @@
 // EMBEDDING_TYPE (how its weights are stored); KEY_TYPE VALUE_TYPE (how keys and values are kept); GROUP_BLOCKS
 // (superblocks of K that an SM has at most); TABLE_ENTRIES (of the largest table of tiles but the head's); SMS
 // SHARED_MEMORY IN_FLIGHT (the chip); NODES (1, 8, 16 or 24: columns of this build); SAMPLES (whether it draws tokens);
+// SHORT_CONTEXT (whether an SM has so few chunks of keys that room is better given to weights);
 // IN_RESULTS OUT_RESULTS MLP_IN_RESULTS MLP_OUT_RESULTS (tiles of results that these stages write at most).
 #pragma once
 #include "common/cache.cuh"
@@ -141,7 +142,8 @@ constexpr int MIX_ROWS_BYTES = NODES * MIX_ROW * 4,
 // Attention: values of some chunks, as they are kept; of some tiles of 16 queries their rows, scores of two chunks,
 // weights in fp16, and what the softmax remembers. Trees of many nodes need fewer chunks ahead.
 constexpr int KEY_ROW = cache_row_bytes(KEY_TYPE), VALUE_ROW = cache_row_bytes(VALUE_TYPE);
-constexpr int VALUE_STAGES = !ROOMY                    ? VALUE_TYPE == CACHE_Q4_0 ? 2 : 1
+constexpr int VALUE_STAGES = SHORT_CONTEXT             ? 1
+                             : !ROOMY                  ? VALUE_TYPE == CACHE_Q4_0 ? 2 : 1
                              : VALUE_TYPE == CACHE_F16 ? 2
                                                        : (VALUE_TYPE == CACHE_Q8_0 ? 2 : 3) + (NODES == 1),
               VALUE_BYTES = CHUNK * VALUE_ROW, SCORE_TILE = 16 * CHUNK * 4;
@@ -161,13 +163,18 @@ constexpr int HEAD_TILES = up(VOCAB, ROWS) / ROWS, OWN_LOGITS = (HEAD_TILES + SM
 #include "sample/candidates.cuh"
 constexpr int SAMPLE_BYTES = SAMPLES ? (int)sizeof(Candidates) : 0;
 constexpr int OTHERS_BYTES = larger(larger(OPERAND_BYTES, ATTENTION_BYTES), SAMPLE_BYTES);
-constexpr int SUM_BUFFERS = 2, SUM_BYTES = 2 * 4 * OCTETS * 512;  // of a tile of results: both groups of warps
+// Of a tile of results: both groups of warps. Of one node a superblock's, see multiply_one.cuh. How many warps fill and
+// empty them.
+constexpr int SUM_BUFFERS = POLLED ? WARPS / 2 : 2, SUM_BYTES = POLLED ? ROWS * 16 : 2 * 4 * OCTETS * 512,
+              SUM_WRITERS = POLLED ? 2 : WARPS, SUM_READERS = POLLED ? REDUCERS : 1;
 // In a tree they lie in the scratch, behind what is written there before all sums of a stage are known to be made:
 // operands, and what a mixer asks for early. One node's lie behind the ring, since it does not wait for all.
 constexpr int EARLY_BYTES = larger(OPERAND_BYTES, larger(VALUE_STAGES * VALUE_BYTES, MIX_ROWS_BYTES + MIX_INPUT_BYTES)),
               SUMS_INSIDE = up(EARLY_BYTES, 128), SUMS_AFTER = POLLED ? SUM_BUFFERS * SUM_BYTES : 0;
+// Of one node a DeltaNet's inputs lie beside the operands, since they are fetched while its projection is made.
+constexpr int MIX_INPUTS_AT = POLLED ? larger(MIX_ROWS_BYTES, OPERAND_BYTES) : MIX_ROWS_BYTES;
 constexpr int SCRATCH_BYTES =
-    up(larger(OTHERS_BYTES, POLLED ? MIX_ROWS_BYTES + MIX_INPUT_BYTES : SUMS_INSIDE + SUM_BUFFERS * SUM_BYTES), 128);
+    up(larger(OTHERS_BYTES, POLLED ? MIX_INPUTS_AT + MIX_INPUT_BYTES : SUMS_INSIDE + SUM_BUFFERS * SUM_BYTES), 128);
 // States of branches that have room in the scratch, once the inputs may go; the others are kept in memory.
 constexpr int UNIT_BYTES = 8 * STATE_DIM * 4,
               MIX_PLACES = (SCRATCH_BYTES - MIX_ROWS_BYTES) / (OWN_UNITS * UNIT_BYTES);
@@ -205,5 +212,5 @@ struct Shared {
 #endif
 };
 constexpr int RING_AT = SCRATCH_BYTES, SHARED_STRUCT = up((int)sizeof(Shared), 128);
-constexpr int BARRIER_BYTES = 256;
+constexpr int BARRIER_BYTES = 384;
 #include "large/room.cuh"

@@ -76,7 +76,7 @@ __device__ __forceinline__ void activate(Block& b, int stage) {
         const uint2 out = {pack_bf16(silu(gate.x) * up.x, silu(gate.y) * up.y),
                            pack_bf16(silu(gate.z) * up.z, silu(gate.w) * up.w)};
         if (POLLED)
-            store8(b.p.words + H_AT + k / 2, out.x, out.y);
+            store8(layer_words(b, stage) + H_AT + k / 2, out.x, out.y);
         else
             store_activations(b.p.h, node, k, out);
     }

@@ -1,56 +1,71 @@
 // What SMs exchange between the products of a layer, in a build for one node: words that are there or not yet.
 //
-// Sums of a stage, the residual stream times the next norm's weight, sums of its squares, and the MLP's inner
-// activation are polled for where they are needed (see common/exchange.cuh): no fence, no counter, and an SM waits only
-// for those SMs whose results it uses. What a mixer gives is waited for by the counter, and so are the head's sums.
+// Sums of a stage, the residual stream times the next norm's weight, sums of its squares, what the mixer gives and the
+// MLP's inner activation are polled for where they are needed (see common/exchange.cuh): no fence, no counter, and an
+// SM waits only for those SMs whose results it uses. Only attention's parts and the head's sums are waited for by the
+// counter.
 //
-// Before a layer's mixer every SM knows that all have published the squares for its IN: so they have read all words
-// of the layer before but those of IN itself, and these too are read when the mixer before ended. There they are set
-// back to NOT_YET, and the counter shows that to all before anyone writes or polls for them again; words of IN have two
-// places, for layers in turn. After a launch all words are NOT_YET.
+// Layers have two places in turn. When an SM has the sums of squares for a layer's IN, which all SMs publish, everybody
+// has read all words of the layer before. They are then set back to NOT_YET beside the products of OUT, and that is
+// seen by all before the SM publishes the squares for MLP_IN, without which nobody comes to the layer that has this
+// place next. After a token all words are NOT_YET.
 #pragma once
 #include "common/exchange.cuh"
 #include "large/block.cuh"
 
 enum { IN, OUT, MLP_IN, MLP_OUT };  // a layer's products; the head is an IN
 
-// Where they lie.
-constexpr int SQUARES = up(SMS, 4), OUT_AT = 0, MLP_IN_AT = OUT_RESULTS * ROWS,
-              MLP_OUT_AT = MLP_IN_AT + MLP_IN_RESULTS * ROWS, H_AT = MLP_OUT_AT + MLP_OUT_RESULTS * ROWS,
-              MLP_X_AT = H_AT + FFN / 2, IN_X_AT = MLP_X_AT + HIDDEN / 2 + SQUARES,
-              IN_WORDS = HIDDEN / 2 + SQUARES + IN_RESULTS * ROWS;
+// Where a layer's words lie: sums of its stages; the residual stream for IN and for MLP_IN, its squares behind it; the
+// mixer's output, squares of DeltaNet heads behind it; the inner activation.
+constexpr int SQUARES = up(SMS, 4), X_WORDS = HIDDEN / 2 + SQUARES, OUT_AT = IN_RESULTS * ROWS,
+              MLP_IN_AT = OUT_AT + OUT_RESULTS * ROWS, MLP_OUT_AT = MLP_IN_AT + MLP_IN_RESULTS * ROWS,
+              X_AT = MLP_OUT_AT + MLP_OUT_RESULTS * ROWS, Y_AT = X_AT + 2 * X_WORDS,
+              Y_SQUARES_AT = Y_AT + larger(VALUE_DIM, ATTENTION_DIM) / 2, H_AT = Y_SQUARES_AT + VALUE_DIM / 8,
+              LAYER_WORDS = H_AT + FFN / 2;
 
-__device__ __forceinline__ u32* sum_words(const Block& b, int stage) {
-    const int kind = stage & 3, turn = stage >> 2 & 1;
-    return b.p.words + (kind == IN       ? IN_X_AT + turn * IN_WORDS + HIDDEN / 2 + SQUARES
-                        : kind == OUT    ? OUT_AT
-                        : kind == MLP_IN ? MLP_IN_AT
-                                         : MLP_OUT_AT);
+__device__ __forceinline__ u32* layer_words(const Block& b, int stage) {
+    return b.p.words + (stage >> 2 & 1) * LAYER_WORDS;
 }
-// The residual stream that a stage reads; its squares lie behind it.
+__device__ __forceinline__ u32* sum_words(const Block& b, int stage) {
+    const int kind = stage & 3;
+    return layer_words(b, stage) + (kind == IN       ? 0
+                                    : kind == OUT    ? OUT_AT
+                                    : kind == MLP_IN ? MLP_IN_AT
+                                                     : MLP_OUT_AT);
+}
+// The residual stream that a stage reads.
 __device__ __forceinline__ u32* x_words(const Block& b, int stage) {
-    return b.p.words + ((stage & 3) == MLP_IN ? MLP_X_AT : IN_X_AT + (stage >> 2 & 1) * IN_WORDS);
+    return layer_words(b, stage) + X_AT + ((stage & 3) == MLP_IN ? X_WORDS : 0);
 }
 __device__ __forceinline__ u32* square_words(const Block& b, int stage) { return x_words(b, stage) + HIDDEN / 2; }
+// What a stage multiplies.
+__device__ __forceinline__ u32* operand_words(const Block& b, int stage) {
+    const int kind = stage & 3;
+    return kind == OUT       ? layer_words(b, stage) + Y_AT
+           : kind == MLP_OUT ? layer_words(b, stage) + H_AT
+                             : x_words(b, stage);
+}
 
-// Every SM some of them.
-__device__ __forceinline__ void reset_words(const Block& b, int first, int words) {
-    const int end = first_of(words / 4, b.sm + 1);
+// Every SM some of them, by `threads` threads, of which this is number `thread`.
+__device__ __forceinline__ void reset_words(const Block& b, u32* words, int count, int thread, int threads) {
+    const int end = first_of(count / 4, b.sm + 1);
 #pragma unroll 1
-    for (int i = first_of(words / 4, b.sm) + threadIdx.x; i < end; i += CONSUMERS)
-        store16(b.p.words + first + i * 4, NOT_YET, NOT_YET, NOT_YET, NOT_YET);
+    for (int i = first_of(count / 4, b.sm) + thread; i < end; i += threads)
+        store16(words + i * 4, NOT_YET, NOT_YET, NOT_YET, NOT_YET);
 }
-// At a layer's mixer, and after the head.
-__device__ __forceinline__ void reset_words(const Block& b, int layer) {
-    reset_words(b, 0, IN_X_AT);
-    reset_words(b, IN_X_AT + (~layer & 1) * IN_WORDS, IN_WORDS);
+// Of the layer before that of a stage, by one warp.
+__device__ __forceinline__ void reset_layer(const Block& b, int stage) {
+    reset_words(b, layer_words(b, stage + 4), LAYER_WORDS, b.lane, 32);
+    fence_gpu();
 }
-__device__ __forceinline__ void reset_all_words(const Block& b) { reset_words(b, 0, IN_X_AT + 2 * IN_WORDS); }
+__device__ __forceinline__ void reset_all_words(const Block& b) {
+    reset_words(b, b.p.words, 2 * LAYER_WORDS, threadIdx.x, CONSUMERS);
+}
 
 // `Sums` that are polled for.
 template <int GROUPS>
 struct SumWords {
-    const u32* words;
+    u32* words;
     const u16* tiles;
     int stride;
 
