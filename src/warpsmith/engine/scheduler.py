@@ -52,7 +52,7 @@ class Scheduler:
         self.prefilling: deque[Generation] = deque()
         self.running: list[Generation] = []
         self._piece = SHORTEST_PIECE
-        self._pass_seconds = inf  # of the last pass without a draft for several
+        self._pass_seconds = deque([inf], 3)  # of the last passes without a draft for several
 
     def add(self, generation: Generation) -> None:
         self.waiting.append(generation)
@@ -149,7 +149,7 @@ class Scheduler:
             count = min(self._most(len(running)), *(each.ahead() for each in running))
             accept = self._decode_together(running, count) if count > 1 else self._advance(running)
             forward = perf_counter() - began
-            self._pass_seconds = forward / count
+            self._pass_seconds.append(forward / count)
             return self._stepped(self._each(running, accept), began, forward)
         share, nodes = self.backend.largest_tree // max(1, len(running)), len(running)
 
@@ -203,7 +203,7 @@ class Scheduler:
     def _most(self, running: int) -> int:
         """Tokens that so many may decode in one call: no more than is soon done, and one while others wait to join."""
         waits = self.prefilling or len(self.running) > running
-        return 1 if waits else max(1, int(UNSEEN_SECONDS / self._pass_seconds))
+        return 1 if waits else max(1, int(UNSEEN_SECONDS / min(self._pass_seconds)))
 
     def _decode_together(self, turns: list[Generation], count: int) -> Callable[[Generation], None]:
         """So many tokens for each, or fewer where one of them ends."""
