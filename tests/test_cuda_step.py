@@ -208,6 +208,7 @@ def test_the_next_pass_is_queued_before_anybody_has_looked(cut: int) -> None:
         assert growing is queued
         after = growing.verify(ours, want, None, [], frozenset())
         assert after.decided[0] == plain[6]
+        assert 0 < after.commit_seconds < 60, "that of the first path, which was queued behind its walk"
         backend.commit(ours, after.path)
         cut += len(after.path)
     list(backend.decode(theirs, 9, cut))

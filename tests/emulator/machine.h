@@ -5,6 +5,7 @@
 // from a seed. So what is found here is wrong logic: a wrong address, a
 // missing barrier, a wait that never ends. Memory is always in order here; races that need more than that are for the GPU to show.
 #pragma once
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>

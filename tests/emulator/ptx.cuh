@@ -14,7 +14,7 @@ struct Watchdog {
 
 template <int TIME>
 inline void rest() {}
-inline u64 nanoseconds() { return 0; }
+inline u64 nanoseconds() { return (u64)std::chrono::steady_clock::now().time_since_epoch().count(); }
 
 inline u32 shared_address(const void* p) { return (u32)((const u8*)p - machine::shared_memory()); }
 inline u8* shared_pointer(u32 address) { return machine::shared_memory() + address; }
