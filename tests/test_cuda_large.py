@@ -112,7 +112,7 @@ def test_rounds_are_subtrees_whose_paths_have_run(nodes: int, reach: int, most: 
 # -- on an emulated GPU ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=CACHES, ids="-".join)
+@pytest.fixture(scope="module", params=[*CACHES[:2], pytest.param(CACHES[2], marks=pytest.mark.slow)], ids="-".join)
 def both(request: pytest.FixtureRequest) -> Iterator[tuple[LargeBackend, ReferenceBackend]]:
     with emulated(SHAPE, MIXED, request.param) as backends:
         yield backends
@@ -157,6 +157,7 @@ def test_a_build_for_more_nodes_has_the_same_bits() -> None:
             assert same_state(SHAPE, state, plain)
 
 
+@pytest.mark.slow  # test_cuda_large_chips.py has a smaller one
 def test_a_tree_of_many_launches_has_the_bits_of_plain_decoding(both: tuple[LargeBackend, ReferenceBackend]) -> None:
     cuda, reference = both
     nodes, length = 22, 60
@@ -240,6 +241,7 @@ def alone() -> Iterator[LargeBackend]:
         yield cuda
 
 
+@pytest.mark.slow  # test_cuda_large_chips.py has another
 def test_tokens_are_drawn_as_the_sampler_draws_them(alone: LargeBackend) -> None:
     alone.undecided = 0
     check_drawn(alone, Sampling(temperature=0.9, top_k=5, top_p=0.95, repeat_penalty=1.2, seed=7), 3)

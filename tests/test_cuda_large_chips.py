@@ -139,5 +139,6 @@ def test_decoding_is_forward_after_forward(small: tuple[LargeBackend, ReferenceB
     check_drawn(small[0], Sampling(temperature=0.9, top_k=5, top_p=0.95, seed=7), 2)
 
 
+@pytest.mark.slow
 def test_sequences_interleave(small: tuple[LargeBackend, ReferenceBackend]) -> None:
     check_interleaved(small[0], [2, 3], 4)

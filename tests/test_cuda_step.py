@@ -373,7 +373,7 @@ class Dozing(Assumed):
         return True
 
 
-@pytest.mark.parametrize(("tokens", "rest"), [(9, 2), (90, 80)])
+@pytest.mark.parametrize(("tokens", "rest"), [(9, 2), pytest.param(90, 80, marks=pytest.mark.slow)])
 def test_a_draft_that_rested_has_no_gap(tokens: int, rest: int) -> None:
     """However long: a launch decodes 64 tokens at most."""
     plain = run(Scheduler(target(), CONTEXT), [3, 1, 4, 1, 5], Sampling(), max_tokens=tokens)
