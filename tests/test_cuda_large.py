@@ -112,7 +112,11 @@ def test_rounds_are_subtrees_whose_paths_have_run(nodes: int, reach: int, most: 
 # -- on an emulated GPU ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[*CACHES[:2], pytest.param(CACHES[2], marks=pytest.mark.slow)], ids="-".join)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(each, marks=[] if each == CACHES[1] else pytest.mark.slow) for each in CACHES],
+    ids="-".join,
+)
 def both(request: pytest.FixtureRequest) -> Iterator[tuple[LargeBackend, ReferenceBackend]]:
     with emulated(SHAPE, MIXED, request.param) as backends:
         yield backends
@@ -144,6 +148,7 @@ def test_a_tree_s_rows_are_those_of_plain_decoding(both: tuple[LargeBackend, Ref
     assert same_state(SHAPE, state, plain)
 
 
+@pytest.mark.slow
 def test_a_build_for_more_nodes_has_the_same_bits() -> None:
     """Where SMs that share a key head convolve a part of its q and k each."""
     with emulated(SHAPE, MIXED, variants=(1, 16)) as (cuda, _):

@@ -134,6 +134,7 @@ def test_a_tree_of_22_nodes_runs_in_several_launches(small: tuple[LargeBackend, 
     assert same_state(SHAPE, state, plain)
 
 
+@pytest.mark.slow  # test_cuda_large.py has the like
 def test_decoding_is_forward_after_forward(small: tuple[LargeBackend, ReferenceBackend]) -> None:
     check_decoded(small[0], 3)
     check_drawn(small[0], Sampling(temperature=0.9, top_k=5, top_p=0.95, seed=7), 2)
