@@ -193,7 +193,8 @@ class CpuBackend(Backend):
             check_room(state, count)
         tokens = np.empty((1 + count, len(batch)), np.int32)
         tokens[0] = [token for _, token in batch]
-        came = self._engine.decode([state.native for state, _ in batch], tokens, list(stop))  # type: ignore[attr-defined]
+        states = [state.native for state, _ in batch]  # type: ignore[attr-defined]
+        came = self._engine.decode(states, tokens, list(stop))
         return tokens[1 : 1 + came]
 
     def prefill_together(self, batch: Sequence[tuple[State, Sequence[int]]], want: Want = ARGMAX) -> list[Output]:

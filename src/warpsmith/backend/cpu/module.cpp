@@ -165,7 +165,8 @@ NB_MODULE(_cpu, m) {
                  }
              })
         .def("decode",
-             [](Engine& self, const std::vector<State*>& states, Array<int32_t> tokens, const std::vector<int32_t>& stop) {
+             [](Engine& self, const std::vector<State*>& states, Array<int32_t> tokens,
+                const std::vector<int32_t>& stop) {
                  // [1 + rows][states]: the first row is given, each other is what follows the one before it. None comes
                  // after a row with a token in `stop`, or with kNotFinite; returns how many came
                  const size_t n = states.size();

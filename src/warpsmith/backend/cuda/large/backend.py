@@ -186,41 +186,25 @@ class LargeBackend(CudaBackend):
     ) -> None:
         self._decoder.let_go_of_ring()
         self._launches += 1
-        if isinstance(tree, Tree) and len(tree) > self.largest_launch:
-            for part in rounds_of(tree.parents.tolist(), self.largest_launch):
-                if part.path:
-                    self.queue_commit(state, Commit(path=Path(len(part.path), (ctypes.c_int * MAX_NODES)(*part.path))))
-                self._launch(state, Tree(tree.tokens[part.nodes], np.array(part.parents)), want, row=row,
-                             after=len(part.path), whole=len(tree), places=part.nodes)  # fmt: skip
-        else:
-            self._launch(state, tree, want, steps, stop, draw, row, after)
+        if not isinstance(tree, Tree) or len(tree) <= self.largest_launch:
+            return self._launch(state, tree, want, LargeRequest(steps=steps), stop, draw, row, after)
+        for part in rounds_of(tree.parents.tolist(), self.largest_launch):
+            if part.path:
+                self.queue_commit(state, Commit(path=Path(len(part.path), (ctypes.c_int * MAX_NODES)(*part.path))))
+            some = Tree(tree.tokens[part.nodes], np.array(part.parents))
+            request = LargeRequest(whole=len(tree))
+            self._launch(state, some, want, request, row=row, after=len(part.path), places=part.nodes)
+        return None
 
-    def _launch(
-        self,
-        state: CudaState,
-        tree: Tree | TreeOnDevice,
-        want: Want,
-        steps: int = 0,
-        stop: Sequence[int] = (),
-        draw: Draw | None = None,
-        row: int = 0,
-        after: int = 0,
-        whole: int = 0,
-        places: Sequence[int] = range(MAX_NODES),
-    ) -> None:
-        """`whole`: nodes of the tree of which this is a part, where these are its nodes number `places`."""
+    def _launch(self, state: CudaState, tree: Tree | TreeOnDevice, want: Want, request: LargeRequest,
+                stop: Sequence[int] = (), draw: Draw | None = None, row: int = 0, after: int = 0,
+                places: Sequence[int] = range(MAX_NODES)) -> None:  # fmt: skip
+        """One launch. `places`: the numbers of these nodes in the request's whole tree."""
         own = cast(LargeParams, state.params_after() if after else state.params)
         params = at_row(own, row, self.config, want)
-        request = LargeRequest(
-            nodes=len(tree),
-            length=state.length + after,
-            whole=whole,
-            steps=steps,
-            stops=len(stop),
-            features=len(want.features),
-            want_logits=want.tokens in ("top", "logits"),
-            want_hidden=want.hidden,
-        )
+        request.nodes, request.length, request.stops = len(tree), state.length + after, len(stop)
+        request.features, request.want_hidden = len(want.features), want.hidden
+        request.want_logits = want.tokens in ("top", "logits")
         fill_request(request, tree, stop, want)
         request.place[: len(places)] = list(places)
         self.scratch["counter"].fill_starts(0, 1, self.scratch["counter"].nbytes // 4)
