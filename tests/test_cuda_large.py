@@ -19,8 +19,10 @@ from random_models import random_tree
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.cuda.large.backend import LargeBackend
 from warpsmith.backend.cuda.large.layout import GROUP_BLOCKS, LargeLayout, deal_groups, takes
+from warpsmith.backend.cuda.large.loading import changes
 from warpsmith.backend.cuda.large.rounds import rounds_of
 from warpsmith.backend.cuda.memory.exchange import NOT_YET
+from warpsmith.backend.cuda.weights.loading import warn_of_changes
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
@@ -80,6 +82,21 @@ def test_every_block_has_its_place_and_bytes_are_shared_out(size: str, recipe: s
         assert deal.tables.max() == deal.results
     slowest = sum(int(deal.nbytes.max()) for deal in layout.deals) * 132 / layout.stream_bytes
     assert slowest < (1.05 if size == "27B" else 1.12)
+
+
+def test_what_is_held_as_another_type_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    types = {"ffn_gate": "Q4_0", "ffn_up": "Q4_0", "ssm_out": "F32", "ssm_a": "BF16", "ssm_b": "BF16"}
+    tensors = tensors_of(SHAPE, types | {"token_embd": "Q4_0"})
+    layout = LargeLayout(SHAPE, 6, {name: tensor.type.name for name, tensor in tensors.items()})
+
+    warn_of_changes(changes(layout, tensors))
+
+    embedding, woven = 480 * 512 * (2 - 18 / 32), 6 * 2560 * 512 * (4416 / 4096 - 18 / 32)
+    assert caplog.messages == [
+        "2 tensors of type F32 are rounded to BF16.",
+        f"6 tensors of type Q4_0 are held as Q8_0, which takes {woven / 2**20:.1f} MiB more than their file.",
+        f"1 tensors of type Q4_0 are rounded to BF16, which takes {embedding / 2**20:.1f} MiB more than their file.",
+    ]
 
 
 def test_a_shape_that_superblocks_do_not_divide_is_not_taken() -> None:

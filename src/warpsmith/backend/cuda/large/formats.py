@@ -18,6 +18,7 @@ class Source(NamedTuple):
 
 SLABS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "HALF")  # SlabType
 SLAB_BYTES = {"Q4_K": 2368, "Q5_K": 2880, "Q6_K": 3360, "Q8_0": 4416, "HALF": 8256}
+SLAB_WEIGHTS = 16 * 256  # rows x k
 # What a type of a file is in the stream: exactly, or rounded on the device.
 _EXACT = {"Q4_K": "Q4_K", "Q5_K": "Q5_K", "Q6_K": "Q6_K", "Q8_0": "Q8_0", "F16": "HALF", "BF16": "HALF", "Q4_0": "Q8_0",
           "Q5_0": "Q8_0", "IQ4_NL": "Q8_0"}  # fmt: skip

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from warpsmith.backend.cuda.large.formats import SOURCES
+from warpsmith.backend.cuda.large.formats import SLAB_BYTES, SLAB_WEIGHTS, SOURCES
 from warpsmith.backend.cuda.large.layout import LargeLayout, SlabStages
 from warpsmith.backend.cuda.large.structures import LargePack
 from warpsmith.backend.cuda.memory.driver import Buffer, Device, Kernel
@@ -16,7 +16,7 @@ from warpsmith.backend.cuda.weights.loading import (
     Progress,
     StagedRows,
     held_bytes,
-    warn_of_widened,
+    warn_of_changes,
 )
 from warpsmith.backend.cuda.weights.stream import EMBEDDING
 from warpsmith.checkpoint.blocks import TYPES, BlockType, dequantize
@@ -40,7 +40,7 @@ def load_weights(
     """Every matrix as slabs, each SM's in the order it reads them; and the embedding's rows as they are."""
     table = tensors[EMBEDDING], held_as(layout.embedding_type)
     copied = [*copies_of(layout, tensors), table]
-    warn_of_widened(copied)
+    warn_of_changes(changes(layout, tensors))
     rows = StagedRows(device, sum(held_bytes(*each) for each in copied), progress)
     return load_slabs(device, pack, layout, tensors, rows), load_table(device, *table, rows)
 
@@ -49,10 +49,25 @@ def held_as(source: str) -> Blocks:
     return Blocks(TYPES[SOURCES[source].type if source in SOURCES else source])
 
 
+def sources_of(stream: SlabStages, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, str]]:
+    """The tensors of a stream, and by which of SOURCES each gets there."""
+    pieces = [piece for stage in stream.stages for part in stage.parts for piece in part.pieces]
+    return [(tensors[piece.tensor], piece.source) for piece in pieces]
+
+
 def copies_of(stream: SlabStages, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Blocks]]:
     """The tensors of a stream, and what each is handed over as."""
-    pieces = [piece for stage in stream.stages for part in stage.parts for piece in part.pieces]
-    return [(tensors[piece.tensor], held_as(piece.source)) for piece in pieces]
+    return [(tensor, held_as(source)) for tensor, source in sources_of(stream, tensors)]
+
+
+def changes(layout: LargeLayout, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, str, bool, int]]:
+    """What each tensor is held as, for `warn_of_changes`. In slabs of HALF a type's values are as in the file."""
+    for tensor, source in sources_of(layout, tensors):
+        slab, _, handed = SOURCES[source]
+        held = handed if slab == "HALF" else slab
+        yield tensor, held, tensor.type.name == handed, tensor.elements // SLAB_WEIGHTS * SLAB_BYTES[slab]
+    table, held = tensors[EMBEDDING], layout.embedding_type
+    yield table, held, table.type.name == held, held_bytes(table, held_as(held))
 
 
 def load_slabs(

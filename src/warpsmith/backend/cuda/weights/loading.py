@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import cycle
 from typing import Protocol
@@ -43,7 +42,7 @@ def load_weights(
     copied = [(tensors[piece.tensor], held.format) for held in planned.parts for piece in held.part.pieces]
     if planned.embedding_bytes:
         copied.append((tensors[EMBEDDING], planned.embedding_format))
-    warn_of_widened(copied)
+    warn_of_changes((t, f.type.name, t.type.name in f.exact, held_bytes(t, f)) for t, f in copied)
     sms, stream, embedding = planned.schedule.sms, device.zeros(planned.bytes), device.allocate(planned.embedding_bytes)
     staging = device.allocate(STAGING_BYTES)
     starts = device.upload(planned.part_start.astype(np.uint64))
@@ -106,8 +105,15 @@ def held_bytes(tensor: Tensor, held: Held) -> int:
     return tensor.elements // held.type.elems * held.type.bytes
 
 
-def warn_of_widened(copied: Iterable[tuple[Tensor, Held]]) -> None:
-    """Say which tensors grow: those whose type no format is for, or that share row tiles with another type."""
-    kinds = Counter((t.type.name, held.type.name) for t, held in copied if held_bytes(t, held) > t.nbytes)
-    for (kind, held), count in kinds.items():
-        log.warning("%d tensors of type %s are held as %s, which takes more memory than their file.", count, kind, held)
+def warn_of_changes(kept: Iterable[tuple[Tensor, str, bool, int]]) -> None:
+    """Say which tensors are held as another type than their file's, given (tensor, the type it is held as, whether that
+    has all its values, bytes): which are rounded, and what they cost more."""
+    changed: dict[tuple[str, str, bool], list[int]] = {}
+    for tensor, held, exact, nbytes in kept:
+        if held != tensor.type.name:
+            changed.setdefault((tensor.type.name, held, exact), []).append(nbytes - tensor.nbytes)
+    for (stored, held, exact), costs in changed.items():
+        count, more = len(costs), sum(costs)
+        verb = "are held as" if exact else "are rounded to"
+        cost = f", which takes {more / 2**20:.1f} MiB more than their file" if more > 0 else ""
+        log.warning("%d tensors of type %s %s %s%s.", count, stored, verb, held, cost)
