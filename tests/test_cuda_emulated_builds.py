@@ -25,16 +25,19 @@ OTHERS = {
         5,
     ),
 }
+# What a test of another file has the like of: three formats and an embedding of its own (test_cuda_q4_0.py), SMs that
+# share a split (on a GPU, any model).
+SLOW = ("SMs that share a split of keys", "untied, head and half of the narrow ones in q8_0")
 
 
-@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in OTHERS])
 def test_other_files_and_chips(case: str) -> None:
     built, nodes = OTHERS[case]
     with backends(built) as both:
         check_a_tree(both, 8, nodes)
 
 
-@pytest.mark.parametrize("layers", [64, 67])
+@pytest.mark.parametrize("layers", [pytest.param(64, marks=pytest.mark.slow), 67])
 def test_as_many_layers_as_a_word_has_bits_and_more(layers: int) -> None:
     """Which layers are recurrent is a bit each. What is published last is multiplied by the final norm's weights."""
     config = dataclasses.replace(SHAPE, layers=layers, ffn=256, recurrent=tuple(i % 4 != 3 for i in range(layers)))

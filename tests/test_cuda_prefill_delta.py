@@ -121,7 +121,14 @@ def to_bf16(values: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
-@pytest.mark.parametrize(("ratio", "cuts"), [(1, (0, 64, 128)), (2, (0, 50, 57, 64, 65)), (3, (0, 1, 3, 64, 127))])
+@pytest.mark.parametrize(
+    ("ratio", "cuts"),
+    [
+        pytest.param(1, (0, 64, 128), marks=pytest.mark.slow),
+        pytest.param(2, (0, 50, 57, 64, 65), marks=pytest.mark.slow),
+        (3, (0, 1, 3, 64, 127)),
+    ],
+)
 def test_one_chunk_in_one_launch_has_the_bits_of_many(ratio: int, cuts: tuple[int, ...]) -> None:
     many, one = Device(ratio, 5), Device(ratio, 5)
     for start, end in itertools.pairwise(cuts):

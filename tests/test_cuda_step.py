@@ -79,7 +79,7 @@ def believed(ids: np.ndarray, log_probs: np.ndarray) -> Output:
     return Output(top_ids=ids, top_logits=logits, logsumexp=total)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.integers(0, 2**32), st.integers(1, 15), st.integers(1, 16), st.integers(1, 63), st.booleans(), st.booleans(),
     st.floats(0.0, 0.2),
