@@ -99,12 +99,11 @@ void Pass::delta_heads(int thread, int index, const Part& sequence, int first, i
         inputs.key(rows, k + i * c.key_head_dim);
     }
     for (int head = first; head < c.value_heads; head += apart) {
-        const int next = head + apart < c.value_heads ? head + apart : (first + 1) % apart;
-        delta_head(index, sequence, head, next, q, k, k + kMaxNodes * c.key_head_dim);
+        delta_head(index, sequence, head, head + apart, q, k, k + kMaxNodes * c.key_head_dim);
     }
 }
 
-// One of them, with the queries and keys of all nodes, and room for the rest; `next` is probably the next head.
+// One of them, with the queries and keys of all nodes, and room for the rest; `next` is the head after it.
 void Pass::delta_head(int index, const Part& sequence, int head, int next, const float* q, const float* k,
                       float* room) {
     const HeadInputs inputs{c, kernels, m.layers[index], head};
@@ -137,8 +136,9 @@ void Pass::delta_head(int index, const Part& sequence, int head, int next, const
         const DeltaUpdate before = owed_to(state, index, head, column);
         float* write = update + 16 + dk + column;
         const int last = in_place ? tree.n - 1 : tree.visits.back().node;
-        const float* then = column + width < dv ? committed + block
-                            : state.delta(index) + static_cast<size_t>(next) * dv * dk;
+        const float* then = column + width < dv    ? committed + block
+                            : next < c.value_heads ? state.delta(index) + static_cast<size_t>(next) * dv * dk
+                                                   : nullptr;  // another thread may be at the next unit
         const auto step = [&](int i, const DeltaUpdate* owed) {
             const int at = i * dv + column;
             return DeltaStep{dk, width, owed, k + i * dk, q + i * dk, v + at, decay[i], beta[i], out + at,
