@@ -130,11 +130,9 @@ void Pass::attend_segment(int thread, int index, const Job& job, int segment, fl
                 load_rows(part.state.kinds[1], value_rows, rows, values);
                 loaded = shared;
             }
-            for (int g = 0; g < group; g++) {
-                const size_t row = part.first + i, query = static_cast<size_t>(i - job.first) * group + g;
-                const float* q = w.q + (row * c.heads + job.head * group + g) * 2 * width;
-                kernels.attend(q, keys, values, count, width, running + query * state_size);
-            }
+            const float* q = w.q + (static_cast<size_t>(part.first + i) * c.heads + job.head * group) * 2 * width;
+            float* own = running + static_cast<size_t>(i - job.first) * group * state_size;
+            kernels.attend({group, width, q, 2 * width, own}, keys, values, count);
         }
     }
 }
