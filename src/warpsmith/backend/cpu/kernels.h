@@ -76,6 +76,8 @@ struct Kernels {
     void (*from_f16)(const uint8_t* x, int n, float* out);
     // one online-softmax step over count <= kChunkKeys keys
     void (*attend)(const Queries& queries, const float* keys, const float* values, int count);
+    // the same over keys and values of 16 bits; null where each query would convert them anew
+    void (*attend_f16)(const Queries& queries, const uint8_t* keys, const uint8_t* values, int count);
     void (*merge)(const float* part, int width, float* running);  // running softmax + another one's part
     float (*exp_sum)(const float* x, int n, float peak);  // sum of e^(x - peak)
 };

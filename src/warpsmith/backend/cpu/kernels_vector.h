@@ -280,9 +280,19 @@ struct Vector {
         for (int i = 0; i < n; i += L) S::store(out + i, S::load_f16(x + 2 * i));
     }
 
+    // Keys or values one after another, as floats or as they are kept.
+    struct Floats {
+        const float* rows;
+        F load(size_t i) const { return S::load(rows + i); }
+    };
+    struct Halves {
+        const uint8_t* rows;
+        F load(size_t i) const { return S::load_f16(rows + 2 * i); }
+    };
+
     // Products of Q queries with C keys; each is one chain of lanes over the width, whatever Q and C are.
-    template <int Q, int C>
-    static void products(const float* q, int q_stride, const float* keys, int width, float* scores) {
+    template <int Q, int C, class Rows>
+    static void products(const float* q, int q_stride, Rows keys, int first, int width, float* scores) {
         F acc[Q][C];
         WARPSMITH_UNROLL
         for (int p = 0; p < Q; p++) {
@@ -292,7 +302,7 @@ struct Vector {
         for (int i = 0; i < width; i += L) {
             F key[C];
             WARPSMITH_UNROLL
-            for (int c = 0; c < C; c++) key[c] = S::load(keys + static_cast<size_t>(c) * width + i);
+            for (int c = 0; c < C; c++) key[c] = keys.load(static_cast<size_t>(first + c) * width + i);
             WARPSMITH_UNROLL
             for (int p = 0; p < Q; p++) {
                 const F x = S::load(q + static_cast<size_t>(p) * q_stride + i);
@@ -321,8 +331,8 @@ struct Vector {
     }
 
     // Q queries at a time: a key and a value are loaded once for all of them.
-    template <int Q>
-    static void attend_some(const Queries& queries, int first, const float* keys, const float* values, int count) {
+    template <int Q, class Rows>
+    static void attend_some(const Queries& queries, int first, Rows keys, Rows values, int count) {
         const int width = queries.width;
         const float* q = queries.q + static_cast<size_t>(first) * queries.q_stride;
         float* running = queries.running + static_cast<size_t>(first) * (width + 2);
@@ -332,12 +342,8 @@ struct Vector {
             for (int j = count; j < kChunkKeys; j++) weight[p][j] = -INFINITY;
         }
         int j = 0;
-        for (; j + 4 <= count; j += 4) {
-            products<Q, 4>(q, queries.q_stride, keys + static_cast<size_t>(j) * width, width, weight[0] + j);
-        }
-        for (; j < count; j++) {
-            products<Q, 1>(q, queries.q_stride, keys + static_cast<size_t>(j) * width, width, weight[0] + j);
-        }
+        for (; j + 4 <= count; j += 4) products<Q, 4>(q, queries.q_stride, keys, j, width, weight[0] + j);
+        for (; j < count; j++) products<Q, 1>(q, queries.q_stride, keys, j, width, weight[0] + j);
         for (int p = 0; p < Q; p++) {
             float* own = running + static_cast<size_t>(p) * (width + 2);
             fade[p] = weigh(weight[p], count, own[width], own[width + 1]);
@@ -354,7 +360,7 @@ struct Vector {
             for (int c = 0; c < count; c++) {
                 F value[N];
                 WARPSMITH_UNROLL
-                for (int n = 0; n < N; n++) value[n] = S::load(values + static_cast<size_t>(c) * width + i + n * L);
+                for (int n = 0; n < N; n++) value[n] = values.load(static_cast<size_t>(c) * width + i + n * L);
                 WARPSMITH_UNROLL
                 for (int p = 0; p < Q; p++) {
                     const F w = S::set1(weight[p][c]);
@@ -370,12 +376,19 @@ struct Vector {
             }
         }
     }
-    static void attend(const Queries& queries, const float* keys, const float* values, int count) {
+    template <class Rows>
+    static void attend_all(const Queries& queries, Rows keys, Rows values, int count) {
         int first = 0;
         for (; first + S::kQueries <= queries.count; first += S::kQueries) {
             attend_some<S::kQueries>(queries, first, keys, values, count);
         }
         for (; first < queries.count; first++) attend_some<1>(queries, first, keys, values, count);
+    }
+    static void attend(const Queries& queries, const float* keys, const float* values, int count) {
+        attend_all(queries, Floats{keys}, Floats{values}, count);
+    }
+    static void attend_f16(const Queries& queries, const uint8_t* keys, const uint8_t* values, int count) {
+        attend_all(queries, Halves{keys}, Halves{values}, count);
     }
 
     static void merge(const float* part, int width, float* running) {
@@ -415,7 +428,8 @@ constexpr Kernels kernels_of(const char* name) {
          L::template large_blocks<Type::Q5_K>, L::template large_blocks<Type::Q6_K>,
          L::template large_blocks<Type::Levels>},
         V::rms_norm, V::quantize, V::sigmoid_mul, V::silu_mul, V::add, V::conv, V::l2_norm, V::delta_step,
-        V::delta_add, V::gated_norm, V::to_f16, V::from_f16, V::attend, V::merge, V::exp_sum,
+        V::delta_add, V::gated_norm, V::to_f16, V::from_f16, V::attend, S::kQueries > 1 ? V::attend_f16 : nullptr,
+        V::merge, V::exp_sum,
     };
 }
 

@@ -114,12 +114,23 @@ void Pass::attend_segment(int thread, int index, const Job& job, int segment, fl
     int end = 0;
     for (int i = job.first; i < job.last; i++) end = std::max(end, end_of(i));
     const uint8_t *key_rows[kChunkKeys], *value_rows[kChunkKeys];
+    // where no other node would use a chunk as floats there need not be any
+    const bool halves = kernels.attend_f16 && job.last - job.first == 1 && part.state.kinds[0] == Kv::F16 &&
+                        part.state.kinds[1] == Kv::F16;
     for (int at = segment * kSegment; at < std::min(end, (segment + 1) * kSegment); at += kChunkKeys) {
         const bool shared = in_place || at + kChunkKeys <= part.position;  // the same rows for all who see them
         bool loaded = false;
         for (int i = job.first; i < job.last; i++) {
             const int count = std::min(kChunkKeys, end_of(i) - at);
             if (count <= 0) continue;
+            const float* q = w.q + (static_cast<size_t>(part.first + i) * c.heads + job.head * group) * 2 * width;
+            const Queries queries{group, width, q, 2 * width,
+                                  running + static_cast<size_t>(i - job.first) * group * state_size};
+            if (halves && shared) {
+                kernels.attend_f16(queries, part.state.key_row(index, job.head, at),
+                                   part.state.value_row(index, job.head, at), count);
+                continue;
+            }
             if (!loaded) {
                 const int rows = shared ? std::min(kChunkKeys, end - at) : count;
                 for (int j = 0; j < rows; j++) {
@@ -130,9 +141,7 @@ void Pass::attend_segment(int thread, int index, const Job& job, int segment, fl
                 load_rows(part.state.kinds[1], value_rows, rows, values);
                 loaded = shared;
             }
-            const float* q = w.q + (static_cast<size_t>(part.first + i) * c.heads + job.head * group) * 2 * width;
-            float* own = running + static_cast<size_t>(i - job.first) * group * state_size;
-            kernels.attend({group, width, q, 2 * width, own}, keys, values, count);
+            kernels.attend(queries, keys, values, count);
         }
     }
 }
