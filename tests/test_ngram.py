@@ -83,19 +83,35 @@ def test_budgets_and_depths_are_kept() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(0, 3), max_size=80), st.lists(st.integers(0, 3), max_size=40), st.integers(0, 80))
-@example([0, 1, 2, 3, 0, 1] * 8, [1, 1], 20)
-def test_going_back_leaves_the_index_of_a_text_that_never_went_on(a: list[int], b: list[int], cut: int) -> None:
+@given(
+    st.lists(st.integers(0, 3), max_size=80),
+    st.lists(st.integers(0, 3), max_size=40),
+    st.integers(0, 80),
+    st.lists(st.booleans(), min_size=3, max_size=3),
+)
+@example([0, 1, 2, 3, 0, 1] * 8, [1, 1], 20, [True, True, True])
+def test_going_back_leaves_the_index_of_a_text_that_never_went_on(
+    a: list[int], b: list[int], cut: int, looks: list[bool]
+) -> None:
+    """Whenever somebody looked at it, which is when it grows."""
     cut = min(cut, len(a))
     draft = Alone(NGram())
-    draft.observe(a[:cut], 0, None, None)
+
+    def observe(tokens: list[int], position: int, look: bool) -> None:
+        draft.observe(tokens, position, None, None)
+        if look:
+            guess(draft, [*draft.memory.tokens, 0])
+
+    observe(a[:cut], 0, looks[0])
     saved = draft.snapshot()
-    draft.observe(a[cut:], cut, None, None)
+    observe(a[cut:], cut, looks[1])
     draft.restore(saved)
-    draft.observe(b, cut, None, None)
+    observe(b, cut, looks[2])
     fresh = Alone(NGram())
     for i, token in enumerate(a[:cut] + b):
         fresh.observe([token], i, None, None)
+        guess(fresh, [*fresh.memory.tokens, 0])
+    guess(draft, [*draft.memory.tokens, 0])
     assert vars(draft.memory) == vars(fresh.memory)
     draft.reset()
     draft.observe(b, 0, None, None)
@@ -122,6 +138,13 @@ def test_the_first_guess_continues_a_longest_match(text: list[int]) -> None:
         assert best == 0
     elif best < 32:
         assert following <= set(tree.tokens[1:].tolist())
+
+
+def test_a_text_for_which_nobody_guesses_is_not_indexed() -> None:
+    draft = observed(NGram(), [1, 2, 3] * 5)
+    assert not any(draft.memory._last)
+    guess(draft, [1, 2, 3] * 5 + [1])
+    assert all(draft.memory._last)
 
 
 def test_a_step_looks_at_a_bounded_number_of_places(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,11 +133,16 @@ def test_long_prompts_are_prefilled_in_pieces_without_changing_a_bit(monkeypatch
     whole = Generation(scheduler, prompt, max_tokens=3, kept=0)
     expected = tokens_of(whole)
     monkeypatch.setattr("warpsmith.engine.scheduler.LONGEST_PIECE", 64)
-    pieces = Generation(
-        Scheduler(BACKEND, 256, Scripted(lambda context: None)), prompt, max_tokens=3, on_prefill=seen.append
-    )
-    assert tokens_of(pieces) == expected
-    assert seen == [0, 64, 128, 192]
+    scheduler = Scheduler(BACKEND, 256, Scripted(lambda context: None))
+    pieces = Generation(scheduler, prompt, max_tokens=3)
+    scheduler.add(pieces)
+    while not pieces.prefilled:
+        scheduler.step()
+        seen.append(pieces.sequence.state.length)
+    while pieces.finish_reason is None:
+        scheduler.step()
+    assert [token for tokens in pieces.runs for token in tokens] == expected
+    assert seen == [64, 128, 192, 230]
     assert states_equal(whole.sequence.state, pieces.sequence.state)
 
 

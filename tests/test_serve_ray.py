@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -63,6 +64,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "RAY_ADDRESS": "local",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        # on a busy machine a replica may be slow to say how many requests it has, and Ray would ask the other
+        "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "60",
+        "RAY_SERVE_MAX_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "60",
         "PYTHONPATH": str(Path(warpsmith.__file__).parents[1]),
     }
     command = [str(Path(sys.executable).with_name("serve")), "run", str(file)]
@@ -70,7 +74,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, text=True)
         server = Server(process, f"http://127.0.0.1:{port}")
         try:
-            while not healthy(server) or len(replicas(server)) < 2:
+            while not healthy(server) or len(reached(server)) < 2:
                 with suppress(subprocess.TimeoutExpired):
                     raise AssertionError(f"it ended with {process.wait(0.5)}: {Path(log.name).read_text()}")
             yield server
@@ -85,6 +89,12 @@ def healthy(server: Server) -> bool:
         return server.ask("/health")[0] == 200
     except urllib.error.URLError:
         return False
+
+
+def reached(server: Server) -> set[str]:
+    """When the replicas were made that some conversations go to: a replica that joins later takes over some of them."""
+    answers = [server.ask("/metrics", headers={"x-session-id": f"{number}"})[1] for number in range(10)]
+    return {found[1] for answer in answers if (found := re.search(r"_created (\d\S+)", answer))}
 
 
 def replicas(server: Server) -> set[int]:

@@ -1,8 +1,9 @@
 """N-gram lookup: what followed the last time the text looked like this. No weights; good at edits and quotes.
 
-The index grows by one entry a token and can be cut back, so a step costs the same at any length of text. Each token
-closes one n-gram of each length in `KEYS`; an n-gram remembers where it was last closed, and each place the one
-before it. The places found are then compared backwards with the text, so that the longest match counts most.
+The index grows by one entry a token and can be cut back, so a step costs the same at any length of text; it grows when
+it is looked at, so a text for which nobody guesses costs nothing. Each token closes one n-gram of each length in
+`KEYS`; an n-gram remembers where it was last closed, and each place the one before it. The places found are then
+compared backwards with the text, so that the longest match counts most.
 """
 
 from __future__ import annotations
@@ -38,19 +39,25 @@ class NGramMemory:
         length = min(len(self.tokens), len(tokens))
         differ = np.flatnonzero(np.array(self.tokens[:length]) != np.array(tokens[:length]))
         shared = int(differ[0]) if len(differ) else length
+        del self.tokens[max(shared, self._indexed) :]
         while len(self.tokens) > shared:
             self._drop()
-        for token in tokens[shared:]:
-            self.append(token)
+        self.tokens += tokens[shared:]
 
-    def append(self, token: int) -> None:
-        self.tokens.append(token)
-        place = len(self.tokens) - 1
+    @property
+    def _indexed(self) -> int:
+        """Tokens that are in the index."""
+        return len(self._before[0])
+
+    def _index(self) -> None:
+        """The tokens that are not yet in the index."""
+        tokens, begin = self.tokens, self._indexed
         for key, last, before in zip(KEYS, self._last, self._before, strict=True):
-            gram = tuple(self.tokens[-key:])
-            before.append(last.get(gram, -1) if len(gram) == key else -1)
-            if len(gram) == key:
-                last[gram] = place
+            for place in range(begin, len(tokens)):
+                gram = tuple(tokens[max(0, place + 1 - key) : place + 1])
+                before.append(last.get(gram, -1) if len(gram) == key else -1)
+                if len(gram) == key:
+                    last[gram] = place
 
     def _drop(self) -> None:
         for key, last, before in zip(KEYS, self._last, self._before, strict=True):
@@ -63,6 +70,7 @@ class NGramMemory:
 
     def places(self, text: list[int]) -> Iterator[tuple[int, int]]:
         """Where the end of `text` stood before and how many tokens agreed; the latest places of the longest n-gram."""
+        self._index()
         for key, last, before in zip(KEYS, self._last, self._before, strict=True):
             place = last.get(tuple(text[-key:]), -1) if len(text) >= key else -1
             found: list[tuple[int, int]] = []
@@ -110,8 +118,7 @@ class NGram(Draft[NGramMemory]):
     ) -> None:
         if position != len(memory.tokens):
             memory.become([])
-        for token in tokens:
-            memory.append(token)
+        memory.tokens += tokens
 
     def snapshot(self, memory: NGramMemory) -> Any:
         return np.array(memory.tokens, dtype=np.int32)

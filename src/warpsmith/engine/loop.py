@@ -97,13 +97,11 @@ class Generation:
         answer_kept: bool = False,
         constraint: Constraint | None = None,
         on_logits: Callable[[np.ndarray, int], None] | None = None,
-        on_prefill: Callable[[int], None] | None = None,
     ) -> None:
         """`until` sees every token once, in order, but for stop ids; when it returns True that token is the last.
         `on_step` sees every step once it is committed; without a draft, or while it rests, each is one token. `kept` is
         what `PrefixCache.begin` takes; with `answer_kept` the next prompt may go on from the answer, whatever `kept`
-        says. `on_logits` sees every token with the row of logits it was chosen from. `on_prefill` sees how many tokens
-        of the prompt are done before each piece of it; raising there breaks the request off."""
+        says. `on_logits` sees every token with the row of logits it was chosen from."""
         self.scheduler, self.prompt, self.kept = scheduler, [int(token) for token in prompt], kept
         self.answer_kept = answer_kept or kept is None or kept >= len(self.prompt)
         self.backend, self.proposer = scheduler.backend, scheduler.proposer
@@ -114,7 +112,7 @@ class Generation:
             raise BadRequest(f"max_tokens is {max_tokens}.", "Ask for at least one token, or leave it out.")
         self.limit = room if max_tokens is None else min(max_tokens, room)
         self.stop_ids, self.until, self.on_step = stop_ids, until, on_step
-        self.constraint, self.on_logits, self.on_prefill = constraint, on_logits, on_prefill
+        self.constraint, self.on_logits = constraint, on_logits
         self.runs: deque[list[int]] = deque()  # decided and not yet taken
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None  # why it was broken off
@@ -186,8 +184,6 @@ class Generation:
             self.stats.cached_tokens = self.state.length
             self.stats.prefill_seconds += perf_counter() - began
         start, multiple = self.state.length, self.backend.prefill_multiple
-        if self.on_prefill is not None:
-            self.on_prefill(start)
         end = start + max(multiple, most - most % multiple)
         return self.prompt[start : min(end, *(place for place in self._save_at if place > start), len(self.prompt))]
 
@@ -202,7 +198,7 @@ class Generation:
         run = self._cut([self._choose(output, -1)]) if state.length == len(self.prompt) else []
         self._show(output, [-1], run)
         self._observe(start, output, slice(None))
-        if self.proposer is not None:
+        if self.proposer is not None and not self.scheduler.crowded:  # a crowd waits, and may leave no room for guesses
             self.proposer.catch_up(self.sequence.draft, state)
         self._decide(run)
         if state.length in self._save_at:

@@ -64,6 +64,11 @@ class Scheduler:
         elif generation in self.prefilling or generation in self.running:
             self._leave(generation)
 
+    @property
+    def crowded(self) -> bool:
+        """Whether several are at work."""
+        return len(self.prefilling) + len(self.running) > 1
+
     def run(self, generation: Generation) -> Generator[list[int]]:
         """The runs of one request as they are decided; leaving breaks it off."""
         self.add(generation)

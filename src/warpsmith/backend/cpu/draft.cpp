@@ -257,10 +257,8 @@ void Draft::attend(DraftMemory& memory, int thread, int index, int position, int
         }
         const auto see = [&](int row, int from, int to) {  // keys from .. to-1 of the chunk
             const float* q = q_ + static_cast<size_t>(row) * c.query_dim() + head * group * width;
-            for (int g = 0; from < to && g < group; g++) {
-                m.kernels.attend(q + g * width, keys + from * width, values + from * width, to - from, width,
-                                 running + ((row - begin) * group + g) * size);
-            }
+            const Queries queries{group, width, q, width, running + (row - begin) * group * size};
+            if (from < to) m.kernels.attend(queries, keys + from * width, values + from * width, to - from);
         };
         for (int at = first[0]; at < past; at += kChunkKeys) {
             const int count = std::min(kChunkKeys, past - at);

@@ -48,6 +48,14 @@ struct DeltaStep {
     const float* next;    // a block that is probably stepped after this one, to be fetched meanwhile; null: none
 };
 
+// Queries that see the same keys, so many floats apart. The running softmax of each is acc [width], peak, sum.
+struct Queries {
+    int count, width;
+    const float* q;
+    int q_stride;
+    float* running;
+};
+
 struct Kernels {
     const char* name;
     // out[c * stride + r] = panel row r times column c of x, for 16 rows and x.n columns
@@ -66,8 +74,10 @@ struct Kernels {
     void (*gated_norm)(const float* x, const float* weight, const float* gate, int n, float eps, float* out);
     void (*to_f16)(const float* x, int n, uint8_t* out);
     void (*from_f16)(const uint8_t* x, int n, float* out);
-    // one online-softmax step of a query over count <= kChunkKeys keys; running is acc [width], peak, sum
-    void (*attend)(const float* q, const float* keys, const float* values, int count, int width, float* running);
+    // one online-softmax step over count <= kChunkKeys keys
+    void (*attend)(const Queries& queries, const float* keys, const float* values, int count);
+    // the same over keys and values of 16 bits; null where each query would convert them anew
+    void (*attend_f16)(const Queries& queries, const uint8_t* keys, const uint8_t* values, int count);
     void (*merge)(const float* part, int width, float* running);  // running softmax + another one's part
     float (*exp_sum)(const float* x, int n, float peak);  // sum of e^(x - peak)
 };

@@ -27,13 +27,15 @@ struct Panel {
     using Count = std::integral_constant<int, C>;
 
     // For the first columns weights are a stream from memory. It is fetched in two steps: into the second cache well
-    // ahead, where enough lines can be under way to fill memory's latency, and from there into the first.
-    static constexpr int kNear = 2048, kFar = 4096;
+    // ahead, where enough lines can be under way to fill memory's latency, and from there into the first. Where many
+    // columns keep the core busy one step is enough, and the other would take turns away from their loads.
+    static constexpr int kNear = 2048, kFar = 4096, kMany = 8;
+    template <int C = 1>
     static WARPSMITH_INLINE void fetch(const uint8_t* from, int bytes) {
         WARPSMITH_UNROLL
         for (int i = 0; i < bytes; i += 64) {
-            S::prefetch(from + kNear + i);
-            S::prefetch_far(from + kFar + i);
+            S::prefetch(from + (C < kMany ? kNear : kFar) + i);
+            if (C < kMany) S::prefetch_far(from + kFar + i);
         }
     }
 
@@ -206,7 +208,7 @@ struct Panel {
         for (int c = 0; c < C; c++) total[c] = S::set1(0.0f);
         for (int b = 0; b < x.k / 32; b++) {
             const uint8_t* block = panel + static_cast<size_t>(b) * bytes;
-            if (first == 0) fetch(block, bytes);
+            if (first == 0) fetch<C>(block, bytes);
             const int8_t* q = x.q32 + (static_cast<size_t>(b) * x.padded() + first) * 32;
             I acc[C];
             WARPSMITH_UNROLL

@@ -280,29 +280,45 @@ struct Vector {
         for (int i = 0; i < n; i += L) S::store(out + i, S::load_f16(x + 2 * i));
     }
 
-    // Products of one query with C keys; each is one chain of lanes over the width, whatever C is.
-    template <int C>
-    static void products(const float* q, const float* keys, int width, float* scores) {
-        F acc[C];
+    // Keys or values one after another, as floats or as they are kept.
+    struct Floats {
+        const float* rows;
+        F load(size_t i) const { return S::load(rows + i); }
+    };
+    struct Halves {
+        const uint8_t* rows;
+        F load(size_t i) const { return S::load_f16(rows + 2 * i); }
+    };
+
+    // Products of Q queries with C keys; each is one chain of lanes over the width, whatever Q and C are.
+    template <int Q, int C, class Rows>
+    static void products(const float* q, int q_stride, Rows keys, int first, int width, float* scores) {
+        F acc[Q][C];
         WARPSMITH_UNROLL
-        for (int c = 0; c < C; c++) acc[c] = S::set1(0.0f);
-        for (int i = 0; i < width; i += L) {
-            const F x = S::load(q + i);
+        for (int p = 0; p < Q; p++) {
             WARPSMITH_UNROLL
-            for (int c = 0; c < C; c++) acc[c] = S::fma(acc[c], x, S::load(keys + static_cast<size_t>(c) * width + i));
+            for (int c = 0; c < C; c++) acc[p][c] = S::set1(0.0f);
+        }
+        for (int i = 0; i < width; i += L) {
+            F key[C];
+            WARPSMITH_UNROLL
+            for (int c = 0; c < C; c++) key[c] = keys.load(static_cast<size_t>(first + c) * width + i);
+            WARPSMITH_UNROLL
+            for (int p = 0; p < Q; p++) {
+                const F x = S::load(q + static_cast<size_t>(p) * q_stride + i);
+                WARPSMITH_UNROLL
+                for (int c = 0; c < C; c++) acc[p][c] = S::fma(acc[p][c], x, key[c]);
+            }
         }
         WARPSMITH_UNROLL
-        for (int c = 0; c < C; c++) scores[c] = S::reduce_add(acc[c]);
+        for (int p = 0; p < Q; p++) {
+            WARPSMITH_UNROLL
+            for (int c = 0; c < C; c++) scores[p * kChunkKeys + c] = S::reduce_add(acc[p][c]);
+        }
     }
 
-    static void attend(const float* q, const float* keys, const float* values, int count, int width, float* running) {
-        alignas(64) float weight[kChunkKeys];
-        for (int j = count; j < kChunkKeys; j++) weight[j] = -INFINITY;
-        int j = 0;
-        for (; j + 4 <= count; j += 4) products<4>(q, keys + static_cast<size_t>(j) * width, width, weight + j);
-        for (; j < count; j++) products<1>(q, keys + static_cast<size_t>(j) * width, width, weight + j);
-        float& peak = running[width];
-        float& sum = running[width + 1];
+    // The softmax's step for one query: scores become weights. Returns how much what was there before fades.
+    static float weigh(float* weight, int count, float& peak, float& sum) {
         F most = S::set1(peak);
         for (int i = 0; i < kChunkKeys; i += L) most = S::max(most, S::load(weight + i));
         const float now = S::reduce_max(most);
@@ -311,22 +327,68 @@ struct Vector {
         sum *= fade;
         for (int i = 0; i < count; i++) sum += weight[i];
         peak = now;
-        const F f = S::set1(fade);
+        return fade;
+    }
+
+    // Q queries at a time: a key and a value are loaded once for all of them.
+    template <int Q, class Rows>
+    static void attend_some(const Queries& queries, int first, Rows keys, Rows values, int count) {
+        const int width = queries.width;
+        const float* q = queries.q + static_cast<size_t>(first) * queries.q_stride;
+        float* running = queries.running + static_cast<size_t>(first) * (width + 2);
+        alignas(64) float weight[Q][kChunkKeys];
+        float fade[Q];
+        for (int p = 0; p < Q; p++) {
+            for (int j = count; j < kChunkKeys; j++) weight[p][j] = -INFINITY;
+        }
+        int j = 0;
+        for (; j + 4 <= count; j += 4) products<Q, 4>(q, queries.q_stride, keys, j, width, weight[0] + j);
+        for (; j < count; j++) products<Q, 1>(q, queries.q_stride, keys, j, width, weight[0] + j);
+        for (int p = 0; p < Q; p++) {
+            float* own = running + static_cast<size_t>(p) * (width + 2);
+            fade[p] = weigh(weight[p], count, own[width], own[width + 1]);
+        }
         constexpr int N = 32 / L;
         for (int i = 0; i < width; i += 32) {
-            F acc[N];
+            F acc[Q][N];
             WARPSMITH_UNROLL
-            for (int p = 0; p < N; p++) acc[p] = S::mul(S::load(running + i + p * L), f);
-            for (int c = 0; c < count; c++) {
-                const F w = S::set1(weight[c]);
+            for (int p = 0; p < Q; p++) {
+                const float* own = running + static_cast<size_t>(p) * (width + 2) + i;
                 WARPSMITH_UNROLL
-                for (int p = 0; p < N; p++) {
-                    acc[p] = S::fma(acc[p], w, S::load(values + static_cast<size_t>(c) * width + i + p * L));
+                for (int n = 0; n < N; n++) acc[p][n] = S::mul(S::load(own + n * L), S::set1(fade[p]));
+            }
+            for (int c = 0; c < count; c++) {
+                F value[N];
+                WARPSMITH_UNROLL
+                for (int n = 0; n < N; n++) value[n] = values.load(static_cast<size_t>(c) * width + i + n * L);
+                WARPSMITH_UNROLL
+                for (int p = 0; p < Q; p++) {
+                    const F w = S::set1(weight[p][c]);
+                    WARPSMITH_UNROLL
+                    for (int n = 0; n < N; n++) acc[p][n] = S::fma(acc[p][n], w, value[n]);
                 }
             }
             WARPSMITH_UNROLL
-            for (int p = 0; p < N; p++) S::store(running + i + p * L, acc[p]);
+            for (int p = 0; p < Q; p++) {
+                float* own = running + static_cast<size_t>(p) * (width + 2) + i;
+                WARPSMITH_UNROLL
+                for (int n = 0; n < N; n++) S::store(own + n * L, acc[p][n]);
+            }
         }
+    }
+    template <class Rows>
+    static void attend_all(const Queries& queries, Rows keys, Rows values, int count) {
+        int first = 0;
+        for (; first + S::kQueries <= queries.count; first += S::kQueries) {
+            attend_some<S::kQueries>(queries, first, keys, values, count);
+        }
+        for (; first < queries.count; first++) attend_some<1>(queries, first, keys, values, count);
+    }
+    static void attend(const Queries& queries, const float* keys, const float* values, int count) {
+        attend_all(queries, Floats{keys}, Floats{values}, count);
+    }
+    static void attend_f16(const Queries& queries, const uint8_t* keys, const uint8_t* values, int count) {
+        attend_all(queries, Halves{keys}, Halves{values}, count);
     }
 
     static void merge(const float* part, int width, float* running) {
@@ -366,7 +428,8 @@ constexpr Kernels kernels_of(const char* name) {
          L::template large_blocks<Type::Q5_K>, L::template large_blocks<Type::Q6_K>,
          L::template large_blocks<Type::Levels>},
         V::rms_norm, V::quantize, V::sigmoid_mul, V::silu_mul, V::add, V::conv, V::l2_norm, V::delta_step,
-        V::delta_add, V::gated_norm, V::to_f16, V::from_f16, V::attend, V::merge, V::exp_sum,
+        V::delta_add, V::gated_norm, V::to_f16, V::from_f16, V::attend, S::kQueries > 1 ? V::attend_f16 : nullptr,
+        V::merge, V::exp_sum,
     };
 }
 

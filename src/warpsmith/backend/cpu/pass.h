@@ -65,7 +65,8 @@ private:
 
     // pass_delta.cpp
     int gate_stride() const { return 2 * round_up(c.value_heads, kPanel); }
-    void delta_head(int thread, int index, const Part& part, int head);
+    void delta_heads(int thread, int index, const Part& part, int first, int apart);
+    void delta_head(int index, const Part& part, int head, int next, const float* q, const float* k, float* room);
     void keep_row(int index, int row) const;
     // pass_attention.cpp
     struct Job { const Part* part; int head, first, last, segments, unit; };  // nodes first .. last-1, one kv head

@@ -114,24 +114,34 @@ void Pass::attend_segment(int thread, int index, const Job& job, int segment, fl
     int end = 0;
     for (int i = job.first; i < job.last; i++) end = std::max(end, end_of(i));
     const uint8_t *key_rows[kChunkKeys], *value_rows[kChunkKeys];
+    // where no other node would use a chunk as floats there need not be any
+    const bool halves = kernels.attend_f16 && job.last - job.first == 1 && part.state.kinds[0] == Kv::F16 &&
+                        part.state.kinds[1] == Kv::F16;
     for (int at = segment * kSegment; at < std::min(end, (segment + 1) * kSegment); at += kChunkKeys) {
-        const bool shared = at + kChunkKeys <= part.position;  // the same committed rows for every node
+        const bool shared = in_place || at + kChunkKeys <= part.position;  // the same rows for all who see them
+        bool loaded = false;
         for (int i = job.first; i < job.last; i++) {
             const int count = std::min(kChunkKeys, end_of(i) - at);
             if (count <= 0) continue;
-            if (!shared || i == job.first) {
-                for (int j = 0; j < count; j++) {
+            const float* q = w.q + (static_cast<size_t>(part.first + i) * c.heads + job.head * group) * 2 * width;
+            const Queries queries{group, width, q, 2 * width,
+                                  running + static_cast<size_t>(i - job.first) * group * state_size};
+            if (halves && shared) {
+                kernels.attend_f16(queries, part.state.key_row(index, job.head, at),
+                                   part.state.value_row(index, job.head, at), count);
+                continue;
+            }
+            if (!loaded) {
+                const int rows = shared ? std::min(kChunkKeys, end - at) : count;
+                for (int j = 0; j < rows; j++) {
                     key_rows[j] = kv_row(part, index, false, job.head, i, at + j);
                     value_rows[j] = kv_row(part, index, true, job.head, i, at + j);
                 }
-                load_rows(part.state.kinds[0], key_rows, count, keys);
-                load_rows(part.state.kinds[1], value_rows, count, values);
+                load_rows(part.state.kinds[0], key_rows, rows, keys);
+                load_rows(part.state.kinds[1], value_rows, rows, values);
+                loaded = shared;
             }
-            for (int g = 0; g < group; g++) {
-                const size_t row = part.first + i, query = static_cast<size_t>(i - job.first) * group + g;
-                const float* q = w.q + (row * c.heads + job.head * group + g) * 2 * width;
-                kernels.attend(q, keys, values, count, width, running + query * state_size);
-            }
+            kernels.attend(queries, keys, values, count);
         }
     }
 }

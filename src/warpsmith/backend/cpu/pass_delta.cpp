@@ -1,6 +1,6 @@
-// The convolution and the gated delta rule, one value head of one sequence at a time: a head's inputs, states and
-// outputs meet no other head's, so a unit of work is a head for all nodes of a tree, and a node's arithmetic is that of
-// decoding it alone.
+// The convolution and the gated delta rule, one value head of one sequence at a time: a head's states and outputs meet
+// no other head's, so a unit of work is a head, or all heads that share a key head, for all nodes of a tree, and a
+// node's arithmetic is that of decoding it alone.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -61,10 +61,12 @@ DeltaUpdate owed_to(const State& state, int index, int head, int column) {
 }  // namespace
 
 void Pass::delta_mix(int thread, int index) {
-    const int heads = static_cast<int>(parts.size()) * c.value_heads;
-    pool.share(heads + (in_place ? 0 : n), 1, [&](int unit) {
-        if (unit < heads) delta_head(thread, index, parts[unit / c.value_heads], unit % c.value_heads);
-        else keep_row(index, unit - heads);
+    // heads together where every thread has enough to do: queries and keys are then made once for all of them
+    const int sequences = static_cast<int>(parts.size());
+    const int units = sequences * c.key_heads < 2 * pool.threads() ? c.value_heads : c.key_heads;
+    pool.share(sequences * units + (in_place ? 0 : n), 1, [&](int unit) {
+        if (unit < sequences * units) delta_heads(thread, index, parts[unit / units], unit % units, units);
+        else keep_row(index, unit - sequences * units);
     });
     if (!in_place) return;
     // the rows that the next chunk's convolution looks back on; nobody reads them before the next barrier
@@ -85,21 +87,36 @@ void Pass::keep_row(int index, int row) const {
     std::memcpy(part.state.gates(index) + node * gates, w.gates + row * gates, gates * sizeof(float));
 }
 
-void Pass::delta_head(int thread, int index, const Part& sequence, int head) {
+// Value heads first, first + apart, ..., which share a key head.
+void Pass::delta_heads(int thread, int index, const Part& sequence, int first, int apart) {
+    const HeadInputs inputs{c, kernels, m.layers[index], first};
+    const float* qkv = w.qkv + static_cast<size_t>(sequence.first) * c.channels();
+    float *q = w.scratch(thread), *k = q + kMaxNodes * c.key_head_dim;
+    for (int i = 0; i < sequence.tree.n; i++) {
+        const float* rows[16];
+        window(sequence.state, sequence.tree, index, i, qkv, rows);
+        inputs.query(rows, q + i * c.key_head_dim);
+        inputs.key(rows, k + i * c.key_head_dim);
+    }
+    for (int head = first; head < c.value_heads; head += apart) {
+        delta_head(index, sequence, head, head + apart, q, k, k + kMaxNodes * c.key_head_dim);
+    }
+}
+
+// One of them, with the queries and keys of all nodes, and room for the rest; `next` is the head after it.
+void Pass::delta_head(int index, const Part& sequence, int head, int next, const float* q, const float* k,
+                      float* room) {
     const HeadInputs inputs{c, kernels, m.layers[index], head};
     const State& state = sequence.state;
     const Tree& tree = sequence.tree;
     const int dk = c.key_head_dim, dv = c.value_head_dim, stride = gate_stride();
     const float* qkv = w.qkv + static_cast<size_t>(sequence.first) * c.channels();
     const float* gates = w.gates + static_cast<size_t>(sequence.first) * stride;
-    float* q = w.scratch(thread);
-    float *k = q + kMaxNodes * dk, *v = k + kMaxNodes * dk, *out = v + kMaxNodes * dv;
+    float *v = room, *out = v + kMaxNodes * dv;
     float *decay = out + kMaxNodes * dv, *beta = decay + kMaxNodes, *slots = beta + kMaxNodes;
     for (int i = 0; i < tree.n; i++) {
         const float* rows[16];
         window(state, tree, index, i, qkv, rows);
-        inputs.query(rows, q + i * dk);
-        inputs.key(rows, k + i * dk);
         inputs.value(rows, v + i * dv);
         beta[i] = inputs.beta(gates + static_cast<size_t>(i) * stride);
         decay[i] = inputs.decay(gates + static_cast<size_t>(i) * stride, stride);
@@ -119,10 +136,13 @@ void Pass::delta_head(int thread, int index, const Part& sequence, int head) {
         const DeltaUpdate before = owed_to(state, index, head, column);
         float* write = update + 16 + dk + column;
         const int last = in_place ? tree.n - 1 : tree.visits.back().node;
+        const float* then = column + width < dv    ? committed + block
+                            : next < c.value_heads ? state.delta(index) + static_cast<size_t>(next) * dv * dk
+                                                   : nullptr;  // another thread may be at the next unit
         const auto step = [&](int i, const DeltaUpdate* owed) {
             const int at = i * dv + column;
             return DeltaStep{dk, width, owed, k + i * dk, q + i * dk, v + at, decay[i], beta[i], out + at,
-                             in_place || i == 0 ? write : nullptr, i == last ? committed + block : nullptr};
+                             in_place || i == 0 ? write : nullptr, i == last ? then : nullptr};
         };
         if (in_place) {
             DeltaUpdate owed = before;  // each token's is added on the way through the state that tells the next

@@ -14,6 +14,7 @@ struct Avx2 {
     static constexpr int lanes = 16;
     static constexpr int kTileColumns = 0;
     static constexpr int kDirectColumns = 1;
+    static constexpr int kQueries = 1;
     static constexpr int kFloatColumns = 4;
     struct F { __m256 v[2]; };
     struct I { __m256i v[2]; };

@@ -14,6 +14,7 @@ struct Avx512 {
     static constexpr int lanes = 16;
     static constexpr int kTileColumns = 0;
     static constexpr int kDirectColumns = 8;
+    static constexpr int kQueries = 4;
     static constexpr int kFloatColumns = 8;
     using F = __m512;
     using I = __m512i;

@@ -11,6 +11,7 @@
 // kFloatColumns: columns that float weights multiply at a time. kDirectColumns: columns that a quantised weight in a
 // register multiplies at a time; where it is 1, more than one share a block that was unpacked into memory. kTileColumns:
 // from how many columns on quads are paired (pair_quads) and multiplied several columns at a time (tile); 0 for never.
+// kQueries: queries that a key or a value in a register serves at a time.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -24,6 +25,7 @@ struct Generic {
     static constexpr int lanes = 16;
     static constexpr int kTileColumns = 0;
     static constexpr int kDirectColumns = 1;
+    static constexpr int kQueries = 1;
     static constexpr int kFloatColumns = 4;
     typedef float F __attribute__((vector_size(64)));
     typedef int32_t I __attribute__((vector_size(64)));

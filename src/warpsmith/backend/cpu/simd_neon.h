@@ -13,6 +13,7 @@ struct Neon {
     static constexpr int lanes = 16;
     static constexpr int kTileColumns = 0;
     static constexpr int kDirectColumns = 1;
+    static constexpr int kQueries = 1;
     static constexpr int kFloatColumns = 4;
     struct F { float32x4_t v[4]; };
     struct I { int32x4_t v[4]; };
