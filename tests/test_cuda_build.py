@@ -204,7 +204,6 @@ STRUCTURES = {
     "draft/tree.cu": {"Grow": of_drafts.Grow, "Report": of_drafts.Report, "MadeTree": structures.MadeTree},
     "sample/walk.cu": {"Walk": of_drafts.Walk},
     "sample/top.cu": {"Top": structures.TopRequest},
-    "draft/follow.cu": {"Follow": of_drafts.Follow},
     "weights/stream.cu": {"Stream": structures.Stream},
     "weights/pack.cu": {"Pack": structures.Pack},
 }

@@ -214,31 +214,6 @@ def test_the_mtp_head_is_the_reference_s() -> None:
         assert distance(got.top_logits, expected.top_logits) < CLOSE
 
 
-def test_the_mtp_head_runs_ahead_by_itself() -> None:
-    """As it does step by step, with its likeliest token and its own hidden; what it leaves is the next one's past."""
-    cuda, reference = targets()
-    rng, want = np.random.default_rng(1), Want("top", top=4, hidden=True)
-    ours, theirs = cuda.new_state(64), cuda.new_state(64)
-    for position, count, steps in ((0, 9, 4), (9, 1, 1), (10, 2, 3)):
-        tokens = rng.integers(0, SHAPE.vocab, count).tolist()
-        hidden = rng.standard_normal((count, SHAPE.hidden)).astype(np.float32)
-        got, row = cuda.mtp_ahead(ours, tokens, hidden, position, want, steps), position
-        assert got.top_ids is not None
-        assert got.top_ids.shape == (steps, 4)
-        ended = got.hidden.numpy()
-        assert ended.shape == (1, SHAPE.hidden)
-        for level in range(steps):
-            expected = cuda.mtp(theirs, tokens, hidden, row, want)
-            row += len(tokens)
-            np.testing.assert_array_equal(got.top_ids[level], expected.top_ids[0])
-            np.testing.assert_allclose(got.top_logits[level], expected.top_logits[0], atol=2e-2)
-            np.testing.assert_allclose(got.logsumexp[level], expected.logsumexp[0], atol=2e-2)
-            tokens, hidden = [int(got.top_ids[level, 0])], expected.hidden[-1:].numpy()
-        assert distance(ended, hidden) < CLOSE
-    alone = reference.mtp_ahead(reference.new_state(64), [3, 1], np.ones((2, SHAPE.hidden), np.float32), 0, want, 3)
-    assert len(alone.top_ids) == len(alone.hidden) == 1, "a backend that comes back to the host makes one step"
-
-
 def test_rows_of_a_pass_are_taken_where_they_are() -> None:
     cuda, _ = targets()
     config = shaped(layers=1)

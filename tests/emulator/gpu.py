@@ -31,7 +31,7 @@ from warpsmith.backend.cuda.prefill.products import Launch, Launcher
 HERE = Path(__file__).parent
 ARGUMENTS = {"forward": ["Params", "Request"], "commit": ["Params", "Commit"], "pack": ["Pack"], "top": ["Top"],
              "draft": ["Params", "Request"], "gather": ["Gather"], "head": ["Params", "Request"],
-             "enter": ["Enter"], "follow": ["Follow"], "tree": ["Grow"], "walk": ["Walk", "Draw"]}  # fmt: skip
+             "enter": ["Enter"], "tree": ["Grow"], "walk": ["Walk", "Draw"]}  # fmt: skip
 PROMPTS = {"embed": ["Embed", "Piece"], "rows": ["Rows", "Piece"], "head": ["Head", "Piece"], "gemm": ["Gemm", "Span"],
            "slab_gemm": ["Gemm", "Span"], "attention_rows": ["Attention", "Piece"],
            **{f"attention_{name}": ["Attention", "Piece", "Queries"] for name in ("flash", "merge")},

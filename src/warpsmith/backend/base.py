@@ -371,15 +371,6 @@ class Backend(ABC):
         """
         raise BadRequest(f"The {self.name} backend does not run MTP heads.", "Use another draft, or --draft none.")
 
-    def mtp_ahead(
-        self, state: State, tokens: Sequence[int], hidden: np.ndarray, position: int, want: Want, steps: int
-    ) -> Output:
-        """`mtp`, and then up to `steps - 1` times more, each time for the token that is likeliest after the last row,
-        and for that row's hidden. Returns what is wanted of the last of these tokens' rows and of each one after it, of
-        `hidden` only the last row. A backend that needs the host between two steps makes one."""
-        output = self.mtp(state, tokens, hidden, position, want)
-        return replace(output, hidden=None if output.hidden is None else output.hidden[-1:])
-
 
 def wanted_for(sampling: Sampling | None) -> Want:
     """What a forward pass must return for the sampler to choose from."""

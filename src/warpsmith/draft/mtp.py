@@ -37,7 +37,6 @@ class MTPMemory:
     waiting: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # (tokens, the hidden before each)
     hidden: np.ndarray | None = None  # of the last committed token [1, hidden]
     position: int = 0  # of the next token
-    levels: int = 1  # that the last guess was deep
 
     def take(self) -> tuple[np.ndarray, np.ndarray]:
         """What waits to be run."""
@@ -109,29 +108,23 @@ class MTP(Draft[MTPMemory]):
         row, likely = memory.rows, 0.0
         memory.rows += len(tokens) - 1  # the root's row is run again when it is committed
         while True:
-            # as deep at once as it was worth it last time; the head's row `row` stands for a position, and a state has
-            # one for each position there is room for
-            ahead = min(max(1, memory.levels - len(ids)), steps - len(ids), state.context - row - len(tokens) + 1)
             before = perf_counter()
-            output = self.backend.mtp_ahead(state, tokens.tolist(), hidden, row, want, ahead)
+            output = self.backend.mtp(state, tokens.tolist(), hidden, row, want)
+            self._row_seconds += 0.1 * (perf_counter() - before - self._row_seconds)
             here, beliefs = marginals(output)
-            self._row_seconds += 0.1 * ((perf_counter() - before) / len(here) - self._row_seconds)
-            row += len(tokens) - 1
-            for level, belief in zip(here, beliefs, strict=True):
-                ids.append(level)
-                log_probs.append(belief)
-                likely += float(belief[0])
-                row += 1
-                if len(ids) == steps or exp(likely) < self._faint(context.prices, len(ids)) or row >= state.context:
-                    memory.levels = len(ids)
-                    before = perf_counter()
-                    tree = best_tree(
-                        context.root, np.array(ids), np.array(log_probs), self.nodes, prices=context.prices
-                    )
-                    self._tree_seconds += perf_counter() - before
-                    return tree
+            ids.append(here)
+            log_probs.append(beliefs)
+            likely += float(beliefs[0, 0])
+            row += len(tokens)
+            # the head's row `row` stands for a position; a state has one for each position there is room for
+            if len(ids) == steps or exp(likely) < self._faint(context.prices, len(ids)) or row >= state.context:
+                ids_by_depth, beliefs_by_depth = np.concatenate(ids), np.concatenate(log_probs)
+                before = perf_counter()
+                tree = best_tree(context.root, ids_by_depth, beliefs_by_depth, self.nodes, prices=context.prices)
+                self._tree_seconds += perf_counter() - before
+                return tree
             assert output.hidden is not None
-            tokens, hidden = here[-1, :1], output.hidden.numpy()
+            tokens, hidden = here[0, :1], output.hidden[-1:].numpy()
 
     def tree_seconds(self) -> float:
         return self._tree_seconds

@@ -398,18 +398,6 @@ class CudaBackend(Backend):
             return super().mtp(state, tokens, hidden, position, want)
         assert isinstance(state, CudaState)
         check_tokens(self.config, np.asarray(tokens))
-        return self._mtp_program().run(state, tokens, hidden, position, want)
-
-    def mtp_ahead(
-        self, state: State, tokens: Sequence[int], hidden: np.ndarray, position: int, want: Want, steps: int
-    ) -> Output:
-        if not self.runs_mtp or not self.config.mtp_layers or want.tokens != "top" or want.every_row:
-            return super().mtp_ahead(state, tokens, hidden, position, want, steps)
-        assert isinstance(state, CudaState)
-        check_tokens(self.config, np.asarray(tokens))
-        return self._mtp_program().ahead(state, tokens, hidden, position, want.top, steps)
-
-    def _mtp_program(self) -> MtpProgram:
         if self._mtp is None:
             from warpsmith.backend.cuda.large.backend import LargeBackend
 
@@ -417,7 +405,7 @@ class CudaBackend(Backend):
                 return LargeBackend(config, tensors, context=self.context, options=self.options, prompts=False)
 
             self._mtp = MtpProgram(self, self._lendable, self._head_program(), make)
-        return self._mtp
+        return self._mtp.run(state, tokens, hidden, position, want)
 
     def lend(self) -> Lent:
         """What a draft needs of the model."""

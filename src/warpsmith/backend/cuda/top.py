@@ -38,32 +38,23 @@ class Top:
         """Where it leaves what it finds: of each node [2 * count + 1] ids, logits, log-sum-exp."""
         return self._out.pointer
 
-    def row(self, number: int, count: int) -> int:
-        """Where that of one node is, of so many best."""
-        return self._out.pointer + 4 * number * (2 * count + 1)
-
     def of(self, nodes: int, count: int, offset: int = 0) -> Output:
         """From the logits of the forward pass that was queued before, `offset` floats from their beginning on."""
         self.queue(nodes, count, offset)
-        return self.found(nodes, count)
-
-    def found(self, nodes: int, count: int) -> Output:
-        """What was queued last."""
         rows = self._out.read(np.int32, (nodes, 2 * count + 1))
         ids = np.ascontiguousarray(rows[:, :count])
         values = np.ascontiguousarray(rows[:, count:]).view(np.float32)
         return Output(argmax=ids[:, 0].copy(), top_ids=ids, top_logits=values[:, :count], logsumexp=values[:, count])
 
-    def queue(self, nodes: int, count: int, offset: int = 0, to: int = 0) -> None:
-        """`to`: the row that the first node's becomes."""
-        assert 1 <= to + nodes <= MAX_NODES
+    def queue(self, nodes: int, count: int, offset: int = 0) -> None:
+        assert 1 <= nodes <= MAX_NODES
         assert 1 <= count <= MAX_TOP
         request = TopRequest(
             logits=self.logits.pointer + 4 * offset,
             keys=self._keys.pointer,
             sums=self._sums.pointer,
             arrived=self._arrived.pointer,
-            out=self.row(to, count),
+            out=self._out.pointer,
             count=count,
         )
         self.kernel.launch(nodes * SLICES, SLICE_THREADS, request)

@@ -99,13 +99,12 @@ class HeadProgram:
         parts = []
         for first in range(0, len(rows), COLUMNS):
             piece = rows[first : first + COLUMNS]
-            self.queue(piece if isinstance(piece, CudaRows) else self._brought(piece))
+            self._make_logits(piece if isinstance(piece, CudaRows) else self._brought(piece))
             part = self.backend.tokens_of(len(piece), want)
             parts.append(part if len(rows) <= COLUMNS else join_outputs([part]))
         return join_outputs(parts) if len(parts) > 1 else parts[0]
 
-    def queue(self, rows: CudaRows) -> None:
-        """Their logits, up to 16 rows, to where the target's are."""
+    def _make_logits(self, rows: CudaRows) -> None:
         gathered = Gather(waiting=self._waiting.pointer, source=rows.buffer.pointer, groups=1, rows=COLUMNS)
         gathered.offsets[: len(rows)] = rows.offsets[:, 0].tolist()
         self.backend.overwrite_outputs()

@@ -1,8 +1,7 @@
 """A model's MTP head on the device: its block as a model of one layer, whose tokens are the rows that enter it.
 
 The entry is a projection of a token's embedding and the hidden row before it. What it gives is written where that
-model's embeddings are, row by row; the pass then runs a chain of these rows. The head is the target's. Rows that follow
-its own guesses are queued behind each other: the host waits once for all of them.
+model's embeddings are, row by row; the pass then runs a chain of these rows. The head is the target's.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ import numpy as np
 from warpsmith.backend.base import Output, Want, join_outputs
 from warpsmith.backend.cuda.build.compiler import build
 from warpsmith.backend.cuda.draft.lent import HeadProgram
-from warpsmith.backend.cuda.draft.structures import Enter, Follow
-from warpsmith.backend.cuda.large.formats import EMBEDDINGS, ROUNDED
-from warpsmith.backend.cuda.rows import CudaRows
+from warpsmith.backend.cuda.draft.structures import Enter
+from warpsmith.backend.cuda.large.formats import ROUNDED
 from warpsmith.backend.reference.ops import rms_norm
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.blocks import TYPES
@@ -65,70 +63,37 @@ class MtpProgram:
         projection = quantize(TYPES[ROUNDED], enters["eh_proj"].float32().reshape(c.hidden, 2 * c.hidden))
         self._weights = device.upload(projection)
         self._rows = device.allocate(self.block.largest_launch * 2 * c.hidden * 4)
-        self._norms = device.upload(np.concatenate([self._token_norm, self._hidden_norm]).astype(np.float32))
-        lent = backend.lend()
-        self._embedding = lent.embedding
         image = build("draft/enter.cu", backend.architecture, {"HIDDEN": c.hidden})
         self._enter = device.load(image).kernel("enter")
-        kind = EMBEDDINGS.index(lent.embedding_type)
-        sizes = {"HIDDEN": c.hidden, "EPS": f"{c.eps!r}f", "EMBEDDING_TYPE": kind}
-        self._follow = device.load(build("draft/follow.cu", backend.architecture, sizes)).kernel("follow")
 
     def run(self, state: CudaState, tokens: Sequence[int], hidden: np.ndarray, position: int, want: Want) -> Output:
         """`Backend.mtp`."""
-        most = self.block.largest_launch
-        parts: list[Output] = []
-        for first in range(0, len(tokens), most):
-            rows = self._queue(state, tokens[first : first + most], hidden[first : first + most], position + first)
-            last = first + len(rows) == len(tokens)
-            part = Output()
-            if want.tokens != "none" and (want.every_row or last):
-                part = self._head.of(rows if want.every_row else rows[-1:], want)
-            if want.hidden:
-                part.hidden = rows
-            parts.append(part if len(tokens) <= most else join_outputs([part]))
-        return join_outputs(parts) if len(parts) > 1 else parts[0]
-
-    def ahead(
-        self, state: CudaState, tokens: Sequence[int], hidden: np.ndarray, position: int, top: int, steps: int
-    ) -> Output:
-        """`Backend.mtp_ahead`, of so many best tokens."""
-        most, best = self.block.largest_launch, self.backend.top
-        for first in range(0, len(tokens), most):
-            rows = self._queue(state, tokens[first : first + most], hidden[first : first + most], position + first)
-        for step in range(steps):
-            if step > 0:
-                request = Follow(
-                    embedding=self._embedding.pointer, token=best.row(step - 1, top), norms=self._norms.pointer,
-                    hidden=rows.buffer.pointer + 4 * int(rows.offsets[-1, 0]), out=self._rows.pointer,
-                )  # fmt: skip
-                self._follow.launch(2, 256, request)
-                rows = self._queue_entered(state, 1, position + len(tokens) + step - 1)
-            self._head.queue(rows[-1:])
-            best.queue(1, top, to=step)
-        output = best.found(steps, top)
-        output.hidden = rows[-1:]
-        return output
-
-    def _queue(self, state: CudaState, tokens: Sequence[int], hidden: np.ndarray, position: int) -> CudaRows:
-        """A chain that a launch takes; returns its hidden rows."""
-        eps = self.backend.config.eps
-        token = rms_norm(self.backend.embed(tokens), self._token_norm, eps)
-        rows = np.concatenate([token, rms_norm(np.asarray(hidden, np.float32), self._hidden_norm, eps)], axis=1)
-        self._rows.write(rows.astype(np.float32))
-        return self._queue_entered(state, len(tokens), position)
-
-    def _queue_entered(self, state: CudaState, count: int, position: int) -> CudaRows:
-        """The same of rows that wait before the entry."""
         if state.mtp is None:
             state.mtp = self.block.new_state(state.context)
-        own, c = state.mtp, self.backend.config
-        request = Enter(
-            weights=self._weights.pointer, rows=self._rows.pointer, out=self.block.embedding.pointer, count=count
-        )
-        self._enter.launch(c.hidden // 8, 256, request)
-        own.length = position
-        output = self.block.forward([(own, Tree.chain(range(count)))], Want("none", hidden=True))
-        self.block.commit(own, range(count))
-        assert isinstance(output.hidden, CudaRows)
-        return output.hidden
+        c, most, own = self.backend.config, self.block.largest_launch, state.mtp
+        parts: list[Output] = []
+        for first in range(0, len(tokens), most):
+            some = list(tokens[first : first + most])
+            past = np.asarray(hidden[first : first + most], np.float32)
+            token = rms_norm(self.backend.embed(some), self._token_norm, c.eps)
+            rows = np.concatenate([token, rms_norm(past, self._hidden_norm, c.eps)], axis=1)
+            self._rows.write(rows.astype(np.float32))
+            request = Enter(
+                weights=self._weights.pointer,
+                rows=self._rows.pointer,
+                out=self.block.embedding.pointer,
+                count=len(some),
+            )
+            self._enter.launch(c.hidden // 8, 256, request)
+            own.length = position + first
+            output = self.block.forward([(own, Tree.chain(range(len(some))))], Want("none", hidden=True))
+            self.block.commit(own, range(len(some)))
+            assert output.hidden is not None
+            last = first + len(some) == len(tokens)
+            part = Output()
+            if want.tokens != "none" and (want.every_row or last):
+                part = self._head.of(output.hidden if want.every_row else output.hidden[-1:], want)
+            if want.hidden:
+                part.hidden = output.hidden
+            parts.append(part if len(tokens) <= most else join_outputs([part]))
+        return join_outputs(parts) if len(parts) > 1 else parts[0]

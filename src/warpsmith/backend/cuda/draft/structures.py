@@ -42,12 +42,6 @@ class Enter(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_void_p) for name in ("weights", "rows", "out")), ("count", ctypes.c_int)]
 
 
-class Follow(ctypes.Structure):
-    """`Follow` of kernels/draft/follow.cu."""
-
-    _fields_ = [(name, ctypes.c_void_p) for name in ("embedding", "token", "hidden", "norms", "out")]
-
-
 class Gather(ctypes.Structure):
     """`Gather` of kernels/draft/gather.cu."""
 
