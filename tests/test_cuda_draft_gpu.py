@@ -126,23 +126,6 @@ def test_the_mtp_head_is_the_reference_s(wisp: tuple[CudaBackend, Checkpoint]) -
         position += count
 
 
-def test_the_mtp_head_runs_ahead_by_itself(wisp: tuple[CudaBackend, Checkpoint]) -> None:
-    """As it does step by step, with its likeliest token and its own hidden."""
-    cuda, _ = wisp
-    rng, want = np.random.default_rng(1), Want("top", top=8, hidden=True)
-    ours, theirs = cuda.new_state(64), cuda.new_state(64)
-    for position, count, steps in ((0, 9, 6), (9, 1, 1), (10, 30, 8)):
-        tokens = rng.integers(0, cuda.config.vocab, count).tolist()
-        hidden = rng.standard_normal((count, cuda.config.hidden)).astype(np.float32)
-        got, row = cuda.mtp_ahead(ours, tokens, hidden, position, want, steps), position
-        for level in range(steps):
-            expected = cuda.mtp(theirs, tokens, hidden, row, want)
-            row += len(tokens)
-            assert got.top_ids[level, 0] == expected.top_ids[0, 0]
-            np.testing.assert_allclose(got.top_logits[level], expected.top_logits[0], atol=0.05)
-            tokens, hidden = [int(got.top_ids[level, 0])], expected.hidden[-1:].numpy()
-
-
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_k=20, seed=3)])
 def test_a_request_may_be_interrupted_at_any_step(wisp: tuple[CudaBackend, Checkpoint], sampling: Sampling) -> None:
     """When the tokens of a step are decided and not yet committed; the next one on the same state is right."""

@@ -110,7 +110,7 @@ __device__ __forceinline__ void measure_residual(Block& b, int which) {
         __syncwarp();
         return;
     }
-#pragma unroll 8
+#pragma unroll 4
     for (int node = 0; node < b.nodes; node++) {
         constexpr int EACH = (SMS + 31) / 32;
         float got[EACH], square = 0.0f;
