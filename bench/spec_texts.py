@@ -8,7 +8,7 @@ Prompts are taken from the files in turn, by one process or several (`--jobs`). 
 for a temperature, then through every draft and budget. `auto` with a number is the model's own draft with that number:
 such texts are made once. The table says of how many prompts the tokens were those of plain decoding, and how many a
 step decided. `--record` keeps the tokens and steps of every prompt; `--beside` prints those of another device for the
-same prompts.
+same prompts. Several processes on one GPU take turns with it, and are no faster than one.
 """
 
 from __future__ import annotations
@@ -168,6 +168,9 @@ def main() -> None:
                 tally.counts[name] = (outcome.tokens, outcome.steps)
                 if not outcome.same:
                     tally.different.append(name)
+            if given.record:  # who is ended early has what was done by then
+                found_so_far = {f"{d} {b} {t}": tally.counts for ((d, b), t), tally in tallies.items()}
+                given.record.write_text(json.dumps(found_so_far))
     other = json.loads(given.beside.read_text()) if given.beside else {}
     done, seconds = len(tallies[keys[0]].counts), time.monotonic() - began
     print(f"{done} of {len(prompts)} prompts x {given.n} tokens in {seconds:.0f} s on {given.device}")
@@ -186,8 +189,6 @@ def main() -> None:
     wrong = {key: tally.different for key, tally in tallies.items() if tally.different}
     for ((draft, budget), temperature), names in wrong.items():
         print(draft, budget, temperature, "differs on", *names[:8])
-    if given.record:
-        given.record.write_text(json.dumps({f"{d} {b} {t}": tally.counts for ((d, b), t), tally in tallies.items()}))
     sys.exit(1 if wrong or done < len(prompts) else 0)
 
 

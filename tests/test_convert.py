@@ -11,13 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cuda_draft_cases import draft_of_the_27b
 from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.canonical import Checkpoint, open_checkpoint
 from warpsmith.checkpoint.convert import FILE_TYPES, to_gguf, to_safetensors
+from warpsmith.checkpoint.dflash import open_draft
 from warpsmith.checkpoint.quantize import RECIPES
 from warpsmith.errors import BadRequest
 from warpsmith.model.config import SIZES, Config
 from warpsmith.model.synthetic import random_checkpoint, synthesize
+from warpsmith.model.synthetic_draft import draft_of, planned_draft_bytes, synthesize_draft
 from warpsmith.model.tokenizer import Tokenizer, byte_tokenizer
 from warpsmith.model.weights import read_config
 
@@ -122,6 +125,19 @@ def test_synthesized_blocks_are_complete_and_repeatable(tmp_path: Path) -> None:
         synthesize(SMALL, tmp_path / "dir", "q4_k_m", format="safetensors")
     with pytest.raises(BadRequest, match="onnx"):
         synthesize(SMALL, tmp_path / "x", format="onnx")
+
+
+def test_synthesized_drafts_have_the_released_shape(tmp_path: Path) -> None:
+    assert replace(draft_of(SIZES["27B"]), vocab=None) == draft_of_the_27b()
+    target = replace(SMALL, layers=9)
+    made: list[int] = []
+    synthesize_draft(target, tmp_path / "draft.gguf", "q8_0", seed=3, progress=made.append)
+    assert sum(made) == planned_draft_bytes(target, "q8_0")
+    file = open_draft(tmp_path / "draft.gguf")
+    assert replace(file.config, source="random", eps=1e-6) == draft_of(target)
+    assert file.config.target_layers == (1, 2, 3, 4, 6)
+    assert {tensor.type.name for tensor in file.tensors.values() if len(tensor.shape) == 2} == {"Q8_0"}
+    assert 0.5 < np.std(file.tensors["fc.weight"].float32()) * np.sqrt(5 * target.hidden) < 2
 
 
 def convert(*args: str | Path) -> subprocess.CompletedProcess[str]:

@@ -209,6 +209,9 @@ def test_the_next_pass_is_queued_before_anybody_has_looked(cut: int) -> None:
         after = growing.verify(ours, want, None, [], frozenset())
         assert after.decided[0] == plain[6]
         assert 0 < after.commit_seconds < 60, "that of the first path, which was queued behind its walk"
+        assert seen.draft_seconds is None, "nobody knows when its beliefs were asked for"
+        assert after.draft_seconds is not None
+        assert 0 < after.draft_seconds < 60
         backend.commit(ours, after.path)
         cut += len(after.path)
     list(backend.decode(theirs, 9, cut))
@@ -238,6 +241,10 @@ def test_text_of_unseen_trees_is_plain_text(sampling: Sampling) -> None:
         texts.append([token for piece in generation for token in piece])
         assumed.expect(len(prompt), texts[0])
     assert texts[0] == texts[1]
+    stats = generation.stats
+    parts = stats.draft_seconds, stats.forward_seconds, stats.verify_seconds - stats.forward_seconds
+    assert min(parts) > 0
+    assert stats.draft_seconds + stats.verify_seconds + stats.commit_seconds > 0.9 * stats.decode_seconds
     assert max(len(step.accepted) for step in seen) > 1
     assert all(step.decided[:-1] == step.tree.tokens[step.accepted[1:]].tolist() for step in seen)
 

@@ -13,7 +13,7 @@ from warpsmith.backend.cuda.memory.driver import Device
 from warpsmith.backend.cuda.top import Top
 
 
-@pytest.mark.parametrize("vocab", [300, 5003, 30_000])
+@pytest.mark.parametrize("vocab", [300, 5003, 8192, 30_000])
 def test_the_best_and_the_log_sum_exp(vocab: int) -> None:
     """Ordinary rows, ties, one value, rising numbers: then a few threads have most of the best."""
     if shutil.which("g++") is None:

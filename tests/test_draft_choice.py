@@ -20,7 +20,7 @@ from warpsmith.draft.cascade import Cascade
 from warpsmith.draft.dflash import DFlash
 from warpsmith.draft.mtp import MTP
 from warpsmith.draft.ngram import NGram
-from warpsmith.draft.select import find_draft, make_proposer
+from warpsmith.draft.select import find_draft, make_proposer, make_proposers
 from warpsmith.engine.loop import Generation
 from warpsmith.engine.scheduler import Scheduler
 from warpsmith.errors import BadFile, BadRequest, ModelNotFound
@@ -140,3 +140,18 @@ def test_drafts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text.gguf").write_text("not a draft at all, no, not at all")
     with pytest.raises(BadFile, match="GGUF"):
         make_proposer(tmp_path / "text.gguf", 4, backend("reference"))
+
+
+def test_budgets_that_are_compared_share_a_draft_s_weights(tmp_path: Path) -> None:
+    config = draft_config(CONFIG)
+    path = write_draft(tmp_path / "draft", "safetensors", config, random_weights(config))
+    made = make_proposers(path, [4, 8, "auto"], backend("cpu"))
+    four, eight, paying = made.values()
+    assert isinstance(four, DFlash)
+    assert isinstance(eight, DFlash)
+    assert isinstance(paying, Budgeted)
+    assert list(made) == [4, 8, "auto"]
+    assert (four.nodes, eight.nodes) == (4, 8)
+    assert four.network is eight.network
+    with pytest.raises(BadRequest, match="64"):
+        make_proposers("ngram", [4, 64], backend("cpu"))

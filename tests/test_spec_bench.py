@@ -224,6 +224,26 @@ def test_the_command_prints_a_row_for_each_budget(prompts: Path, tmp_path: Path)
     assert "2 of 2" in table.stdout
 
 
+def test_a_random_model_and_a_random_draft_give_a_table_of_an_assumed_length(
+    tiny: Path, prompts: Path, tmp_path: Path
+) -> None:
+    """As a 27B is measured whose weights nobody has: the draft runs at its own cost, and the texts agree."""
+    path = tmp_path / "draft.gguf"
+    made = command("synth", "tiny", path, "--dflash", "--type", "q8_0", cache=tmp_path)
+    assert made.returncode == 0, made.stderr
+    flags = ("--device", "cpu", "--prompts", prompts, "-n", "40", "--samples", "2", "--draft", path)
+    result = command(
+        "bench", "spec", "-m", tiny, *flags, "--sweep", "4,8", "--assume", "3", "-o", "json", cache=tmp_path
+    )
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout)
+    assert [(row["draft"], row["budget"], row["same"]) for row in rows] == [("dflash", 4, 2), ("dflash", 8, 2)]
+    assert all(row["step_ms"]["draft"] > 0 and 1.5 < row["acceptance_length"] < 4.5 for row in rows)
+    refused = command("synth", "tiny", tmp_path / "directory", "--dflash", cache=tmp_path)
+    assert refused.returncode == 2
+    assert "GGUF" in refused.stderr
+
+
 @pytest.mark.parametrize(
     "flags",
     [

@@ -20,18 +20,10 @@ from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.checkpoint.dflash import DFlashConfig, DraftFile, expected_shapes
 from warpsmith.checkpoint.quantize import quantize
-from warpsmith.model.config import SIZES, Config
+from warpsmith.model.config import SIZES
+from warpsmith.model.synthetic_draft import LAYERS, draft_of
 
 CAPACITY, ACCEPTED, MARKS = 4096, 8, 4096
-LAYERS = 5
-
-
-def draft_of(target: Config) -> DFlashConfig:
-    """The released drafts for 27B targets."""
-    return DFlashConfig(
-        "random", LAYERS, target.hidden, 17408, 32, 8, 128, 1e7, 16, 248_070, (1, 16, 31, 46, 61),
-        (None,) * LAYERS, (False,) * LAYERS,
-    )  # fmt: skip
 
 
 def random_draft(config: DFlashConfig) -> DraftFile:

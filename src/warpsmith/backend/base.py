@@ -116,6 +116,7 @@ class Verified:
     output: Output  # features and hidden of the tree's nodes
     path: list[int]  # as `Backend.verify` returns them
     decided: list[int]
+    draft_seconds: float | None  # up to the beliefs that it grew from, where the device knows
     tree_seconds: float
     forward_seconds: float
     commit_seconds: float  # of the commit before

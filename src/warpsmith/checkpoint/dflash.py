@@ -280,6 +280,37 @@ def _gguf_name(stored: str) -> str | None:
     return None
 
 
+def to_gguf_name(name: str) -> str:
+    """The name of z-lab's tensor in llama.cpp's dialect."""
+    stem = name.removesuffix(".weight")
+    if stem.startswith("layers."):
+        _, layer, rest = stem.split(".", 2)
+        return f"blk.{layer}.{next(ours for ours, theirs in _GGUF_LAYER.items() if theirs == rest)}.weight"
+    return {"hidden_norm": "enc.output_norm", "norm": "output_norm"}.get(stem, stem) + ".weight"
+
+
+def to_gguf_metadata(config: DFlashConfig) -> dict[str, Any]:
+    """What a GGUF file in llama.cpp's dialect says of a draft whose layers all see all the way."""
+    c = config
+    values: dict[str, Any] = {
+        "embedding_length": c.hidden,
+        "block_count": c.layers,
+        "feed_forward_length": c.ffn,
+        "attention.head_count": c.heads,
+        "attention.head_count_kv": c.kv_heads,
+        "attention.key_length": c.head_dim,
+        "attention.value_length": c.head_dim,
+        "attention.layer_norm_rms_epsilon": c.eps,
+        "rope.freq_base": c.rope_theta,
+        "block_size": c.block,
+        "target_layers": [layer + 1 for layer in c.target_layers],  # each the one that reads the feature
+    }
+    if c.vocab is not None:
+        values["vocab_size"] = c.vocab
+    stored = {f"{LLAMA_CPP}.{key}": value for key, value in values.items()}
+    return {"general.architecture": LLAMA_CPP, **stored, "tokenizer.ggml.mask_token_id": c.mask_token}
+
+
 def _named_in(names: Mapping[str, str | None]) -> Callable[[str], str]:
     stored = {name: original for original, name in names.items() if name}
     return lambda name: stored.get(name, name)

@@ -31,7 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from warpsmith.draft.select import find_draft, make_proposer
+    from warpsmith.draft.select import find_draft, make_proposers
     from warpsmith.measure.prompts import read_prompts
     from warpsmith.measure.speculation import compare, comparison_table
 
@@ -48,12 +48,11 @@ def main(args: argparse.Namespace) -> int:
     args.draft = "none"  # for now: each budget gets a draft of its own
     with open_model(args) as llm:
         introduce(args, llm)
-        proposers = {each: make_proposer(draft, each, llm.backend, llm.checkpoint.path) for each in budgets}
+        proposers = make_proposers(draft, budgets, llm.backend, llm.checkpoint.path)
         options: dict[str, Any] = {"max_tokens": args.n_gen, "temperature": args.temp, "seed": args.seed}
         if args.thinking != "auto":
             options["enable_thinking"] = args.thinking == "on"
-        useful = {each: proposer for each, proposer in proposers.items() if proposer is not None}
-        comparisons = compare(llm, sets, useful, options, aside, args.assume)
+        comparisons = compare(llm, sets, proposers, options, aside, args.assume)
     if args.output == "json":
         print(json.dumps([c.to_dict() for c in comparisons], indent=2))
     else:

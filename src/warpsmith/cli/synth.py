@@ -33,6 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="makes it repeatable (default: 0)")
     parser.add_argument("--layers", type=natural, metavar="N", help="layers, every fourth an attention layer")
     parser.add_argument("--mtp", action="store_true", help="add a multi-token-prediction layer")
+    parser.add_argument("--dflash", action="store_true", help="write a DFlash draft for such a model instead (GGUF)")
     for flag, help in SHAPE.items():
         parser.add_argument(f"--{flag.replace('_', '-')}", type=natural, metavar="N", help=help)
 
@@ -40,6 +41,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     from warpsmith.model.config import SIZES, every_fourth_is_attention
     from warpsmith.model.synthetic import planned_bytes, synthesize
+    from warpsmith.model.synthetic_draft import planned_draft_bytes, synthesize_draft
 
     config = SIZES.get(args.size) or SIZES.get(args.size.upper())
     if config is None:
@@ -55,15 +57,20 @@ def main(args: argparse.Namespace) -> int:
             f"{config.key_heads} do not divide.",
             "Make --heads a multiple of --kv-heads and --value-heads one of --key-heads.",
         )
+    format = "gguf" if args.path.suffix == ".gguf" else "safetensors"
+    if args.dflash and format != "gguf":
+        raise BadRequest("A random draft is written as a GGUF file.", "Name one, such as draft.gguf.")
     check_absent(args.path)
     recipe = args.type.lower()
-    total = planned_bytes(config, recipe)
+    total = planned_draft_bytes(config, recipe) if args.dflash else planned_bytes(config, recipe)
     free = shutil.disk_usage(args.path.absolute().parent).free
     if total > free:
         raise WarpsmithError(f"The model takes {size(total)}, and {size(free)} are free there.", "Make room first.")
-    format = "gguf" if args.path.suffix == ".gguf" else "safetensors"
     with progress(f"{args.size} {recipe}", total) as advance:
-        synthesize(config, args.path, recipe, args.seed, format, progress=advance)
+        if args.dflash:
+            synthesize_draft(config, args.path, recipe, args.seed, advance)
+        else:
+            synthesize(config, args.path, recipe, args.seed, format, progress=advance)
     aside(f"{args.path}: {size(total)} of random weights, {recipe}, seed {args.seed}")
     return 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import Literal
 
@@ -72,6 +74,26 @@ def make_proposer(
         proposer = Cascade([held(text, own.wants), held(own, own.wants)])
     proposer.left_out = tuple(left_out)
     return proposer
+
+
+def make_proposers(
+    draft: str | Path, budgets: Sequence[int | Literal["auto"]], backend: Backend, model: Path | None = None
+) -> dict[int | Literal["auto"], Proposer]:
+    """A proposer for each budget, for who compares them; those of so many nodes share one draft's weights."""
+    made: dict[int | Literal["auto"], Proposer] = {}
+    shared: Draft | None = None
+    for budget in budgets:
+        if budget == "auto" or shared is None or budget >= backend.largest_tree:
+            proposer = make_proposer(draft, budget, backend, model)
+            if proposer is None:
+                continue
+            made[budget] = proposer
+            if budget != "auto" and isinstance(proposer, Draft):
+                shared = proposer
+        else:
+            made[budget] = other = copy(shared)
+            other.nodes = budget
+    return made
 
 
 def _own(backend: Backend, model: Path | None, left_out: list[str], affordable: bool = False) -> Draft | None:

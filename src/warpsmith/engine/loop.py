@@ -259,9 +259,12 @@ class Generation:
             seen = tree.verify(state, self.want(self.tokens), self.sampling, past, self.stop_ids)
             tree, output, path, run = seen.tree, seen.output, seen.path, seen.decided
             self.tree, self.unseen_seconds, committing = tree, seen.forward_seconds, seen.commit_seconds
-            waited, began = perf_counter() - began, perf_counter()
             # the device was at it when the host began to wait: first at the commit before
-            self._draft_seconds += waited - seen.forward_seconds - seen.commit_seconds
+            besides = self._draft_seconds + perf_counter() - began - seen.forward_seconds - committing
+            own = seen.draft_seconds
+            self._draft_seconds = besides if own is None else own + seen.tree_seconds
+            # the rest, the walk among it, is verifying; none is left where the device drafted before anybody asked
+            began = perf_counter() - max(0.0, besides - self._draft_seconds)
         else:
             output = drafted(state, tree).output
             if self.constraint is None:

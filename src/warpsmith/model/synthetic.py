@@ -52,7 +52,7 @@ def synthesize(
     metadata = model_metadata(config, tokenizer) | recipe_metadata(recipe)
     plan = _plan(config, recipe)
     if format == "gguf":
-        pieces = [(*tensor, _counted(weight_bytes(seed, *tensor), progress)) for tensor in plan]
+        pieces = [(*tensor, counted(weight_bytes(seed, *tensor), progress)) for tensor in plan]
         write_pieces(path, metadata, pieces)
     elif format == "safetensors":
         tensors = {}
@@ -242,13 +242,14 @@ def _whole(
     """All of a tensor's bytes as rows, in memory once."""
     raw = np.empty(math.prod(shape) // block_type.elems * block_type.bytes, np.uint8)
     end = 0
-    for piece in _counted(weight_bytes(seed, name, block_type, shape), progress):
+    for piece in counted(weight_bytes(seed, name, block_type, shape), progress):
         raw[end : end + len(piece)] = piece
         end += len(piece)
     return raw.reshape(-1, block_type.row_bytes(shape[-1]))
 
 
-def _counted(pieces: Iterable[NDArray[np.uint8]], progress: Callable[[int], object]) -> Iterator[NDArray[np.uint8]]:
+def counted(pieces: Iterable[NDArray[np.uint8]], progress: Callable[[int], object]) -> Iterator[NDArray[np.uint8]]:
+    """Pieces as they are made, of whose bytes `progress` hears."""
     for piece in pieces:
         yield piece
         progress(len(piece))

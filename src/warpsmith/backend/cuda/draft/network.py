@@ -203,7 +203,7 @@ class CudaDraft(BlockDraft):
             self.backend.overwrite_outputs()
             self.launch(memory, self.request(root, position, Want(tokens="top")))
             self.backend.top.queue(rows, width, offset=self._logits_at)
-        return CudaGrowingTree(self, memory, self._step, grow, again)
+        return CudaGrowingTree(self, memory, self._step, grow, again, follows=holds)
 
     def _holds(self, ahead: Ahead, root: int, position: int, width: int) -> bool:
         """Whether what was queued ahead is what is asked for, and still there."""

@@ -71,13 +71,15 @@ class CudaGrowingTree(GrowingTree):
     """The step under way; another one ends it."""
 
     def __init__(
-        self, network: CudaDraft, memory: CudaMemory, program: StepProgram, grow: Grow, again: bool = False
-    ) -> None:
-        """`again`: another of the same kind is to be expected after this one."""
+        self, network: CudaDraft, memory: CudaMemory, program: StepProgram, grow: Grow, again: bool = False,
+        follows: bool = False,
+    ) -> None:  # fmt: skip
+        """`again`: another of the same kind is to be expected after this one. `follows`: what it grows from was queued
+        behind the last step's commit."""
         backend = network.backend
         self.network, self.memory, self.backend, self.program = network, memory, backend, program
         self.nodes, self._height, self._width = grow.verified, grow.depth + 1, grow.width
-        self.grow, self._again = grow, again
+        self.grow, self._again, self._follows = grow, again, follows
         self._given: Tree | None = None
         self._queued: tuple[int, Want] | None = None  # the pass over it: at which length, and what it gives
         grow.tops, grow.tree, grow.report = backend.top.rows, program.tree.pointer, program.memory.pointer
@@ -137,7 +139,7 @@ class CudaGrowingTree(GrowingTree):
             return None
         grow = Grow.from_buffer_copy(self.grow)
         grow.root = seen.decided[-1]
-        growing = CudaGrowingTree(self.network, self.memory, self.program, grow, again=True)
+        growing = CudaGrowingTree(self.network, self.memory, self.program, grow, again=True, follows=True)
         growing._queue_pass(state, want, after)
         state.drafted = WalkedOnDevice(seen.tree, seen.output, seen.path, overwritten=True)
         return growing
@@ -165,9 +167,9 @@ class CudaGrowingTree(GrowingTree):
         else:  # what the device leaves open is decided here
             state.drafted = Drafted(tree, output)
             path, decided = self.backend.verify(state, tree, sampling, history)
-        times = report.grew - report.began, report.ran - report.grew, report.committing
-        seconds = [each * 1e-9 for each in times]
-        return Verified(tokens, parents, scores, tree, output, path, decided, *seconds)
+        times = report.grew - report.began, report.ran - report.grew, report.committing if self._follows else 0
+        drafting = (report.began - report.committed) * 1e-9 if self._follows else None
+        return Verified(tokens, parents, scores, tree, output, path, decided, drafting, *(t * 1e-9 for t in times))
 
 
 def growth(root: int, depth: int, width: int, nodes: int, verified: int, least: Sequence[float]) -> Grow | None:

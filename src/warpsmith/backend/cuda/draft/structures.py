@@ -65,7 +65,7 @@ class Report(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("grown", "verified", "decided")),
         *((name, ctypes.c_int * MAX_NODES) for name in ("token", "path", "tree_tokens", "tree_parents")),
         ("scores", ctypes.c_double * MAX_NODES),
-        *((name, ctypes.c_uint64) for name in ("began", "grew", "ran", "walked", "committing")),
+        *((name, ctypes.c_uint64) for name in ("began", "grew", "ran", "walked", "committing", "committed")),
     ]
 
 

@@ -40,6 +40,7 @@ from warpsmith.errors import BadRequest
 from warpsmith.model.config import Config
 
 THREADS = 384
+COMMITTED_COLUMNS = 32  # of a DeltaNet layer's state, by a block of commit.cu
 SHORT_CONTEXT = 16384  # up to here one node's attention makes do with one chunk of values in shared memory
 
 
@@ -115,7 +116,7 @@ class LargeBackend(CudaBackend):
         return parts + self._drafts_memory(context, sequences)
 
     def _launch_commit(self, state: CudaState, commit: Commit) -> None:
-        blocks = self.large.delta_layers * (self.config.value_dim // 8) + self.large.caches
+        blocks = self.large.delta_layers * (self.config.value_dim // COMMITTED_COLUMNS) + self.large.caches
         self._commit.launch(blocks, 256, state.params, commit)
 
     def lend(self) -> Lent:

@@ -13,7 +13,7 @@ struct Report {
     int tree_tokens[MOST_NODES], tree_parents[MOST_NODES];
     double scores[MOST_NODES];
     u64 began, grew, ran, walked;  // nanoseconds: the tree begun and made, the pass ended, the walk ended
-    u64 committing;                // nanoseconds of the last step's commit, if this tree was made of what it left
+    u64 committing, committed;     // how long the last step's commit took, and when it ended
 };
 // Nanoseconds at which a step's walk and its commit ended, in the device's memory.
 struct StepTimes {

@@ -10,6 +10,7 @@
 constexpr int SLICES = 8, SLICE_THREADS = 512, MAX_TOP = 256, COLLECTED = 1024, SLICE_WARPS = SLICE_THREADS / 32;
 constexpr int WIDTH = VOCAB % 4 ? 1 : 4, ALL_PIECES = VOCAB / WIDTH;  // a piece is read at once
 constexpr int AT_ONCE = 8;  // pieces that a thread asks for together
+constexpr bool EVERY_WARP = ALL_PIECES / SLICES > SLICE_THREADS - 32;  // has logits, in every slice
 struct alignas(4 * WIDTH) Piece {
     float logit[WIDTH];
 };
@@ -76,14 +77,14 @@ extern "C" __global__ void __launch_bounds__(SLICE_THREADS) top(const __grid_con
     keys[threadIdx.x] = best;
     if (threadIdx.x == 0) found = 0, floor = 0;
     const float peak = logit_of(over_block(best, spare, best_of));
-    if (k <= SLICE_WARPS) {  // as many are as good as the worst of the warps' best, unless a warp has none
+    if (k <= SLICE_WARPS && EVERY_WARP) {  // as many are as good as the worst of the warps' best
         if (threadIdx.x == 0) {
             u64 least = spare[0];
             for (int w = 1; w < SLICE_WARPS; w++) least = spare[w] < least ? spare[w] : least;
             floor = least;
         }
-    } else if (best && place_of(best, keys, SLICE_THREADS) == k - 1) {  // nobody, where fewer threads have logits
-        floor = best;
+    } else if (best && place_of(best, keys, min(end - begin, SLICE_THREADS)) == k - 1) {
+        floor = best;  // nobody's, where fewer threads have logits
     }
     __syncthreads();
 

@@ -95,6 +95,7 @@ extern "C" __global__ void __launch_bounds__(32)
         w.path->last = token;
         const u64 committed = w.times->committed;  // 0: nothing was queued behind the walk before
         w.report->committing = committed ? committed - w.times->walked : 0;
+        w.report->committed = committed;
         w.report->ran = ran, w.report->walked = w.times->walked = nanoseconds();
         w.times->committed = 0;
         __threadfence_system();
