@@ -159,12 +159,28 @@ __device__ __forceinline__ void gate_quad(const Block& b, const DeltaInputs& in,
     }
 }
 
-// Norms of q and k of a node, of which a lane has four channels each.
-__device__ __forceinline__ void norm_node(const Block& b, float* row, float4 q, float4 k) {
-    const float qq = warp_sum(dot4(q, q)), kk = warp_sum(dot4(k, k)), qk = warp_sum(dot4(q, k));
-    const float rq = inverse_root(qq + 1e-6f) * QUERY_SCALE, rk = inverse_root(kk + 1e-6f);
-    ((float4*)row)[b.lane] = q, ((float4*)(row + MIX_K))[b.lane] = k;
-    if (b.lane == 0) *(float4*)(row + NORMS) = {rk, rq, qk * rq * rk, 0.0f};
+// Norms of q and k of some nodes, of which a lane has four channels each: their sums at the same time. `row(i)` is the
+// i-th node's row; there are `live` of them.
+template <int COUNT, class Row>
+__device__ __forceinline__ void norm_nodes(const Block& b, const float4 (&q)[COUNT], const float4 (&k)[COUNT], int live,
+                                           Row row) {
+    float sums[COUNT][3];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+        sums[i][0] = dot4(q[i], q[i]), sums[i][1] = dot4(k[i], k[i]), sums[i][2] = dot4(q[i], k[i]);
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2)  // as `warp_sum`
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+#pragma unroll
+            for (int j = 0; j < 3; j++) sums[i][j] += __shfl_xor_sync(~0u, sums[i][j], step);
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        if (i >= live) break;
+        const float rq = inverse_root(sums[i][0] + 1e-6f) * QUERY_SCALE, rk = inverse_root(sums[i][1] + 1e-6f);
+        ((float4*)row(i))[b.lane] = q[i], ((float4*)(row(i) + MIX_K))[b.lane] = k[i];
+        if (b.lane == 0) *(float4*)(row(i) + NORMS) = {rk, rq, sums[i][2] * rq * rk, 0.0f};
+    }
 }
 __device__ __forceinline__ float* pending_key_at(const Block& b, const DeltaShare& share, int node) {
     return b.p.pending_key + (((size_t)b.deltas * KEY_HEADS + share.key_head) * MAX_NODES + b.place(node)) * STATE_DIM;
@@ -179,9 +195,9 @@ __device__ __forceinline__ void delta_convolutions(Block& b, const DeltaShare& s
 #pragma unroll 1
     for (int task = b.warp; task < tasks; task += WARPS) {
         if (task < b.nodes) {
-            const float4 q = convolve(b, in, task, b.lane), k = convolve(b, in, task, MIX_K / 4 + b.lane);
-            norm_node(b, rows + task * MIX_ROW, q, k);
-            if (!b.decoding() && share.first == 0) ((float4*)pending_key_at(b, share, task))[b.lane] = k;
+            const float4 q[1] = {convolve(b, in, task, b.lane)}, k[1] = {convolve(b, in, task, MIX_K / 4 + b.lane)};
+            norm_nodes(b, q, k, 1, [&](int) { return rows + task * MIX_ROW; });
+            if (!b.decoding() && share.first == 0) ((float4*)pending_key_at(b, share, task))[b.lane] = k[0];
         } else {
             const int i = (task - b.nodes) * 32 + b.lane, node = i / OTHERS, quad = QK_QUADS + i % OTHERS;
             if (node >= b.nodes || in.rows[quad] < 0) continue;
@@ -194,25 +210,28 @@ __device__ __forceinline__ void delta_convolutions(Block& b, const DeltaShare& s
 }
 
 // The same where SMs share the work: a thread four channels of a node; then all SMs of the key head have its q and k.
+// What others do not wait for is made while they are waited for.
 __device__ __forceinline__ void share_convolutions(Block& b, const DeltaShare& share) {
     static_assert(KEY_HEADS < 32, "counters");
+    constexpr int VALUE_QUADS = CONVOLVED_QUADS - QK_QUADS, GATED = INPUT_QUADS - CONVOLVED_QUADS;
     float* rows = (float*)b.scratch;
     float* mixed = (float*)b.p.parts + (size_t)share.key_head * NODES * MIX_V;
     const DeltaInputs in(b.scratch);
     if (!share.units) return;
-#pragma unroll 2
-    for (int i = threadIdx.x; i < CONVOLVED_QUADS * b.nodes; i += CONSUMERS) {
-        const int node = i / CONVOLVED_QUADS, quad = i % CONVOLVED_QUADS, channel = share.channel_of(quad);
-        if (channel < 0) continue;
-        const float4 v = convolve(b, in, node, quad);
-        *(float4*)((channel >= MIX_V ? rows + node * MIX_ROW : mixed + node * MIX_V) + channel) = v;
-        if (channel >= MIX_K && channel < MIX_V && !b.decoding())
-            *(float4*)(pending_key_at(b, share, node) + channel - MIX_K) = v;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < QK_QUADS * b.nodes; i += CONSUMERS) {
+        const int node = i / QK_QUADS, quad = i % QK_QUADS, channel = share.channel_of(quad);
+        if (channel >= 0) *(float4*)(mixed + node * MIX_V + channel) = convolve(b, in, node, quad);
     }
     b.sync();
     u32* counter = b.p.counter + 32 * (1 + share.key_head);
     if (threadIdx.x == 0) add_release(counter, 1);
-    constexpr int GATED = INPUT_QUADS - CONVOLVED_QUADS;
+#pragma unroll 1
+    for (int i = CONSUMERS - 1 - threadIdx.x; i < VALUE_QUADS * b.nodes; i += CONSUMERS) {
+        const int node = i / VALUE_QUADS, quad = QK_QUADS + i % VALUE_QUADS;
+        if (in.rows[quad] >= 0)
+            ((float4*)(rows + node * MIX_ROW + MIX_V))[quad - QK_QUADS] = convolve(b, in, node, quad);
+    }
 #pragma unroll 1
     for (int i = CONSUMERS - 1 - threadIdx.x; i < GATED * b.nodes; i += CONSUMERS) {
         const int node = i / GATED, quad = CONVOLVED_QUADS + i % GATED;
@@ -232,9 +251,14 @@ __device__ __forceinline__ void share_convolutions(Block& b, const DeltaShare& s
         const float4* from = (const float4*)(mixed + min(b.warp + i * WARPS, b.nodes - 1) * MIX_V) + b.lane;
         q[i] = __ldcg(from), k[i] = __ldcg(from + MIX_K / 4);
     }
+    const int live = (b.nodes - b.warp + WARPS - 1) / WARPS;
+    norm_nodes(b, q, k, live, [&](int i) { return rows + (b.warp + i * WARPS) * MIX_ROW; });
+    if (!b.decoding())
 #pragma unroll
-    for (int i = 0; i < EACH; i++)
-        if (b.warp + i * WARPS < b.nodes) norm_node(b, rows + (b.warp + i * WARPS) * MIX_ROW, q[i], k[i]);
+        for (int i = 0; i < EACH; i++) {
+            const int node = b.warp + i * WARPS;
+            if (i < live && node % KEY_PARTS == share.part) ((float4*)pending_key_at(b, share, node))[b.lane] = k[i];
+        }
 }
 
 // A unit's state, a lane's part of it, and where that lies.
