@@ -25,9 +25,9 @@ OTHERS = {
         5,
     ),
 }
-# What a test of another file has the like of: three formats and an embedding of its own (test_cuda_q4_0.py), SMs that
-# share a split (on a GPU, any model).
-SLOW = ("SMs that share a split of keys", "untied, head and half of the narrow ones in q8_0")
+# What a test of another file has the like of: three formats and an embedding of its own (test_cuda_q4_0.py), Q8_0
+# (test_cuda_q8.py), SMs that share a split (on a GPU, any model).
+SLOW = ("SMs that share a split of keys", "q8_0, gates in bf16", "untied, head and half of the narrow ones in q8_0")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in OTHERS])

@@ -182,7 +182,7 @@ def test_a_shorter_path_may_be_committed() -> None:
     same(backend, ours, theirs)
 
 
-@pytest.mark.parametrize("cut", [2, 6])
+@pytest.mark.parametrize("cut", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_the_next_pass_is_queued_before_anybody_has_looked(cut: int) -> None:
     """It is the next step's if the whole path is committed; else what it wrote over is made again."""
     backend, network = target(), draft().network
