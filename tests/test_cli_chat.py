@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,6 +20,8 @@ from hypothesis import strategies as st
 
 from chat_walk import talk
 from terminal import PROMPT, Terminal
+from warpsmith.cli.chat import Chat, arguments
+from warpsmith.cli.options import open_model
 from warpsmith.cli.prompt import is_open, piped, unquoted
 
 COMMAND = [sys.executable, "-m", "warpsmith.cli"]
@@ -172,6 +176,42 @@ def test_interrupts_at_any_moment_do_no_harm(gguf: Path, tmp_path: Path) -> None
     assert chat.seen.count("There is no command /fly") == 25
     assert chat.messages()[::2] == ["hello"] * 5
     chat.leave()
+
+
+class Dying:
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+class Settings(argparse.Namespace):
+    """Something is thrown away when they are looked at during a chat."""
+
+    chatting = False
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "predict" and Settings.chatting:
+            Dying()
+        return super().__getattribute__(name)
+
+
+def test_an_interrupt_while_something_is_thrown_away_is_not_lost(
+    gguf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser, before = argparse.ArgumentParser(), signal.getsignal(signal.SIGINT)
+    arguments(parser)
+    args = parser.parse_args(["-m", str(gguf), "--device", "reference", "--draft", "none", "-n", "3"], Settings())
+    try:
+        with open_model(args) as llm:
+            chat = Chat(llm, args, interactive=True)
+            Settings.chatting = True
+            chat.hear("hello")
+    finally:
+        Settings.chatting = False
+        signal.signal(signal.SIGINT, before)
+    assert chat.turns[-1]["content"] == ""
+    shown = capsys.readouterr()
+    assert "stopped" in shown.err
+    assert "Traceback" not in shown.err
 
 
 def test_what_follows_an_interrupt_begins_a_line(gguf: Path, tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ class Chat:
         self.turns: list[Message] = []
         self.going = True
         self._stoppable = False  # whether Ctrl-C means anything: while an answer comes
+        self._stopped = False  # by a Ctrl-C that could not be raised
         if interactive:
             signal.signal(signal.SIGINT, self._heed_ctrl_c)
         self._commands: dict[str, Callable[[str], None]] = {
@@ -105,7 +106,9 @@ class Chat:
         prompt Ctrl-C is a key, and no signal."""
         if self._stoppable:
             self._stoppable = False
-            raise KeyboardInterrupt
+            self._stopped = _in_destructor(frame)
+            if not self._stopped:
+                raise KeyboardInterrupt
 
     def hear(self, message: str) -> None:
         """Answer a message, or do what a command says."""
@@ -127,8 +130,10 @@ class Chat:
         text, stats, finish_reason = "", None, None
         try:
             try:
-                self._stoppable = True
+                self._stopped, self._stoppable = False, True
                 for chunk in self.llm.stream([*self.opening, *turns], **sampling_keywords(self.args)):
+                    if self._stopped:
+                        raise KeyboardInterrupt
                     emit(chunk.text)
                     text += chunk.text
                     stats, finish_reason = chunk.stats, chunk.finish_reason
@@ -227,3 +232,10 @@ class Chat:
 
     def _exit(self, _: str) -> None:
         self.going = False
+
+
+def _in_destructor(frame: FrameType | None) -> bool:
+    """Where Python would print what is raised, and go on."""
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
