@@ -98,7 +98,7 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Sourc
     if (threadIdx.x == 0) b.s.normed = from.normed;
     show_to_products();
     b.sync();
-    if (threadIdx.x == 0) barrier_arrive(Barriers(b.base).begun);
+    if (threadIdx.x < THREADS_ARRIVE) barrier_arrive(Barriers(b.base).begun);
 }
 
 #include "large/multiply.cuh"

@@ -272,6 +272,7 @@ struct KeyWalk {
                          operand_place(row, u % 2 * 2, u / 2 % 2);
                 *(u32*)to = sees ? packed[i].x : 0, *(u32*)(to + 16) = sees ? packed[i].y : 0;
             }
+            __syncwarp();  // all have read the peak
             if (u == 0) {
                 const float factor = power_of_2(before - now);  // 0 at first
                 at.factor[row] = sees ? factor : 1.0f;

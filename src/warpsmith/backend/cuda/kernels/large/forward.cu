@@ -188,10 +188,8 @@ __device__ __forceinline__ void consume(Block& b) {
         if (uniform(stop)) break;
     }
     // Nobody waits for weights any more, or for another stage.
-    if (threadIdx.x == 0) {
-        b.s.stopped = 1;
-        barrier_arrive(Barriers(b.base).begun);
-    }
+    if (threadIdx.x == 0) b.s.stopped = 1;
+    if (threadIdx.x < THREADS_ARRIVE) barrier_arrive(Barriers(b.base).begun);
 }
 
 __device__ __forceinline__ void copy_weights(Block& b) {
@@ -228,7 +226,7 @@ __device__ __forceinline__ void add_up(Block& b, int which) {
             measure_words(b, which, i);
             by = b.s.scale[0] * b.s.inverse[which][0];  // before the consumers may go on
         }
-        if (b.lane == 0) barrier_arrive(bars.tabled);
+        arrive_for_warp(bars.tabled, b.lane);
         const Run run = uniform_run(b.s.runs[phase]);
         if (POLLED && i < 4 * LAYERS) {
             reduce_one<true>(b, which, run, count, by, (float*)sum_words(b, i));
@@ -294,8 +292,7 @@ __device__ __forceinline__ void find_tables(Block& b) {
         ask_early(b, i);
         if (POLLED && (i & 3) == OUT) reset_layer(b, i);
         copies_done();
-        __syncwarp();
-        if (b.lane == 0) barrier_arrive(bars.tabled);
+        arrive_for_warp(bars.tabled, b.lane);
         if (i == 0 && tokens > 0) report(b, tokens);
         if ((i & 3) == MLP_OUT) {  // a layer has ended
             const bool recurrent = b.recurrent(i >> 2);

@@ -5,11 +5,6 @@
 
 // --- the consumers --------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void give_back(u32 empty, int lane) {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(empty);
-}
-
 // Where a group of warps is in a part, that is, in all tiles of rows of one type: it has every second superblock.
 template <int TYPE>
 struct PartWalk {
@@ -58,7 +53,7 @@ struct PartWalk {
     __device__ __forceinline__ void pass_slots(int until) {
         while (slots_seen < until) {
             next_slot();
-            give_back(empty, lane);
+            arrive_for_warp(empty, lane);
         }
     }
     __device__ __forceinline__ void pass_rest() { pass_slots((superblocks + AT_ONCE - 1) / AT_ONCE); }
@@ -75,8 +70,7 @@ struct PartWalk {
 #pragma unroll
         for (int o = 0; o < OCTETS; o++)
             to[o * 32] = {total[o * 4], total[o * 4 + 1], total[o * 4 + 2], total[o * 4 + 3]};
-        __syncwarp();
-        if (lane == 0) barrier_arrive(bars.sums_full + 8 * b.buffer);
+        arrive_for_warp(bars.sums_full + 8 * b.buffer, lane);
         if (++b.buffer == SUM_BUFFERS) b.buffer = 0, b.buffer_phase ^= 1;
 #pragma unroll
         for (int i = 0; i < SUMS; i++) total[i] = 0.0f;
@@ -135,9 +129,9 @@ struct Multiplier : PartWalk<TYPE> {
             products_begin();
             multiply_group(mins, m, operands + 16 * (STEP_BYTES >> 4), 0);
         }
-        if constexpr (Here::EARLY) give_back(empty + slab.landed(), lane);
+        if constexpr (Here::EARLY) arrive_for_warp(empty + slab.landed(), lane);
         make_and_queue<0>(acc, operands);
-        if constexpr (!Here::EARLY) give_back(empty, lane);
+        if constexpr (!Here::EARLY) arrive_for_warp(empty, lane);
         const float4 f = slab.factors();
         index += 2;
         if (this->more()) this->load(slab);
@@ -220,8 +214,7 @@ __device__ __forceinline__ void reduce_tiles(Block& b, int which, const Run& run
                 if (second) store(to + ROWS, (u.y + v.y) * by[1]), store(to + ROWS + 8, (u.w + v.w) * by[1]);
             }
         }
-        __syncwarp();
-        if (b.lane == 0) barrier_arrive(bars.sums_empty + 8 * buffer);
+        arrive_for_warp(bars.sums_empty + 8 * buffer, b.lane);
     }
     __syncwarp();
 }

@@ -62,7 +62,8 @@ struct OneMultiplier {
     // All lanes say so that a slot needs of its warps.
     __device__ __forceinline__ void give_back(u32 empty, int says) const {
         __syncwarp();
-        if (lane < says) barrier_arrive(empty);
+        if (lane < says * LANES_ARRIVE)
+            for (int i = 0; i < (LANES_ARRIVE > 1 ? says : 1); i++) barrier_arrive(empty);
     }
     template <int T>
     __device__ __forceinline__ void tile(float (&acc)[2][4], u32 operands) {
@@ -101,8 +102,7 @@ struct OneMultiplier {
         barrier_wait(bars.sums_empty + 8 * group, b.buffer_phase ^ 1);
         b.end_wait();
         ((float4*)(b.scratch + SUMS_AT + group * SUM_BYTES))[(b.warp & 1) * 32 + lane] = sums;
-        __syncwarp();
-        if (lane == 0) barrier_arrive(bars.sums_full + 8 * group);
+        arrive_for_warp(bars.sums_full + 8 * group, lane);
         b.buffer_phase ^= 1;
     }
     __device__ __forceinline__ void run() {
@@ -174,8 +174,7 @@ __device__ __forceinline__ void reduce_one(Block& b, int which, const Run& run, 
                 odd = total;
             else
                 even = total;
-            __syncwarp();
-            if (b.lane == 0) barrier_arrive(bars.sums_empty + 8 * group);
+            arrive_for_warp(bars.sums_empty + 8 * group, b.lane);
         }
         const float sum = (even + odd) * by;
         if (WORDS)

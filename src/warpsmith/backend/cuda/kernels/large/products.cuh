@@ -86,7 +86,7 @@ __device__ __forceinline__ void prepare_one(Block& b, const Run& run, int stage,
         sums[0] = (u16)rounded, sums[2] = (u16)pack_half(total - unpack_half(rounded).x, 0.0f);
     }
     b.sync();
-    if (threadIdx.x == 0) barrier_arrive(Barriers(b.base).begun);
+    if (threadIdx.x < THREADS_ARRIVE) barrier_arrive(Barriers(b.base).begun);
 }
 
 // The group's activations as fp16 operands. A thread has 64 k of one token of every octet, which lie in memory as they
@@ -195,7 +195,7 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Sourc
     }
     show_to_products();
     b.sync();
-    if (threadIdx.x == 0) barrier_arrive(Barriers(b.base).begun);
+    if (threadIdx.x < THREADS_ARRIVE) barrier_arrive(Barriers(b.base).begun);
 }
 
 #include "large/multiply_one.cuh"

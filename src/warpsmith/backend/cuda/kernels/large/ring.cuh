@@ -6,16 +6,31 @@
 // Included where the pass has its own `Params` and constants (large/block.cuh, draft/block.cuh).
 #pragma once
 
+// One lane arrives for its warp, or one thread for all that have met at a barrier. The race checker does not follow
+// that: for it every one of them does.
+#ifdef EVERY_LANE_ARRIVES
+constexpr int LANES_ARRIVE = 32, THREADS_ARRIVE = CONSUMERS;
+#else
+constexpr int LANES_ARRIVE = 1, THREADS_ARRIVE = 1;
+#endif
+__device__ __forceinline__ void arrive_for_warp(u32 barrier, int lane) {
+    __syncwarp();
+    if (lane < LANES_ARRIVE) barrier_arrive(barrier);
+}
+
 struct Barriers {
     u32 full, empty, sums_full, sums_empty, begun, tabled;
     __device__ explicit Barriers(u32 base)
         : full(base + BARRIERS_AT), empty(full + 8 * SLOTS), sums_full(empty + 8 * SLOTS),
           sums_empty(sums_full + 8 * SUM_BUFFERS), begun(sums_empty + 8 * SUM_BUFFERS), tabled(begun + 8) {}
     __device__ void init() const {
-        for (int i = 0; i < SLOTS; i++) barrier_init(full + 8 * i, COPY_LANES), barrier_init(empty + 8 * i, WARPS);
-        for (int i = 0; i < SUM_BUFFERS; i++)
-            barrier_init(sums_full + 8 * i, SUM_WRITERS), barrier_init(sums_empty + 8 * i, SUM_READERS);
-        barrier_init(begun, 1), barrier_init(tabled, REDUCERS + 1);
+        for (int i = 0; i < SLOTS; i++)
+            barrier_init(full + 8 * i, COPY_LANES), barrier_init(empty + 8 * i, WARPS * LANES_ARRIVE);
+        for (int i = 0; i < SUM_BUFFERS; i++) {
+            barrier_init(sums_full + 8 * i, SUM_WRITERS * LANES_ARRIVE);
+            barrier_init(sums_empty + 8 * i, SUM_READERS * LANES_ARRIVE);
+        }
+        barrier_init(begun, THREADS_ARRIVE), barrier_init(tabled, (REDUCERS + 1) * LANES_ARRIVE);
     }
 };
 
