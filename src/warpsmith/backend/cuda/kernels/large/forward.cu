@@ -226,8 +226,8 @@ __device__ __forceinline__ void add_up(Block& b, int which) {
             measure_words(b, which, i);
             by = b.s.scale[0] * b.s.inverse[which][0];  // before the consumers may go on
         }
-        arrive_for_warp(bars.tabled, b.lane);
         const Run run = uniform_run(b.s.runs[phase]);
+        arrive_for_warp(bars.tabled, b.lane);
         if (POLLED && i < 4 * LAYERS) {
             reduce_one<true>(b, which, run, count, by, (float*)sum_words(b, i));
         } else {

@@ -108,7 +108,7 @@ struct OneMultiplier {
     __device__ __forceinline__ void run() {
         const u32 own_part = b.base + RING_AT + (AT_ONCE == 2 ? group & 1 : 0) * BYTES +
                              (b.warp & 1) * 2 * slab_bytes(TYPE);
-        const volatile u32* issued = (const volatile u32*)(b.scratch + ISSUED_AT);
+        u32* issued = (u32*)(b.scratch + ISSUED_AT);
         skip_to(min(group, superblocks) / AT_ONCE);
 #pragma unroll 1
         for (int index = group; index < superblocks;) {
@@ -118,7 +118,7 @@ struct OneMultiplier {
             const int says = AT_ONCE == 2 && (index | 1) < superblocks ? WARPS / 4 : WARPS / 2;
             b.begin_wait();
             // Who skips slots may be two turns ahead of a barrier, which shows only whether a turn is odd.
-            for (Watchdog dog; (int)(*issued - b.slots) < 0;) dog.check();
+            for (Watchdog dog; (int)(told(issued) - b.slots) < 0;) dog.check();
             barrier_wait(full, phase);
             b.end_wait();
             slab[0].load(at, lane), slab[1].load(at + slab_bytes(TYPE), lane);

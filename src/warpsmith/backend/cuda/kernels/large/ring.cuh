@@ -10,8 +10,13 @@
 // that: for it every one of them does.
 #ifdef EVERY_LANE_ARRIVES
 constexpr int LANES_ARRIVE = 32, THREADS_ARRIVE = CONSUMERS;
+// A number in shared memory that one thread writes and others poll.
+__device__ __forceinline__ void tell(u32* at, u32 n) { atomicExch(at, n); }
+__device__ __forceinline__ u32 told(u32* at) { return atomicAdd(at, 0); }
 #else
 constexpr int LANES_ARRIVE = 1, THREADS_ARRIVE = 1;
+__device__ __forceinline__ void tell(u32* at, u32 n) { *(volatile u32*)at = n; }
+__device__ __forceinline__ u32 told(u32* at) { return *(volatile u32*)at; }
 #endif
 __device__ __forceinline__ void arrive_for_warp(u32 barrier, int lane) {
     __syncwarp();
@@ -96,7 +101,7 @@ struct Producer {
     const u32 base;
     volatile int* const stopped;  // set when nobody waits for weights any more; or null
     u32* const spans;             // [SLOTS]: bytes of the ring that a slot has taken
-    volatile u32* const issued;
+    u32* const issued;
     u32 copies = 0;
     u32 end = 0;    // of the last slot
     u32 taken = 0;  // bytes of the ring that are not known to be empty again
@@ -106,7 +111,7 @@ struct Producer {
 
     __device__ Producer(u8* memory, volatile int* stop)
         : bars(shared_address(memory)), base(shared_address(memory)), stopped(stop), spans((u32*)(memory + SPANS_AT)),
-          issued((volatile u32*)(memory + ISSUED_AT)) {}
+          issued((u32*)(memory + ISSUED_AT)) {}
 
     __device__ void land_one() {
         barrier_wait(bars.full + 8 * first_on_way, on_way_phase);
@@ -132,7 +137,7 @@ struct Producer {
         while (slots_taken > 0 && (taken + span > RING_BYTES || slots_taken == SLOTS))
             if (!take_back()) return false;
         copy_slot(base + RING_AT + at, source, bytes, bars.full + 8 * slot, policy);
-        *issued = ++copies;
+        tell(issued, ++copies);
         spans[slot] = span, taken += span, slots_taken++, on_way++;
         source += bytes;
         if (++slot == SLOTS) slot = 0;
