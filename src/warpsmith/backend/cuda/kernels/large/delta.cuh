@@ -361,7 +361,7 @@ __device__ __forceinline__ void walk_states(const Block& b, const DeltaShare& sh
 #pragma unroll
             for (int j = 0; j < 4; j++) unit.s[c][j] = update_state(unit.s[c][j], fade, now.k[j], scaled[c]);
         if (now.to != NOWHERE) unit.keep(place(now.to));
-        __syncwarp();  // all have read v
+        if (LANES_ARRIVE > 1) __syncwarp();  // for the race checker: all have read v before the sums above
         if ((b.lane & 7) == 0) {
             float* row = rows + now.node * MIX_ROW;
             *(float2*)(row + MIX_V + own) = {out[0], out[1]}, *(float2*)(row + WRITTEN + own) = {scaled[0], scaled[1]};
