@@ -2,9 +2,9 @@
 // held.
 //
 // Grid: one block an SM, all resident (cooperative launch): 8 warps that compute, one that fills the ring, two that add
-// up, one that finds tables. Steps, each ended by all SMs (for one node most are not, see words.cuh): embed; per layer:
-// in (projections), mix (DeltaNet; attention: rows, parts, merge), out (projection), residual, mlp_in, activate,
-// mlp_out, residual; at last head, rank.
+// up, one that finds tables. Steps: embed; per layer: in (projections), mix (DeltaNet; attention: rows, parts, merge),
+// out (projection), residual, mlp_in, activate, mlp_out, residual; at last head, rank. What follows products is waited
+// for word by word, and so are one node's sums (see words.cuh); all other steps are ended by all SMs.
 #include "large/attention.cuh"
 #include "large/delta.cuh"
 
@@ -110,7 +110,6 @@ __device__ __noinline__ u32 lead_to(int i, int length, int deltas, const float* 
         } else {
             b.steps_done = attention_mix(i - 1, b.deltas, b.length, b.vectors, b.steps_done);
             b.mark();
-            if (!POLLED) b.step_done();
         }
     } else {
         if (i == 0) {
@@ -119,19 +118,15 @@ __device__ __noinline__ u32 lead_to(int i, int length, int deltas, const float* 
             if (!POLLED) b.wait_for_all();
             b.mark();
             use_sums(b, i - 1);
-            b.mark();
         }
-        if (!POLLED) b.step_done();
+        b.mark();
     }
-    b.mark();
-    if (!POLLED) b.wait_for_all();
-    b.mark();
     const Run run = uniform_run(b.s.runs[b.turn(i)]);
     const bool heads = kind == OUT && b.recurrent(i >> 2);
     if (POLLED)
         prepare_one(b, run, i, heads);
     else
-        prepare_operands(b, run, {kind == OUT ? b.p.y : kind == MLP_OUT ? b.p.h : b.p.x, (kind & 1) == 0, heads});
+        prepare_operands(b, run, i, heads);
     b.mark();
     return b.steps_done;
 }
@@ -142,7 +137,7 @@ __device__ __noinline__ u32 choose(const Draw* draw, int length, const float* ve
     b.length = length, b.vectors = vectors, b.steps_done = steps_done, b.draw = draw;
     barrier_wait(Barriers(b.base).tabled, b.turn(4 * LAYERS));
     b.wait_for_all();
-    if (POLLED) reset_all_words(b);
+    reset_all_words(b);
     rank_logits(b);
     b.step_done();
     b.wait_for_all();
@@ -234,9 +229,9 @@ __device__ __forceinline__ void add_up(Block& b, int which) {
             reduce_one<true>(b, which, run, count, by, (float*)sum_words(b, i));
         } else {
             if constexpr (POLLED)
-                reduce_one<false>(b, which, run, count, by, b.p.sums);
+                reduce_one<false>(b, which, run, count, by, sums_at(b, i));
             else
-                reduce_tiles<false>(b, which, run, count, b.p.sums);
+                reduce_tiles<false>(b, which, run, count, sums_at(b, i));
             if (b.lane == 0) add_release(b.p.counter, 1);
         }
     }
@@ -292,7 +287,7 @@ __device__ __forceinline__ void find_tables(Block& b) {
             ((int*)&b.s.runs[phase ^ 1])[b.lane] = ((const int*)&b.p.runs[next * SMS + b.sm])[b.lane];
         stage = b.p.stages[next];
         ask_early(b, i);
-        if (POLLED && (i & 3) == OUT) reset_layer(b, i);
+        if ((i & 3) == OUT) reset_layer(b, i);
         copies_done();
         __syncwarp();
         if (b.lane == 0) barrier_arrive(bars.tabled);
