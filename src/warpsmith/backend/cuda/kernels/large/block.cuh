@@ -36,14 +36,15 @@ struct Block {
 
     __device__ bool decoding() const { return r.steps > 0; }
     __device__ bool recurrent(int layer) const { return uniform(s.recurrent[layer >> 5] >> (layer & 31) & 1); }
+    __device__ int step() const { return length - r.length; }  // tokens of this launch before this one
     // Odd or even: how many stages came before the i-th of this token.
-    __device__ u32 turn(int i) const { return (u32)(length - r.length + i) & 1; }
+    __device__ u32 turn(int i) const { return (u32)(step() + i) & 1; }
     // Which row of what a tree leaves is a node's: of results, and of what a commit needs.
     __device__ int place(int node) const { return POLLED ? 0 : r.place[node]; }
     // Which row of features the first node has of the i-th layer: of a tree [layers][nodes], of tokens that are decoded
     // [layers][MAX_STEPS].
     __device__ size_t feature_at(int i) const {
-        return decoding() ? (size_t)i * MAX_STEPS + (length - r.length) : (size_t)i * (r.whole ? r.whole : nodes);
+        return decoding() ? (size_t)i * MAX_STEPS + step() : (size_t)i * (r.whole ? r.whole : nodes);
     }
     __device__ void sync() const { sync_threads<CONSUMERS>(); }
 

@@ -131,8 +131,8 @@ __device__ __noinline__ u32 lead_to(int i, int length, int deltas, const float* 
     return b.steps_done;
 }
 
-// The launch's `token`-th token, or one for every node, once the head's products are made.
-__device__ __noinline__ u32 choose(const Draw* draw, int length, const float* vectors, u32 steps_done, int token) {
+// The next token, or one for every node, once the head's products are made.
+__device__ __noinline__ u32 choose(const Draw* draw, int length, const float* vectors, u32 steps_done) {
     Block b;
     b.length = length, b.vectors = vectors, b.steps_done = steps_done, b.draw = draw;
     barrier_wait(Barriers(b.base).tabled, b.turn(4 * LAYERS));
@@ -142,14 +142,14 @@ __device__ __noinline__ u32 choose(const Draw* draw, int length, const float* ve
     b.step_done();
     b.wait_for_all();
     if (SAMPLES && draw->inverse_temperature > 0)
-        draw_token(b, token);
+        draw_token(b, b.step());
     else
         choose_tokens(b);
     b.mark();
     return b.steps_done;
 }
 
-__device__ __forceinline__ void forward_pass(Block& b, int token) {
+__device__ __forceinline__ void forward_pass(Block& b) {
     b.vectors = b.p.vectors, b.deltas = 0;
 #pragma unroll 1
     for (int i = 0; i <= 4 * LAYERS; i++) {
@@ -165,18 +165,17 @@ __device__ __forceinline__ void forward_pass(Block& b, int token) {
             multiply(b, run);
         b.mark();
     }
-    b.steps_done = choose(b.draw, b.length, b.vectors, b.steps_done, token);
+    b.steps_done = choose(b.draw, b.length, b.vectors, b.steps_done);
 }
 
 __device__ __forceinline__ void consume(Block& b) {
     if (SAMPLES && threadIdx.x == 0) b.s.reach = first_reach(b);
     prepare_tree(b);
 #pragma unroll 1
-    for (int step = 0; step < max(1, b.r.steps); step++) {
-        forward_pass(b, step);
+    for (b.length = b.r.length; b.step() < max(1, b.r.steps); b.length++) {
+        forward_pass(b);
         const int token = b.s.token[0];
-        b.length++;
-        if (SAMPLES && b.draw->sampled && threadIdx.x == 0) b.s.drawn[step] = token;
+        if (SAMPLES && b.draw->sampled && threadIdx.x == 0) b.s.drawn[b.step()] = token;
         int stop = token == UNDECIDED;
         for (int i = 0; i < b.r.stops; i++) stop |= b.r.stop_ids[i] == token;
         b.sync();  // for the compiler: it keeps numbers in registers of the whole warp only if its lanes are together

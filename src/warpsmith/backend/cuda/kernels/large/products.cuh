@@ -85,9 +85,11 @@ __device__ __forceinline__ void prepare_one(Block& b, const Run& run, int stage,
     if (threadIdx.x == 0) barrier_arrive(Barriers(b.base).begun);
 }
 
-// Sums of squares of some nodes' residual streams, a lane some SMs of each, once they have come.
-template <int EACH_NODES, int EACH_SMS>
-__device__ __forceinline__ void await_squares(const Block& b, int stage, u32 (&squares)[EACH_NODES][EACH_SMS]) {
+// Sums of squares of some nodes' residual streams, once they have come: a lane those of some SMs.
+template <int EACH_NODES>
+__device__ __forceinline__ void await_squares(const Block& b, int stage, float (&square)[EACH_NODES]) {
+    constexpr int EACH_SMS = (SMS + 31) / 32;
+    u32 squares[EACH_NODES][EACH_SMS];
     for (Watchdog dog;; dog.check()) {
         bool all = true;
 #pragma unroll
@@ -103,6 +105,32 @@ __device__ __forceinline__ void await_squares(const Block& b, int stage, u32 (&s
             for (int i = 0; i < EACH_SMS; i++) all = all & squares[n][i] != NOT_YET;
         if (everywhere(all)) break;
     }
+#pragma unroll
+    for (int n = 0; n < EACH_NODES; n++)
+#pragma unroll
+        for (int i = 0; i < EACH_SMS; i++) square[n] += __uint_as_float(squares[n][i]);
+}
+
+// Half of a DeltaNet head's, of a token of every octet: eight, in two sums. `live(octet)`: whether there is one.
+template <class Live>
+__device__ __forceinline__ void await_head_squares(const u32* at, Live live, float (&square)[OCTETS][2]) {
+    uint4 v[OCTETS][2] = {};
+    for (Watchdog dog;; dog.check()) {
+        bool all = true;
+#pragma unroll
+        for (int octet = 0; octet < OCTETS; octet++)
+            if (live(octet)) v[octet][0] = load16(at + octet * 128), v[octet][1] = load16(at + octet * 128 + 4);
+#pragma unroll
+        for (int octet = 0; octet < OCTETS; octet++) all = all & came4(v[octet][0]) & came4(v[octet][1]);
+        if (everywhere(all)) break;
+    }
+#pragma unroll
+    for (int octet = 0; octet < OCTETS; octet++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float4 f = floats(v[octet][i]);
+            square[octet][i] = (f.x + f.y) + (f.z + f.w);
+        }
 }
 
 // The group's activations as fp16 operands. A thread has 64 k of one token of every octet, which lie in memory as they
@@ -111,26 +139,14 @@ __device__ __forceinline__ void await_squares(const Block& b, int stage, u32 (&s
 // has them first need not ask for everything again and again.
 __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, int stage, bool heads) {
     static_assert(GROUP_BLOCKS * 4 * 8 == CONSUMERS, "a thread a tile of 64 k and token of an octet");
-    constexpr int EACH_NODES = OCTETS * 8 / WARPS, EACH_SMS = (SMS + 31) / 32;
+    constexpr int EACH_NODES = OCTETS * 8 / WARPS;
     const int in_octet = b.lane & 7, tile = b.warp * 4 + (b.lane >> 3);
     const auto live = [&](int octet) { return tile < run.blocks * 4 && octet * 8 + in_octet < b.nodes; };
-    u32 squares[EACH_NODES][EACH_SMS] = {};
-    if (normed(stage)) await_squares(b, stage, squares);
-    uint4 head_squares[OCTETS][2] = {};
-    if (heads) {
-        const u32* at = head_square_words(b, stage, run.first_block * 2 + tile / 2, in_octet) + (tile & 1) * 8;
-        for (Watchdog dog;; dog.check()) {
-            bool all = true;
-#pragma unroll
-            for (int octet = 0; octet < OCTETS; octet++)
-                if (live(octet))
-                    head_squares[octet][0] = load16(at + octet * 128), head_squares[octet][1] = load16(at + octet * 128 + 4);
-#pragma unroll
-            for (int octet = 0; octet < OCTETS; octet++)
-                all = all & came4(head_squares[octet][0]) & came4(head_squares[octet][1]);
-            if (everywhere(all)) break;
-        }
-    }
+    float square[EACH_NODES] = {}, head_square[OCTETS][2] = {};
+    if (normed(stage)) await_squares(b, stage, square);
+    if (heads)
+        await_head_squares(head_square_words(b, stage, run.first_block * 2 + tile / 2, in_octet) + (tile & 1) * 8, live,
+                           head_square);
     uint4 raw[OCTETS][8];  // [step, half]
     const u8* rows =
         (const u8*)operand_words(b, stage) + (run.first_block * 4 + tile) * (4 * STEP_BYTES) + in_octet * 16;
@@ -141,20 +157,15 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, int s
         for (int i = 0; i < 8; i++) raw[octet][i] = live(octet) ? ask(octet, i) : uint4{};
 #pragma unroll
     for (int n = 0; n < EACH_NODES; n++) {
-        const int node = n * WARPS + b.warp;
-        float square = 0.0f;
-#pragma unroll
-        for (int i = 0; i < EACH_SMS; i++) square += __uint_as_float(squares[n][i]);
-        const float inverse = normed(stage) ? inverse_root(warp_sum(square) / HIDDEN + EPS) : 1.0f;
-        if (b.lane < REDUCERS) b.s.inverse[b.lane][node] = inverse;
+        const float inverse = normed(stage) ? inverse_root(warp_sum(square[n]) / HIDDEN + EPS) : 1.0f;
+        if (b.lane < REDUCERS) b.s.inverse[b.lane][n * WARPS + b.warp] = inverse;
     }
     float by[OCTETS];
 #pragma unroll
     for (int octet = 0; octet < OCTETS; octet++) {
         by[octet] = 1.0f;
         if (heads) {
-            const float4 v = floats(head_squares[octet][0]), w = floats(head_squares[octet][1]);
-            const float first = (v.x + v.y) + (v.z + v.w), second = (w.x + w.y) + (w.z + w.w);
+            const float first = head_square[octet][0], second = head_square[octet][1];
             // in order: the second thread goes on where the first ended, and tells it the sum
             const float all = __shfl_xor_sync(~0u, first + second, 8) + first + second,
                         of_other = __shfl_xor_sync(~0u, all, 8);
