@@ -400,8 +400,8 @@ __device__ __forceinline__ void write_results(const Block& b, int stage, const D
     }
 }
 
-// A DeltaNet layer's mixer. It waits for the projection's sums; states are stored when its results are published. Returns
-// the steps done so far.
+// A DeltaNet layer's mixer. It waits for the projection's sums; states are stored when others need not wait for it.
+// Returns the steps done so far.
 __device__ __noinline__ u32 delta_mix(int stage, int deltas, int length, const float* vectors, u32 steps_done) {
     Block b;
     b.deltas = deltas, b.length = length, b.vectors = vectors, b.steps_done = steps_done;

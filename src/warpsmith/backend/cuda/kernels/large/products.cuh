@@ -14,8 +14,8 @@
 
 // --- activations ----------------------------------------------------------------------------------------------------
 
-// A stage's activations are multiplied with 1 / rms of the residual stream where they are that (`normed`), and where they
-// are a DeltaNet's output with 1 / rms of its head (`heads`).
+// A stage's activations are multiplied with 1 / rms of the residual stream where they are that (`normed`), and where
+// they are a DeltaNet's output with 1 / rms of its head (`heads`).
 __device__ __forceinline__ bool normed(int stage) { return (stage & 1) == 0; }
 
 // Of one node: a thread has eight k. The same operations in the same order.

@@ -1,25 +1,25 @@
 // What SMs exchange between the products of a layer: words that are there or not yet.
 //
 // The residual stream times the next norm's weight, sums of its squares, what the mixer gives and the MLP's inner
-// activation are polled for where they are needed (see common/exchange.cuh), and for one node the sums of a stage too: no
-// fence, no counter, and an SM waits only for those SMs whose results it uses. Attention's rows and parts, the head's
+// activation are polled for where they are needed (see common/exchange.cuh), and for one node the sums of a stage too:
+// no fence, no counter, and an SM waits only for those SMs whose results it uses. Attention's rows and parts, the head's
 // sums and all sums of a tree are waited for by the counter. Nobody waits for nodes that are not there.
 //
 // Layers have two places in turn. When an SM has the sums of squares for a layer's IN, which all SMs publish, everybody
-// has used the sums before, and so has read all words of the layer before: those for MLP_OUT were the last. They are then
-// set back to NOT_YET beside the products of OUT, and that is seen by all before the SM publishes the squares for MLP_IN,
-// without which nobody comes to the layer that has this place next: neither to write its words nor to read them. (In a
-// tree that follows from the counter, too: all SMs arrive with sums of IN when they have read the words before, and with
-// those of MLP_IN after the reset.) After a token all words are NOT_YET, whatever its number of nodes.
+// has used the sums before it, and so has read all words of the layer before: those for MLP_OUT were the last. They are
+// then set back to NOT_YET beside the products of OUT, and that is seen by all before the SM publishes the squares for
+// MLP_IN, without which nobody comes to the layer that has this place next, neither to write its words nor to read them.
+// In a tree the counter says the same: all SMs arrive with sums of IN when they have read the words before it, and with
+// those of MLP_IN after the reset. After a token all words are NOT_YET, however many nodes it had.
 #pragma once
 #include "common/exchange.cuh"
 #include "large/block.cuh"
 
 enum { IN, OUT, MLP_IN, MLP_OUT };  // a layer's products; the head is an IN
 
-// Where a layer's words lie: sums of its stages; the residual stream for IN and for MLP_IN, its squares [NODES][SQUARES]
-// behind it; the mixer's output, squares of DeltaNet heads [VALUE_HEADS][NODES][16] behind it; the inner activation.
-// Activations are pairs of bf16 (see activation_at).
+// Where a layer's words lie: sums of its stages; the residual stream for IN and for MLP_IN, its squares
+// [NODES][SQUARES] behind it; the mixer's output, squares of DeltaNet heads [VALUE_HEADS][NODES][16] behind it; the
+// inner activation. Activations are pairs of bf16 (see activation_at).
 constexpr int SUM_ROWS = POLLED ? ROWS : 0, SQUARES = up(SMS, 4), X_WORDS = NODES * (HIDDEN / 2 + SQUARES),
               OUT_AT = IN_RESULTS * SUM_ROWS, MLP_IN_AT = OUT_AT + OUT_RESULTS * SUM_ROWS,
               MLP_OUT_AT = MLP_IN_AT + MLP_IN_RESULTS * SUM_ROWS, X_AT = MLP_OUT_AT + MLP_OUT_RESULTS * SUM_ROWS,
