@@ -2,15 +2,15 @@
 //
 // The residual stream times the next norm's weight, sums of its squares, what the mixer gives and the MLP's inner
 // activation are polled for where they are needed (see common/exchange.cuh), and for one node the sums of a stage too:
-// no fence, no counter, and an SM waits only for those SMs whose results it uses. Attention's rows and parts, the head's
-// sums and all sums of a tree are waited for by the counter. Nobody waits for nodes that are not there.
+// no fence, no counter, and an SM waits only for those SMs whose results it uses. Attention's rows and parts, the
+// head's sums and all sums of a tree are waited for by the counter. Nobody waits for nodes that are not there.
 //
 // Layers have two places in turn. When an SM has the sums of squares for a layer's IN, which all SMs publish, everybody
 // has used the sums before it, and so has read all words of the layer before: those for MLP_OUT were the last. They are
 // then set back to NOT_YET beside the products of OUT, and that is seen by all before the SM publishes the squares for
-// MLP_IN, without which nobody comes to the layer that has this place next, neither to write its words nor to read them.
-// In a tree the counter says the same: all SMs arrive with sums of IN when they have read the words before it, and with
-// those of MLP_IN after the reset. After a token all words are NOT_YET, however many nodes it had.
+// MLP_IN, without which nobody comes to the layer that has this place next, neither to write its words nor to read
+// them. In a tree the counter says the same: all SMs arrive with sums of IN when they have read the words before it,
+// and with those of MLP_IN after the reset. After a token all words are NOT_YET, however many nodes it had.
 #pragma once
 #include "common/exchange.cuh"
 #include "large/block.cuh"
