@@ -312,9 +312,9 @@ class LargeLayout(SlabStages):
         c = self.config
         parts = nodes * c.heads * (self.splits + 2)
         return {
-            "counter": 128 * (1 + c.key_heads),
+            "counter": 128 * (2 + c.key_heads),
             "words": max(self.word_bytes(1), self.word_bytes(nodes)),
-            "sums": (self.results + max(self.most_results(1), self.most_results(3))) * nodes * ROWS * 4,
+            "sums": self.results * nodes * ROWS * 4,
             "queries": nodes * c.heads * HEAD_DIM * 2,
             "parts": parts * HEAD_DIM * 2,
             "part_stats": parts * 8,
@@ -332,7 +332,7 @@ class LargeLayout(SlabStages):
         sums = sum(self.most_results(kind) for kind in range(4)) * ROWS if nodes == 1 else 0
         residual = c.hidden // 2 + -(-self.sms // 4) * 4
         mixed = max(c.value_dim, c.heads * c.head_dim) // 2 + c.value_dim // 8
-        return 2 * 4 * (sums + nodes * (2 * residual + mixed + c.ffn // 2))
+        return (2 if nodes == 1 else 1) * 4 * (sums + nodes * (2 * residual + mixed + c.ffn // 2))
 
     @property
     def samples(self) -> bool:

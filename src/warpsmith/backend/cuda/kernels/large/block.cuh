@@ -36,15 +36,14 @@ struct Block {
 
     __device__ bool decoding() const { return r.steps > 0; }
     __device__ bool recurrent(int layer) const { return uniform(s.recurrent[layer >> 5] >> (layer & 31) & 1); }
-    __device__ int step() const { return length - r.length; }  // tokens of this launch before this one
     // Odd or even: how many stages came before the i-th of this token.
-    __device__ u32 turn(int i) const { return (u32)(step() + i) & 1; }
+    __device__ u32 turn(int i) const { return (u32)(length - r.length + i) & 1; }
     // Which row of what a tree leaves is a node's: of results, and of what a commit needs.
     __device__ int place(int node) const { return POLLED ? 0 : r.place[node]; }
     // Which row of features the first node has of the i-th layer: of a tree [layers][nodes], of tokens that are decoded
     // [layers][MAX_STEPS].
     __device__ size_t feature_at(int i) const {
-        return decoding() ? (size_t)i * MAX_STEPS + step() : (size_t)i * (r.whole ? r.whole : nodes);
+        return decoding() ? (size_t)i * MAX_STEPS + (length - r.length) : (size_t)i * (r.whole ? r.whole : nodes);
     }
     __device__ void sync() const { sync_threads<CONSUMERS>(); }
 
@@ -86,13 +85,6 @@ struct Block {
 #endif
 };
 
-// Where a stage's sums go. A tree's have two places in turn: an SM may be at the next products while others still read
-// the sums of these, but not at those after, since all SMs arrive in between. The head's are the most: they lie last.
-__device__ __forceinline__ float* sums_at(const Block& b, int stage) {
-    constexpr size_t ODD_SUMS = POLLED ? 0 : (size_t)larger(OUT_RESULTS, MLP_OUT_RESULTS) * NODES * ROWS;
-    return b.p.sums + (stage & 1 ? 0 : ODD_SUMS);
-}
-
 // What a tile of results has been summed to: all groups of K, and where SMs share a group's tile, all its parts, in
 // order. The stage's table of tiles is in shared memory, where `load_table` put it. GROUPS: as many groups as K has at
 // most.
@@ -102,8 +94,8 @@ struct Sums {
     const u16* tiles;
     int stride;
 
-    __device__ Sums(const Block& b, int stage, const u16* table, int rows)
-        : sums(sums_at(b, stage)), tiles(table), stride(rows / ROWS + 1) {}
+    __device__ Sums(const Block& b, const u16* table, int rows)
+        : sums(b.p.sums), tiles(table), stride(rows / ROWS + 1) {}
 
     // Where rows `row` .. + 3, a multiple of 4, of the first node are: a group's first part, and how many parts it has.
     struct Place {

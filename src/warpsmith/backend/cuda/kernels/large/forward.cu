@@ -121,6 +121,7 @@ __device__ __noinline__ u32 lead_to(int i, int length, int deltas, const float* 
         }
         b.mark();
     }
+    if (!POLLED) b.sync();  // who has nothing more to do rests: polls would be in the way of the others
     const Run run = uniform_run(b.s.runs[b.turn(i)]);
     const bool heads = kind == OUT && b.recurrent(i >> 2);
     if (POLLED)
@@ -131,8 +132,8 @@ __device__ __noinline__ u32 lead_to(int i, int length, int deltas, const float* 
     return b.steps_done;
 }
 
-// The next token, or one for every node, once the head's products are made.
-__device__ __noinline__ u32 choose(const Draw* draw, int length, const float* vectors, u32 steps_done) {
+// The launch's `token`-th token, or one for every node, once the head's products are made.
+__device__ __noinline__ u32 choose(const Draw* draw, int length, const float* vectors, u32 steps_done, int token) {
     Block b;
     b.length = length, b.vectors = vectors, b.steps_done = steps_done, b.draw = draw;
     barrier_wait(Barriers(b.base).tabled, b.turn(4 * LAYERS));
@@ -142,14 +143,14 @@ __device__ __noinline__ u32 choose(const Draw* draw, int length, const float* ve
     b.step_done();
     b.wait_for_all();
     if (SAMPLES && draw->inverse_temperature > 0)
-        draw_token(b, b.step());
+        draw_token(b, token);
     else
         choose_tokens(b);
     b.mark();
     return b.steps_done;
 }
 
-__device__ __forceinline__ void forward_pass(Block& b) {
+__device__ __forceinline__ void forward_pass(Block& b, int token) {
     b.vectors = b.p.vectors, b.deltas = 0;
 #pragma unroll 1
     for (int i = 0; i <= 4 * LAYERS; i++) {
@@ -165,17 +166,19 @@ __device__ __forceinline__ void forward_pass(Block& b) {
             multiply(b, run);
         b.mark();
     }
-    b.steps_done = choose(b.draw, b.length, b.vectors, b.steps_done);
+    b.steps_done = choose(b.draw, b.length, b.vectors, b.steps_done, token);
 }
 
 __device__ __forceinline__ void consume(Block& b) {
     if (SAMPLES && threadIdx.x == 0) b.s.reach = first_reach(b);
     prepare_tree(b);
+    b.length = b.r.length;  // read again, else it would be kept in memory until here
 #pragma unroll 1
-    for (b.length = b.r.length; b.step() < max(1, b.r.steps); b.length++) {
-        forward_pass(b);
+    for (int step = 0; step < max(1, b.r.steps); step++) {
+        forward_pass(b, step);
         const int token = b.s.token[0];
-        if (SAMPLES && b.draw->sampled && threadIdx.x == 0) b.s.drawn[b.step()] = token;
+        b.length++;
+        if (SAMPLES && b.draw->sampled && threadIdx.x == 0) b.s.drawn[step] = token;
         int stop = token == UNDECIDED;
         for (int i = 0; i < b.r.stops; i++) stop |= b.r.stop_ids[i] == token;
         b.sync();  // for the compiler: it keeps numbers in registers of the whole warp only if its lanes are together
@@ -212,9 +215,21 @@ __device__ __forceinline__ bool begun(const Block& b, u32 phase) {
     return !uniform(b.s.stopped);
 }
 
+// A tree's sums take the place of those before them: two places in turn would be too much for the L2 cache. Others may
+// still read these where a stage needs nothing of every SM, as the squares of the residual stream are. They have read
+// them when they have begun the stage, and by then consumers have filled a buffer of sums or two.
+__device__ __forceinline__ void wait_for_use(const Block& b, int which, u32 uses) {
+    u32* counter = b.p.counter + 32 * (1 + KEY_HEADS);
+    if (b.lane == 0) {
+        if (which == 0) add_release(counter, 1);
+        for (Watchdog dog; (int)(load_acquire(counter) - uses * SMS) < 0;) dog.check();
+    }
+    __syncwarp();
+}
+
 __device__ __forceinline__ void add_up(Block& b, int which) {
     const Barriers bars(b.base);
-    u32 count = 0, phase = 0;
+    u32 count = 0, phase = 0, uses = 0;
 #pragma unroll 1
     for (int i = 0; begun(b, phase); i = i == 4 * LAYERS ? 0 : i + 1, phase ^= 1) {
         float by = 1.0f;
@@ -223,14 +238,15 @@ __device__ __forceinline__ void add_up(Block& b, int which) {
             by = b.s.scale[0] * b.s.inverse[which][0];  // before the consumers may go on
         }
         if (b.lane == 0) barrier_arrive(bars.tabled);
+        if (!POLLED && (i & 1)) wait_for_use(b, which, ++uses);
         const Run run = uniform_run(b.s.runs[phase]);
         if (POLLED && i < 4 * LAYERS) {
             reduce_one<true>(b, which, run, count, by, (float*)sum_words(b, i));
         } else {
             if constexpr (POLLED)
-                reduce_one<false>(b, which, run, count, by, sums_at(b, i));
+                reduce_one<false>(b, which, run, count, by, b.p.sums);
             else
-                reduce_tiles<false>(b, which, run, count, sums_at(b, i));
+                reduce_tiles<false>(b, which, run, count, b.p.sums);
             if (b.lane == 0) add_release(b.p.counter, 1);
         }
     }
@@ -286,7 +302,7 @@ __device__ __forceinline__ void find_tables(Block& b) {
             ((int*)&b.s.runs[phase ^ 1])[b.lane] = ((const int*)&b.p.runs[next * SMS + b.sm])[b.lane];
         stage = b.p.stages[next];
         ask_early(b, i);
-        if ((i & 3) == OUT) reset_layer(b, i);
+        reset_read_words(b, i);
         copies_done();
         __syncwarp();
         if (b.lane == 0) barrier_arrive(bars.tabled);

@@ -91,7 +91,7 @@ struct Params {
     u8* values;  // and of VALUE_ROW
     long long context;
     // between SMs
-    u32* counter;        // arrivals; 32 words on, and so on, those of SMs that share a key head
+    u32* counter;        // arrivals; 32 words on, and so on, those of SMs that share a key head; of SMs that used sums
     u32* words;          // see words.cuh
     float* sums;         // [tile][NODES][64]
     u32* queries;        // fp16 [NODES][HEADS][256]

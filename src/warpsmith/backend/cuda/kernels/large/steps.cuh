@@ -78,7 +78,7 @@ __device__ __forceinline__ void activate(Block& b, int stage) {
 // The best of this SM's logits, for every node. A thread has four rows at a time, of all nodes.
 __device__ __forceinline__ void rank_logits(Block& b) {
     const Stage stage = b.p.stages[4 * LAYERS];
-    const Sums<HIDDEN_GROUPS> sums(b, 4 * LAYERS, b.p.tiles + stage.tiles_at, HEAD_TILES * ROWS);
+    const Sums<HIDDEN_GROUPS> sums(b, b.p.tiles + stage.tiles_at, HEAD_TILES * ROWS);
     if (threadIdx.x < NODES) b.s.best[threadIdx.x] = 0;
     b.sync();
     const int first = first_of(stage.tile_rows, b.sm), tiles = first_of(stage.tile_rows, b.sm + 1) - first;

@@ -5,12 +5,17 @@
 // no fence, no counter, and an SM waits only for those SMs whose results it uses. Attention's rows and parts, the
 // head's sums and all sums of a tree are waited for by the counter. Nobody waits for nodes that are not there.
 //
-// Layers have two places in turn. When an SM has the sums of squares for a layer's IN, which all SMs publish, everybody
-// has used the sums before it, and so has read all words of the layer before: those for MLP_OUT were the last. They are
-// then set back to NOT_YET beside the products of OUT, and that is seen by all before the SM publishes the squares for
-// MLP_IN, without which nobody comes to the layer that has this place next, neither to write its words nor to read
-// them. In a tree the counter says the same: all SMs arrive with sums of IN when they have read the words before it,
-// and with those of MLP_IN after the reset. After a token all words are NOT_YET, however many nodes it had.
+// One node: layers have two places in turn. When an SM has the sums of squares for a layer's IN, which all SMs publish,
+// everybody has read all words of the layer before. They are then set back to NOT_YET beside the products of OUT, and
+// that is seen by all before the SM publishes the squares for MLP_IN, without which nobody comes to the layer that has
+// this place next.
+//
+// A tree: one place is enough, and less of the L2 cache. An SM makes the products of a stage when it has waited for the
+// sums of the stage before, with which all SMs arrive after they have read their words for it. Beside the products
+// these words are set back. The SM arrives with the sums of the next stage after that, and nobody writes or reads words
+// there again, four stages on, without having waited for those.
+//
+// After a token all words are NOT_YET, however many nodes it had.
 #pragma once
 #include "common/exchange.cuh"
 #include "large/block.cuh"
@@ -24,10 +29,11 @@ constexpr int SUM_ROWS = POLLED ? ROWS : 0, SQUARES = up(SMS, 4), X_WORDS = NODE
               OUT_AT = IN_RESULTS * SUM_ROWS, MLP_IN_AT = OUT_AT + OUT_RESULTS * SUM_ROWS,
               MLP_OUT_AT = MLP_IN_AT + MLP_IN_RESULTS * SUM_ROWS, X_AT = MLP_OUT_AT + MLP_OUT_RESULTS * SUM_ROWS,
               Y_AT = X_AT + 2 * X_WORDS, Y_SQUARES_AT = Y_AT + NODES * larger(VALUE_DIM, ATTENTION_DIM) / 2,
-              H_AT = Y_SQUARES_AT + NODES * VALUE_DIM / 8, LAYER_WORDS = H_AT + NODES * FFN / 2;
+              H_AT = Y_SQUARES_AT + NODES * VALUE_DIM / 8, LAYER_WORDS = H_AT + NODES * FFN / 2,
+              PLACES = POLLED ? 2 : 1;
 
 __device__ __forceinline__ u32* layer_words(const Block& b, int stage) {
-    return b.p.words + (stage >> 2 & 1) * LAYER_WORDS;
+    return b.p.words + (stage >> 2 & PLACES - 1) * LAYER_WORDS;
 }
 __device__ __forceinline__ u32* sum_words(const Block& b, int stage) {
     const int kind = stage & 3;
@@ -87,13 +93,20 @@ __device__ __forceinline__ void reset_words(const Block& b, u32* words, int coun
     for (int i = first_of(count / 4, b.sm) + thread; i < end; i += threads)
         store16(words + i * 4, NOT_YET, NOT_YET, NOT_YET, NOT_YET);
 }
-// Of the layer before that of a stage, by one warp.
-__device__ __forceinline__ void reset_layer(const Block& b, int stage) {
-    reset_words(b, layer_words(b, stage + 4), LAYER_WORDS, b.lane, 32);
+// Beside the products of a stage, by one warp: those that everybody has read by then.
+__device__ __forceinline__ void reset_read_words(const Block& b, int stage) {
+    if (POLLED ? (stage & 3) != OUT : stage == 0) return;
+    if (POLLED) {
+        reset_words(b, layer_words(b, stage + 4), LAYER_WORDS, b.lane, 32);  // of the layer before
+    } else {
+        const int before = stage - 1, kind = before & 3,
+                  count = kind == OUT ? H_AT - Y_AT : kind == MLP_OUT ? LAYER_WORDS - H_AT : X_WORDS;
+        reset_words(b, operand_words(b, before), count, b.lane, 32);
+    }
     fence_gpu();
 }
 __device__ __forceinline__ void reset_all_words(const Block& b) {
-    reset_words(b, b.p.words, 2 * LAYER_WORDS, threadIdx.x, CONSUMERS);
+    reset_words(b, b.p.words, PLACES * LAYER_WORDS, threadIdx.x, CONSUMERS);
 }
 
 // `Sums` that are polled for.
@@ -167,5 +180,5 @@ __device__ __forceinline__ auto sums_of(const Block& b, int stage, int rows) {
     if constexpr (POLLED)
         return SumWords<GROUPS>(b, stage, rows);
     else
-        return Sums<GROUPS>(b, stage, b.s.tiles, rows);
+        return Sums<GROUPS>(b, b.s.tiles, rows);
 }
