@@ -205,11 +205,16 @@ def test_decoding_on_the_device_is_forward_after_forward(both: tuple[LargeBacken
     check_decoded(both[0], 3)
 
 
-def test_no_word_of_one_node_is_left_for_the_next_launch(both: tuple[LargeBackend, ReferenceBackend]) -> None:
+def test_no_word_is_left_for_the_next_launch(both: tuple[LargeBackend, ReferenceBackend]) -> None:
     """Whoever polls would take it for this launch's."""
     cuda, _ = both
     state, words = cuda.new_state(64), cuda.scratch["words"]
-    for run in (lambda: cuda.forward([(state, Tree.chain([7]))]), lambda: cuda.decode(state, 7, 2)):
+    tree = random_tree(np.random.default_rng(0), 5, SHAPE.vocab)
+    for run in (
+        lambda: cuda.forward([(state, Tree.chain([7]))]),
+        lambda: cuda.forward([(state, tree)]),
+        lambda: cuda.decode(state, 7, 2),
+    ):
         run()
         assert (words.read(np.uint32, (words.nbytes // 4,)) == NOT_YET).all()
 

@@ -28,7 +28,7 @@ from warpsmith.model.synthetic import weight_bytes
 from warpsmith.model.weights import expected_shapes
 
 STEPS, MARKS = 32, 4096
-BEFORE = ("wait", "operands", "products", "wait for sums")
+BEFORE = ("operands", "products", "wait for sums")
 DELTA = ("projections", "convolutions", "walk")
 ATTENTION = ("rows", "parts", "wait for parts", "merge")
 
@@ -83,7 +83,7 @@ def print_profile(backend: LargeBackend, state, nodes: int) -> None:
     for recurrent in c.recurrent:
         mixer, own = ("DeltaNet", DELTA) if recurrent else ("attention", ATTENTION)
         for stage in ("in", "mix_out", "mlp_in", "mlp_out"):
-            for name in (*BEFORE, *(own if stage == "in" else ("work",)), "done"):
+            for name in (*BEFORE, *(own if stage == "in" else ("work",))):
                 found.setdefault((f"{mixer} {stage}", name), []).append(at)
                 at += 1
     for number, ((stage, name), where) in enumerate(found.items()):

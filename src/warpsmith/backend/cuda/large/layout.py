@@ -312,14 +312,9 @@ class LargeLayout(SlabStages):
         c = self.config
         parts = nodes * c.heads * (self.splits + 2)
         return {
-            "counter": 128 * (1 + c.key_heads),
-            "words": self.word_bytes,
+            "counter": 128 * (2 + c.key_heads),
+            "words": max(self.word_bytes(1), self.word_bytes(nodes)),
             "sums": self.results * nodes * ROWS * 4,
-            "x": nodes * c.hidden * 2,
-            "x_squares": nodes * self.sms * 4,
-            "y": nodes * max(c.value_dim, c.heads * c.head_dim) * 2,
-            "y_squares": nodes * c.value_dim // 8 * 4,
-            "h": nodes * c.ffn * 2,
             "queries": nodes * c.heads * HEAD_DIM * 2,
             "parts": parts * HEAD_DIM * 2,
             "part_stats": parts * 8,
@@ -331,14 +326,13 @@ class LargeLayout(SlabStages):
         """Tiles of results that stages of a kind (`in`, `mix_out`, `mlp_in`, `mlp_out`) write at most."""
         return max(deal.results for deal in self.deals[kind:-1:4])
 
-    @property
-    def word_bytes(self) -> int:
-        """What SMs poll for in the build for one node (see kernels/large/words.cuh)."""
+    def word_bytes(self, nodes: int) -> int:
+        """What SMs poll for in the build for so many nodes (see kernels/large/words.cuh)."""
         c = self.config
-        sums = sum(self.most_results(kind) for kind in range(4)) * ROWS
+        sums = sum(self.most_results(kind) for kind in range(4)) * ROWS if nodes == 1 else 0
         residual = c.hidden // 2 + -(-self.sms // 4) * 4
         mixed = max(c.value_dim, c.heads * c.head_dim) // 2 + c.value_dim // 8
-        return 2 * 4 * (sums + 2 * residual + mixed + c.ffn // 2)
+        return (2 if nodes == 1 else 1) * 4 * (sums + nodes * (2 * residual + mixed + c.ffn // 2))
 
     @property
     def samples(self) -> bool:

@@ -7,10 +7,10 @@ __device__ __forceinline__ u32 subtract_half(u32 a, u32 b) {
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
     return out;
 }
-// Of pairs of bf16: the larger magnitudes, the first without a sign.
+// Of pairs of bf16: the larger magnitudes, the first without a sign; NaN if one is.
 __device__ __forceinline__ u32 largest_bf16(u32 a, u32 b) {
     u32 out;
-    asm("{ .reg .b32 m; abs.bf16x2 m, %2; max.bf16x2 %0, %1, m; }" : "=r"(out) : "r"(a), "r"(b));
+    asm("{ .reg .b32 m; abs.bf16x2 m, %2; max.NaN.bf16x2 %0, %1, m; }" : "=r"(out) : "r"(a), "r"(b));
     return out;
 }
 __device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {

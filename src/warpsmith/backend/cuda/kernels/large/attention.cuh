@@ -22,8 +22,7 @@ struct Merge {
 #pragma unroll
         for (int j = 0; j < 8; j++) gate[j] = sigmoid(gate[j]);
     }
-    template <class Projection>
-    __device__ __forceinline__ void run(const Block& b, const Projection& sums, int task) const {
+    __device__ __forceinline__ void run(const Block& b, int stage, int task) const {
         const int node = task / HEADS, head = task % HEADS, position = uniform(node_position(b, node));
         const int early = early_chunks(position), splits = min(early, SPLITS),
                   count = splits + position / CHUNK - early + 1;
@@ -75,11 +74,8 @@ struct Merge {
 #pragma unroll
         for (int j = 0; j < 4; j++)
             out[j] = pack_bf16(sum[2 * j] * inverse * gate[2 * j], sum[2 * j + 1] * inverse * gate[2 * j + 1]);
-        const int k = head * HEAD_DIM + b.lane * 8;
-        if constexpr (POLLED)
-            store16(sums.words + Y_AT + k / 2, out[0], out[1], out[2], out[3]);  // the layer's words begin with IN's
-        else
-            store_activations(b.p.y, node, k, uint4{out[0], out[1], out[2], out[3]});
+        store_activations(operand_words(b, stage + 1), node, head * HEAD_DIM + b.lane * 8,
+                          uint4{out[0], out[1], out[2], out[3]});
     }
 };
 
@@ -128,7 +124,7 @@ __device__ __noinline__ u32 attention_mix(int stage, int deltas, int length, con
 #pragma unroll 1
     for (int task = first; task < tasks; task += WARPS * SMS) {
         if (task != first) merge.take_gates(b, sums, task);
-        merge.run(b, sums, task);
+        merge.run(b, stage, task);
     }
     return b.steps_done;
 }

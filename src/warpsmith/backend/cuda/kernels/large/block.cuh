@@ -85,31 +85,6 @@ struct Block {
 #endif
 };
 
-// Where a node's activations k .. k + 3, a multiple of 4, lie among those that a projection reads: in the order of its
-// operands (see OPERAND_BYTES), so that they are taken sixteen bytes at a time, whole lines a warp, and left as they
-// lie. The first two are one word; the other two belong to the other half of a product's K, 128 bytes on. One node's
-// are in order.
-__device__ __forceinline__ size_t activation_at(int node, int k) {
-    if (NODES == 1) return k;
-    return (size_t)(k / 64) * (NODES * 64) + k / 4 % 4 * (NODES * 16) + node / 8 * 128 + node % 8 * 8 + k % 64 / 16 * 2;
-}
-__device__ __forceinline__ void store_activations(u16* rows, int node, int k, uint2 four) {
-    u32* to = (u32*)(rows + activation_at(node, k));
-    if (NODES == 1)
-        *(uint2*)to = four;
-    else
-        to[0] = four.x, to[32] = four.y;
-}
-// Eight, from a multiple of 8 on.
-__device__ __forceinline__ void store_activations(u16* rows, int node, int k, uint4 eight) {
-    if (NODES == 1) {
-        *(uint4*)(rows + k) = eight;
-    } else {
-        store_activations(rows, node, k, uint2{eight.x, eight.y});
-        store_activations(rows, node, k + 4, uint2{eight.z, eight.w});
-    }
-}
-
 // What a tile of results has been summed to: all groups of K, and where SMs share a group's tile, all its parts, in
 // order. The stage's table of tiles is in shared memory, where `load_table` put it. GROUPS: as many groups as K has at
 // most.
@@ -119,9 +94,8 @@ struct Sums {
     const u16* tiles;
     int stride;
 
-    __device__ Sums(const Block& b, const u16* table, const Stage& stage)
-        : sums(b.p.sums), tiles(table), stride(stage.tile_rows + 1) {}
-    __device__ Sums(const Block& b, int rows) : sums(b.p.sums), tiles(b.s.tiles), stride(rows / ROWS + 1) {}
+    __device__ Sums(const Block& b, const u16* table, int rows)
+        : sums(b.p.sums), tiles(table), stride(rows / ROWS + 1) {}
 
     // Where rows `row` .. + 3, a multiple of 4, of the first node are: a group's first part, and how many parts it has.
     struct Place {

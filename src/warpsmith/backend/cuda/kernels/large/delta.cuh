@@ -391,14 +391,8 @@ __device__ __forceinline__ void write_results(const Block& b, int stage, const D
                      pack_bf16(o1.x * weight[1].x * z1.x, o1.y * weight[1].y * z1.y),
                      pack_bf16(o1.z * weight[1].z * z1.z, o1.w * weight[1].w * z1.w)};
     const float square = dot4(o0, o0) + dot4(o1, o1);
-    if (POLLED) {
-        u32* words = layer_words(b, stage);
-        store16(words + Y_AT + unit * 4, y.x, y.y, y.z, y.w);
-        store4(words + Y_SQUARES_AT + unit, __float_as_uint(square));
-    } else {
-        store_activations(b.p.y, node, unit * 8, y);
-        b.p.y_squares[(unit / 16 * NODES + node) * 16 + unit % 16] = square;
-    }
+    store_activations(operand_words(b, stage + 1), node, unit * 8, y);
+    store4(head_square_words(b, stage + 1, unit / 16, node) + unit % 16, __float_as_uint(square));
     if (!b.decoding()) {
         const size_t at = ((size_t)b.deltas * BLOCKS + unit / 2) * MAX_NODES + b.place(node);
         float4* to = (float4*)(b.p.pending_write + at * COLUMNS) + unit % 2 * 2;
@@ -407,8 +401,8 @@ __device__ __forceinline__ void write_results(const Block& b, int stage, const D
     }
 }
 
-// A DeltaNet layer's mixer. It waits for the projection's sums, and ends the step: states are stored when others need
-// not wait for it. Returns the steps done so far.
+// A DeltaNet layer's mixer. It waits for the projection's sums; states are stored when others need not wait for it.
+// Returns the steps done so far.
 __device__ __noinline__ u32 delta_mix(int stage, int deltas, int length, const float* vectors, u32 steps_done) {
     Block b;
     b.deltas = deltas, b.length = length, b.vectors = vectors, b.steps_done = steps_done;
@@ -448,7 +442,6 @@ __device__ __noinline__ u32 delta_mix(int stage, int deltas, int length, const f
         }
     }
     b.mark();
-    if (!POLLED) b.step_done();
     unit.store();
     return b.steps_done;
 }

@@ -2,9 +2,9 @@
 // held.
 //
 // Grid: one block an SM, all resident (cooperative launch): 8 warps that compute, one that fills the ring, two that add
-// up, one that finds tables. Steps, each ended by all SMs (for one node most are not, see words.cuh): embed; per layer:
-// in (projections), mix (DeltaNet; attention: rows, parts, merge), out (projection), residual, mlp_in, activate,
-// mlp_out, residual; at last head, rank.
+// up, one that finds tables. Steps: embed; per layer: in (projections), mix (DeltaNet; attention: rows, parts, merge),
+// out (projection), residual, mlp_in, activate, mlp_out, residual; at last head, rank. What follows products is waited
+// for word by word, and so are one node's sums (see words.cuh); all other steps are ended by all SMs.
 #include "large/attention.cuh"
 #include "large/delta.cuh"
 
@@ -110,7 +110,6 @@ __device__ __noinline__ u32 lead_to(int i, int length, int deltas, const float* 
         } else {
             b.steps_done = attention_mix(i - 1, b.deltas, b.length, b.vectors, b.steps_done);
             b.mark();
-            if (!POLLED) b.step_done();
         }
     } else {
         if (i == 0) {
@@ -119,19 +118,16 @@ __device__ __noinline__ u32 lead_to(int i, int length, int deltas, const float* 
             if (!POLLED) b.wait_for_all();
             b.mark();
             use_sums(b, i - 1);
-            b.mark();
         }
-        if (!POLLED) b.step_done();
+        b.mark();
     }
-    b.mark();
-    if (!POLLED) b.wait_for_all();
-    b.mark();
+    if (!POLLED) b.sync();  // who has nothing more to do rests: polls would be in the way of the others
     const Run run = uniform_run(b.s.runs[b.turn(i)]);
     const bool heads = kind == OUT && b.recurrent(i >> 2);
     if (POLLED)
         prepare_one(b, run, i, heads);
     else
-        prepare_operands(b, run, {kind == OUT ? b.p.y : kind == MLP_OUT ? b.p.h : b.p.x, (kind & 1) == 0, heads});
+        prepare_operands(b, run, i, heads);
     b.mark();
     return b.steps_done;
 }
@@ -142,7 +138,7 @@ __device__ __noinline__ u32 choose(const Draw* draw, int length, const float* ve
     b.length = length, b.vectors = vectors, b.steps_done = steps_done, b.draw = draw;
     barrier_wait(Barriers(b.base).tabled, b.turn(4 * LAYERS));
     b.wait_for_all();
-    if (POLLED) reset_all_words(b);
+    reset_all_words(b);
     rank_logits(b);
     b.step_done();
     b.wait_for_all();
@@ -176,6 +172,7 @@ __device__ __forceinline__ void forward_pass(Block& b, int token) {
 __device__ __forceinline__ void consume(Block& b) {
     if (SAMPLES && threadIdx.x == 0) b.s.reach = first_reach(b);
     prepare_tree(b);
+    b.length = b.r.length;  // read again, else it would be kept in memory until here
 #pragma unroll 1
     for (int step = 0; step < max(1, b.r.steps); step++) {
         forward_pass(b, step);
@@ -216,9 +213,21 @@ __device__ __forceinline__ bool begun(const Block& b, u32 phase) {
     return !uniform(b.s.stopped);
 }
 
+// A tree's sums take the place of those before them: two places in turn would be too much for the L2 cache. Others may
+// still read these where a stage needs nothing of every SM, as the squares of the residual stream are. They have read
+// them when they have begun the stage, and by then consumers have filled a buffer of sums or two.
+__device__ __forceinline__ void wait_for_use(const Block& b, int which, u32 uses) {
+    u32* counter = b.p.counter + 32 * (1 + KEY_HEADS);
+    if (b.lane == 0) {
+        if (which == 0) add_release(counter, 1);
+        for (Watchdog dog; (int)(load_acquire(counter) - uses * SMS) < 0;) dog.check();
+    }
+    __syncwarp();
+}
+
 __device__ __forceinline__ void add_up(Block& b, int which) {
     const Barriers bars(b.base);
-    u32 count = 0, phase = 0;
+    u32 count = 0, phase = 0, uses = 0;
 #pragma unroll 1
     for (int i = 0; begun(b, phase); i = i == 4 * LAYERS ? 0 : i + 1, phase ^= 1) {
         float by = 1.0f;
@@ -228,6 +237,7 @@ __device__ __forceinline__ void add_up(Block& b, int which) {
         }
         const Run run = uniform_run(b.s.runs[phase]);
         arrive_for_warp(bars.tabled, b.lane);
+        if (!POLLED && (i & 1)) wait_for_use(b, which, ++uses);
         if (POLLED && i < 4 * LAYERS) {
             reduce_one<true>(b, which, run, count, by, (float*)sum_words(b, i));
         } else {
@@ -290,7 +300,7 @@ __device__ __forceinline__ void find_tables(Block& b) {
             ((int*)&b.s.runs[phase ^ 1])[b.lane] = ((const int*)&b.p.runs[next * SMS + b.sm])[b.lane];
         stage = b.p.stages[next];
         ask_early(b, i);
-        if (POLLED && (i & 3) == OUT) reset_layer(b, i);
+        reset_read_words(b, i);
         copies_done();
         arrive_for_warp(bars.tabled, b.lane);
         if (i == 0 && tokens > 0) report(b, tokens);

@@ -14,12 +14,9 @@
 
 // --- activations ----------------------------------------------------------------------------------------------------
 
-// Where a stage's activations come from; DeltaNet outputs have a factor a head.
-struct Source {
-    const u16* rows;
-    bool normed;  // times 1 / rms of the residual stream
-    bool heads;   // times 1 / rms of a DeltaNet head
-};
+// A stage's activations are multiplied with 1 / rms of the residual stream where they are that (`normed`), and where
+// they are a DeltaNet's output with 1 / rms of its head (`heads`).
+__device__ __forceinline__ bool normed(int stage) { return (stage & 1) == 0; }
 
 // Of one node: a thread has eight k. The same operations in the same order.
 __device__ __forceinline__ void prepare_one(Block& b, const Run& run, int stage, bool heads) {
@@ -28,11 +25,10 @@ __device__ __forceinline__ void prepare_one(Block& b, const Run& run, int stage,
     uint4 raw = {};
     float by = 1.0f;
     if (live) {
-        const u32* layer = layer_words(b, stage);
         const u32* at = operand_words(b, stage) + (run.first_block * BLOCK_K + k) / 2;
         raw = load16(at);
         if (heads) {
-            const u32* squares = layer + Y_SQUARES_AT + head * 16;
+            const u32* squares = head_square_words(b, stage, head, 0);
             uint4 v[4] = {load16(squares), load16(squares + 4), load16(squares + 8), load16(squares + 12)};
             for (Watchdog dog; !(came4(v[0]) & came4(v[1]) & came4(v[2]) & came4(v[3])); dog.check())
 #pragma unroll
@@ -89,66 +85,107 @@ __device__ __forceinline__ void prepare_one(Block& b, const Run& run, int stage,
     if (threadIdx.x < THREADS_ARRIVE) barrier_arrive(Barriers(b.base).begun);
 }
 
-// The group's activations as fp16 operands. A thread has 64 k of one token of every octet, which lie in memory as they
-// will in shared memory. All are asked for at once, with what they are multiplied with: 1 / rms of the residual stream
-// (a warp some nodes) or of a DeltaNet head (two threads have 64 k each, and half of its sums of squares).
-__device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Source from) {
-    static_assert(GROUP_BLOCKS * 4 * 8 == CONSUMERS, "a thread a tile of 64 k and token of an octet");
-    constexpr int EACH_NODES = OCTETS * 8 / WARPS, EACH_SMS = (SMS + 31) / 32;
-    const int in_octet = b.lane & 7, tile = b.warp * 4 + (b.lane >> 3);
-    float squares[EACH_NODES][EACH_SMS] = {};
-    float4 head_squares[OCTETS][2] = {};
-    if (from.normed) {
+// Sums of squares of some nodes' residual streams, once they have come: a lane those of some SMs.
+template <int EACH_NODES>
+__device__ __forceinline__ void await_squares(const Block& b, int stage, float (&square)[EACH_NODES]) {
+    constexpr int EACH_SMS = (SMS + 31) / 32;
+    u32 squares[EACH_NODES][EACH_SMS];
+    for (Watchdog dog;; dog.check()) {
+        bool all = true;
 #pragma unroll
         for (int n = 0; n < EACH_NODES; n++)
 #pragma unroll
             for (int i = 0; i < EACH_SMS; i++) {
                 const int node = n * WARPS + b.warp, sm = i * 32 + b.lane;
-                if (node < b.nodes && sm < SMS) squares[n][i] = __ldcg(b.p.x_squares + node * SMS + sm);
+                squares[n][i] = node < b.nodes && sm < SMS ? load4(square_words(b, stage, node) + sm) : 0;
             }
-    }
-    uint4 raw[OCTETS][8];  // [step, half]
-    const u8* rows = (const u8*)from.rows + (size_t)(run.first_block * 4 + tile) * (4 * STEP_BYTES) + in_octet * 16;
 #pragma unroll
-    for (int octet = 0; octet < OCTETS; octet++) {
-        const int token = octet * 8 + in_octet;
-        const bool live = tile < run.blocks * 4 && token < b.nodes;
-        if (from.heads && live) {
-            const int head = run.first_block * 2 + tile / 2;
-            const float4* at = (const float4*)(b.p.y_squares + (head * NODES + token) * 16) + (tile & 1) * 2;
-            head_squares[octet][0] = __ldcg(at), head_squares[octet][1] = __ldcg(at + 1);
+        for (int n = 0; n < EACH_NODES; n++)
+#pragma unroll
+            for (int i = 0; i < EACH_SMS; i++) all = all & squares[n][i] != NOT_YET;
+        if (everywhere(all)) break;
+    }
+#pragma unroll
+    for (int n = 0; n < EACH_NODES; n++)
+#pragma unroll
+        for (int i = 0; i < EACH_SMS; i++) square[n] += __uint_as_float(squares[n][i]);
+}
+
+// Half of a DeltaNet head's, of a token of every octet: eight, in two sums. `live(octet)`: whether there is one.
+template <class Live>
+__device__ __forceinline__ void await_head_squares(const u32* at, Live live, float (&square)[OCTETS][2]) {
+    uint4 v[OCTETS][2] = {};
+    for (Watchdog dog;; dog.check()) {
+        bool all = true;
+#pragma unroll
+        for (int octet = 0; octet < OCTETS; octet++)
+            if (live(octet)) v[octet][0] = load16(at + octet * 128), v[octet][1] = load16(at + octet * 128 + 4);
+#pragma unroll
+        for (int octet = 0; octet < OCTETS; octet++) all = all & came4(v[octet][0]) & came4(v[octet][1]);
+        if (everywhere(all)) break;
+    }
+#pragma unroll
+    for (int octet = 0; octet < OCTETS; octet++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float4 f = floats(v[octet][i]);
+            square[octet][i] = (f.x + f.y) + (f.z + f.w);
         }
+}
+
+// The group's activations as fp16 operands. A thread has 64 k of one token of every octet, which lie in memory as they
+// will in shared memory. They are multiplied with 1 / rms of the residual stream (a warp some nodes) or of a DeltaNet
+// head (two threads have 64 k each, and half of its sums of squares). Squares are published after what they are of: who
+// has them first need not ask for everything again and again.
+__device__ __forceinline__ void prepare_operands(Block& b, const Run& run, int stage, bool heads) {
+    static_assert(GROUP_BLOCKS * 4 * 8 == CONSUMERS, "a thread a tile of 64 k and token of an octet");
+    constexpr int EACH_NODES = OCTETS * 8 / WARPS;
+    const int in_octet = b.lane & 7, tile = b.warp * 4 + (b.lane >> 3);
+    const auto live = [&](int octet) { return tile < run.blocks * 4 && octet * 8 + in_octet < b.nodes; };
+    float square[EACH_NODES] = {}, head_square[OCTETS][2] = {};
+    if (normed(stage)) await_squares(b, stage, square);
+    if (heads)
+        await_head_squares(head_square_words(b, stage, run.first_block * 2 + tile / 2, in_octet) + (tile & 1) * 8, live,
+                           head_square);
+    uint4 raw[OCTETS][8];  // [step, half]
+    const u8* rows =
+        (const u8*)operand_words(b, stage) + (run.first_block * 4 + tile) * (4 * STEP_BYTES) + in_octet * 16;
+    const auto ask = [&](int octet, int i) { return load16(rows + i / 2 * STEP_BYTES + octet * 256 + i % 2 * 128); };
 #pragma unroll
-        for (int i = 0; i < 8; i++)
-            raw[octet][i] =
-                live ? __ldcg((const uint4*)(rows + i / 2 * STEP_BYTES + octet * 256 + i % 2 * 128)) : uint4{};
-    }
+    for (int octet = 0; octet < OCTETS; octet++)
+#pragma unroll
+        for (int i = 0; i < 8; i++) raw[octet][i] = live(octet) ? ask(octet, i) : uint4{};
 #pragma unroll
     for (int n = 0; n < EACH_NODES; n++) {
-        const int node = n * WARPS + b.warp;
-        float square = 0.0f;
-#pragma unroll
-        for (int i = 0; i < EACH_SMS; i++) square += squares[n][i];
-        const float inverse = from.normed ? inverse_root(warp_sum(square) / HIDDEN + EPS) : 1.0f;
-        if (b.lane < REDUCERS) b.s.inverse[b.lane][node] = inverse;
+        const float inverse = normed(stage) ? inverse_root(warp_sum(square[n]) / HIDDEN + EPS) : 1.0f;
+        if (b.lane < REDUCERS) b.s.inverse[b.lane][n * WARPS + b.warp] = inverse;
     }
     float by[OCTETS];
 #pragma unroll
     for (int octet = 0; octet < OCTETS; octet++) {
         by[octet] = 1.0f;
-        if (from.heads) {
-            const float4 v = head_squares[octet][0], w = head_squares[octet][1];
-            const float first = (v.x + v.y) + (v.z + v.w), second = (w.x + w.y) + (w.z + w.w);
+        if (heads) {
+            const float first = head_square[octet][0], second = head_square[octet][1];
             // in order: the second thread goes on where the first ended, and tells it the sum
             const float all = __shfl_xor_sync(~0u, first + second, 8) + first + second,
                         of_other = __shfl_xor_sync(~0u, all, 8);
             by[octet] = inverse_root((tile & 1 ? all : of_other) / STATE_DIM + EPS);
         }
-        u32 pairs = 0, top;
+        u32 pairs, top;
+        for (Watchdog dog;; dog.check()) {
+            pairs = 0;
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const uint4 v = raw[octet][i];
-            pairs = largest_bf16(largest_bf16(largest_bf16(largest_bf16(pairs, v.x), v.y), v.z), v.w);
+            for (int i = 0; i < 8; i++) {
+                const uint4 v = raw[octet][i];
+                pairs = largest_bf16(largest_bf16(largest_bf16(largest_bf16(pairs, v.x), v.y), v.z), v.w);
+            }
+            if (everywhere((pairs & 0x7fffu) <= 0x7f80u && pairs >> 16 <= 0x7f80u)) break;
+            // what has not come is a NaN, but not every NaN has not come
+            bool all = true;
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                if (!came4(raw[octet][i])) all = false, raw[octet][i] = ask(octet, i);
+            if (everywhere(all)) break;
         }
         top = __float_as_uint(__uint_as_float(max(pairs << 16, pairs & 0xffff0000u)) * by[octet]);
         top = max(top, __shfl_xor_sync(~0u, top, 8));
@@ -203,9 +240,9 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Sourc
 // 1 / rms of the one node's residual stream, as `measure_residual`.
 __device__ __forceinline__ void measure_words(Block& b, int which, int stage) {
     float inverse = 1.0f;
-    if ((stage & 1) == 0) {  // IN or MLP_IN
+    if (normed(stage)) {
         constexpr int EACH = (SMS + 31) / 32;
-        const u32* words = square_words(b, stage);
+        const u32* words = square_words(b, stage, 0);
         u32 got[EACH];
         for (Watchdog dog;; dog.check()) {
             bool all = true;

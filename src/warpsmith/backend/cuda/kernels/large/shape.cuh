@@ -20,7 +20,7 @@ constexpr int MAX_NODES = 64, HISTORY = 4, COLUMNS = 16, BLOCKS = VALUE_DIM / CO
               BLOCKS_PER_HEAD = STATE_DIM / COLUMNS;
 constexpr int MAX_STOPS = 16, MAX_FEATURES = 8;
 constexpr int OCTETS = (NODES + 7) / 8;
-// One node: what SMs exchange between the products of a layer are words that are polled for (see words.cuh).
+// One node: sums of products too are words that are polled for (see words.cuh).
 constexpr bool POLLED = NODES == 1;
 // Groups of K of projections from the residual stream, from the mixers and from the MLP's inner activation; rows of
 // stages.
@@ -91,14 +91,9 @@ struct Params {
     u8* values;  // and of VALUE_ROW
     long long context;
     // between SMs
-    u32* counter;        // arrivals; 32 words on, and so on, those of SMs that share a key head
-    u32* words;          // of a build for one node
+    u32* counter;        // arrivals; 32 words on, and so on, those of SMs that share a key head; of SMs that used sums
+    u32* words;          // see words.cuh
     float* sums;         // [tile][NODES][64]
-    u16* x;              // bf16 (see activation_at): the residual stream times the next norm's weight
-    float* x_squares;    // [NODES][SMS]
-    u16* y;              // bf16, the mixer's output
-    float* y_squares;    // [VALUE_HEADS][NODES][16]
-    u16* h;              // bf16, silu(gate) * up
     u32* queries;        // fp16 [NODES][HEADS][256]
     u32* parts;          // fp16 [NODES][HEADS][PARTS][256]; a DeltaNet's q and k [KEY_HEADS][NODES][256] f32
     float2* part_stats;  // [NODES][HEADS][PARTS] {maximum, sum}

@@ -27,10 +27,7 @@ __device__ __forceinline__ void update_residual(Block& b, int next, const float*
             *(float4*)own = x;
             if (feature) *(float4*)(feature + (size_t)b.place(node) * HIDDEN + k) = x;
             const uint2 out = {pack_bf16(x.x * w.x, x.y * w.y), pack_bf16(x.z * w.z, x.w * w.w)};
-            if (POLLED)
-                store8(x_words(b, next) + k / 2, out.x, out.y);
-            else
-                store_activations(b.p.x, node, k, out);
+            store_activations(x_words(b, next), node, k, out);
             square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, x.w * x.w)));
         }
         square += __shfl_xor_sync(~0u, square, 1);
@@ -41,10 +38,7 @@ __device__ __forceinline__ void update_residual(Block& b, int next, const float*
         float square = 0.0f;
 #pragma unroll 1
         for (int piece = 0; piece < pieces; piece++) square += b.s.squares[piece][threadIdx.x];
-        if (POLLED)
-            store4(square_words(b, next) + b.sm, __float_as_uint(square));
-        else
-            b.p.x_squares[threadIdx.x * SMS + b.sm] = square;
+        store4(square_words(b, next, threadIdx.x) + b.sm, __float_as_uint(square));
     }
 }
 
@@ -75,10 +69,7 @@ __device__ __forceinline__ void activate(Block& b, int stage) {
         const int k = piece * 8 + in;
         const uint2 out = {pack_bf16(silu(gate.x) * up.x, silu(gate.y) * up.y),
                            pack_bf16(silu(gate.z) * up.z, silu(gate.w) * up.w)};
-        if (POLLED)
-            store8(layer_words(b, stage) + H_AT + k / 2, out.x, out.y);
-        else
-            store_activations(b.p.h, node, k, out);
+        store_activations(operand_words(b, stage + 1), node, k, out);
     }
 }
 
@@ -87,7 +78,7 @@ __device__ __forceinline__ void activate(Block& b, int stage) {
 // The best of this SM's logits, for every node. A thread has four rows at a time, of all nodes.
 __device__ __forceinline__ void rank_logits(Block& b) {
     const Stage stage = b.p.stages[4 * LAYERS];
-    const Sums<HIDDEN_GROUPS> sums(b, b.p.tiles + stage.tiles_at, stage);
+    const Sums<HIDDEN_GROUPS> sums(b, b.p.tiles + stage.tiles_at, HEAD_TILES * ROWS);
     if (threadIdx.x < NODES) b.s.best[threadIdx.x] = 0;
     b.sync();
     const int first = first_of(stage.tile_rows, b.sm), tiles = first_of(stage.tile_rows, b.sm + 1) - first;

@@ -1,30 +1,39 @@
-// What SMs exchange between the products of a layer, in a build for one node: words that are there or not yet.
+// What SMs exchange between the products of a layer: words that are there or not yet.
 //
-// Sums of a stage, the residual stream times the next norm's weight, sums of its squares, what the mixer gives and the
-// MLP's inner activation are polled for where they are needed (see common/exchange.cuh): no fence, no counter, and an
-// SM waits only for those SMs whose results it uses. Only attention's parts and the head's sums are waited for by the
-// counter.
+// The residual stream times the next norm's weight, sums of its squares, what the mixer gives and the MLP's inner
+// activation are polled for where they are needed (see common/exchange.cuh), and for one node the sums of a stage too:
+// no fence, no counter, and an SM waits only for those SMs whose results it uses. Attention's rows and parts, the
+// head's sums and all sums of a tree are waited for by the counter. Nobody waits for nodes that are not there.
 //
-// Layers have two places in turn. When an SM has the sums of squares for a layer's IN, which all SMs publish, everybody
-// has read all words of the layer before. They are then set back to NOT_YET beside the products of OUT, and that is
-// seen by all before the SM publishes the squares for MLP_IN, without which nobody comes to the layer that has this
-// place next. After a token all words are NOT_YET.
+// One node: layers have two places in turn. When an SM has the sums of squares for a layer's IN, which all SMs publish,
+// everybody has read all words of the layer before. They are then set back to NOT_YET beside the products of OUT, and
+// that is seen by all before the SM publishes the squares for MLP_IN, without which nobody comes to the layer that has
+// this place next.
+//
+// A tree: one place is enough, and less of the L2 cache. An SM makes the products of a stage when it has waited for the
+// sums of the stage before, with which all SMs arrive after they have read their words for it. Beside the products
+// these words are set back. The SM arrives with the sums of the next stage after that, and nobody writes or reads words
+// there again, four stages on, without having waited for those.
+//
+// After a token all words are NOT_YET, however many nodes it had.
 #pragma once
 #include "common/exchange.cuh"
 #include "large/block.cuh"
 
 enum { IN, OUT, MLP_IN, MLP_OUT };  // a layer's products; the head is an IN
 
-// Where a layer's words lie: sums of its stages; the residual stream for IN and for MLP_IN, its squares behind it; the
-// mixer's output, squares of DeltaNet heads behind it; the inner activation.
-constexpr int SQUARES = up(SMS, 4), X_WORDS = HIDDEN / 2 + SQUARES, OUT_AT = IN_RESULTS * ROWS,
-              MLP_IN_AT = OUT_AT + OUT_RESULTS * ROWS, MLP_OUT_AT = MLP_IN_AT + MLP_IN_RESULTS * ROWS,
-              X_AT = MLP_OUT_AT + MLP_OUT_RESULTS * ROWS, Y_AT = X_AT + 2 * X_WORDS,
-              Y_SQUARES_AT = Y_AT + larger(VALUE_DIM, ATTENTION_DIM) / 2, H_AT = Y_SQUARES_AT + VALUE_DIM / 8,
-              LAYER_WORDS = H_AT + FFN / 2;
+// Where a layer's words lie: sums of its stages; the residual stream for IN and for MLP_IN, its squares
+// [NODES][SQUARES] behind it; the mixer's output, squares of DeltaNet heads [VALUE_HEADS][NODES][16] behind it; the
+// inner activation. Activations are pairs of bf16 (see activation_at).
+constexpr int SUM_ROWS = POLLED ? ROWS : 0, SQUARES = up(SMS, 4), X_WORDS = NODES * (HIDDEN / 2 + SQUARES),
+              OUT_AT = IN_RESULTS * SUM_ROWS, MLP_IN_AT = OUT_AT + OUT_RESULTS * SUM_ROWS,
+              MLP_OUT_AT = MLP_IN_AT + MLP_IN_RESULTS * SUM_ROWS, X_AT = MLP_OUT_AT + MLP_OUT_RESULTS * SUM_ROWS,
+              Y_AT = X_AT + 2 * X_WORDS, Y_SQUARES_AT = Y_AT + NODES * larger(VALUE_DIM, ATTENTION_DIM) / 2,
+              H_AT = Y_SQUARES_AT + NODES * VALUE_DIM / 8, LAYER_WORDS = H_AT + NODES * FFN / 2,
+              PLACES = POLLED ? 2 : 1;
 
 __device__ __forceinline__ u32* layer_words(const Block& b, int stage) {
-    return b.p.words + (stage >> 2 & 1) * LAYER_WORDS;
+    return b.p.words + (stage >> 2 & PLACES - 1) * LAYER_WORDS;
 }
 __device__ __forceinline__ u32* sum_words(const Block& b, int stage) {
     const int kind = stage & 3;
@@ -37,13 +46,44 @@ __device__ __forceinline__ u32* sum_words(const Block& b, int stage) {
 __device__ __forceinline__ u32* x_words(const Block& b, int stage) {
     return layer_words(b, stage) + X_AT + ((stage & 3) == MLP_IN ? X_WORDS : 0);
 }
-__device__ __forceinline__ u32* square_words(const Block& b, int stage) { return x_words(b, stage) + HIDDEN / 2; }
+__device__ __forceinline__ u32* square_words(const Block& b, int stage, int node) {
+    return x_words(b, stage) + NODES * HIDDEN / 2 + node * SQUARES;
+}
+// The squares of a DeltaNet head, for OUT.
+__device__ __forceinline__ u32* head_square_words(const Block& b, int stage, int head, int node) {
+    return layer_words(b, stage) + Y_SQUARES_AT + (head * NODES + node) * 16;
+}
 // What a stage multiplies.
 __device__ __forceinline__ u32* operand_words(const Block& b, int stage) {
     const int kind = stage & 3;
     return kind == OUT       ? layer_words(b, stage) + Y_AT
            : kind == MLP_OUT ? layer_words(b, stage) + H_AT
                              : x_words(b, stage);
+}
+
+// Where a node's activations k .. k + 3, a multiple of 4, lie among those that a stage multiplies: in the order of its
+// operands (see OPERAND_BYTES), so that they are taken sixteen bytes at a time, whole lines a warp, and left as they
+// lie. The first two are one word; the other two belong to the other half of a product's K, 128 bytes on. One node's
+// are in order.
+__device__ __forceinline__ int activation_at(int node, int k) {
+    if (NODES == 1) return k / 2;
+    return k / 64 * (NODES * 32) + k / 4 % 4 * (NODES * 8) + node / 8 * 64 + node % 8 * 4 + k % 64 / 16;
+}
+__device__ __forceinline__ void store_activations(u32* words, int node, int k, uint2 four) {
+    words += activation_at(node, k);
+    if (NODES == 1)
+        store8(words, four.x, four.y);
+    else
+        store4(words, four.x), store4(words + 32, four.y);
+}
+// Eight, from a multiple of 8 on.
+__device__ __forceinline__ void store_activations(u32* words, int node, int k, uint4 eight) {
+    if (NODES == 1) {
+        store16(words + activation_at(node, k), eight.x, eight.y, eight.z, eight.w);
+    } else {
+        store_activations(words, node, k, uint2{eight.x, eight.y});
+        store_activations(words, node, k + 4, uint2{eight.z, eight.w});
+    }
 }
 
 // Every SM some of them, by `threads` threads, of which this is number `thread`.
@@ -53,13 +93,20 @@ __device__ __forceinline__ void reset_words(const Block& b, u32* words, int coun
     for (int i = first_of(count / 4, b.sm) + thread; i < end; i += threads)
         store16(words + i * 4, NOT_YET, NOT_YET, NOT_YET, NOT_YET);
 }
-// Of the layer before that of a stage, by one warp.
-__device__ __forceinline__ void reset_layer(const Block& b, int stage) {
-    reset_words(b, layer_words(b, stage + 4), LAYER_WORDS, b.lane, 32);
+// Beside the products of a stage, by one warp: those that everybody has read by then.
+__device__ __forceinline__ void reset_read_words(const Block& b, int stage) {
+    if (POLLED ? (stage & 3) != OUT : stage == 0) return;
+    if (POLLED) {
+        reset_words(b, layer_words(b, stage + 4), LAYER_WORDS, b.lane, 32);  // of the layer before
+    } else {
+        const int before = stage - 1, kind = before & 3,
+                  count = kind == OUT ? H_AT - Y_AT : kind == MLP_OUT ? LAYER_WORDS - H_AT : X_WORDS;
+        reset_words(b, operand_words(b, before), count, b.lane, 32);
+    }
     fence_gpu();
 }
 __device__ __forceinline__ void reset_all_words(const Block& b) {
-    reset_words(b, b.p.words, 2 * LAYER_WORDS, threadIdx.x, CONSUMERS);
+    reset_words(b, b.p.words, PLACES * LAYER_WORDS, threadIdx.x, CONSUMERS);
 }
 
 // `Sums` that are polled for.
@@ -133,5 +180,5 @@ __device__ __forceinline__ auto sums_of(const Block& b, int stage, int rows) {
     if constexpr (POLLED)
         return SumWords<GROUPS>(b, stage, rows);
     else
-        return Sums<GROUPS>(b, rows);
+        return Sums<GROUPS>(b, b.s.tiles, rows);
 }
