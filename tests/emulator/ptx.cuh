@@ -57,6 +57,8 @@ inline void barrier_wait(u32 barrier, u32 parity) {
 // --- copies ---------------------------------------------------------------------------------------------------------
 
 inline u64 evict_first() { return 0; }
+inline float4 load_once(const float4* at) { return *at; }
+inline void store_once(float4* at, float4 v) { *at = v; }
 #if __CUDA_ARCH__ >= 900
 inline void copy_slot(u32 dst, const void* src, u32 bytes, u32 barrier, u64) {
     if (dst % 16 || (uintptr_t)src % 16 || bytes % 16) std::fprintf(stderr, "a bulk copy that is not aligned\n"), std::abort();

@@ -91,6 +91,21 @@ __device__ __forceinline__ u64 evict_first() {
     return policy;
 }
 
+// What a pass reads or writes once is to leave the L2 cache first: what SMs exchange has little room there beside the
+// weights that pass.
+__device__ __forceinline__ float4 load_once(const float4* at) {
+    float4 v;
+    asm volatile("ld.global.cg.L2::cache_hint.v4.f32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(at), "l"(evict_first()));
+    return v;
+}
+__device__ __forceinline__ void store_once(float4* at, float4 v) {
+    asm volatile("st.global.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(at), "f"(v.x), "f"(v.y), "f"(v.z),
+                 "f"(v.w), "l"(evict_first())
+                 : "memory");
+}
+
 #if __CUDA_ARCH__ >= 900
 // One thread copies `bytes` (a multiple of 16).
 __device__ __forceinline__ void copy_slot(u32 dst, const void* src, u32 bytes, u32 barrier, u64 policy) {

@@ -74,6 +74,14 @@ struct DeltaInputs {
           rows((int*)(vectors + 2 * OWN_HEADS)) {}
 };
 
+// For a commit, or a later token.
+__device__ __forceinline__ void keep(float4* at, float4 v) {
+    if (POLLED)
+        *at = v;
+    else
+        store_once(at, v);
+}
+
 // What does not depend on the projection, by `threads` threads, of which this is number `thread`.
 __device__ __forceinline__ void ask_inputs(const Block& b, const DeltaShare& share, int thread, int threads) {
     const DeltaInputs in(b.scratch);
@@ -121,7 +129,7 @@ __device__ __forceinline__ void delta_projections(Block& b, const DeltaShare& sh
                 if (node >= b.nodes) break;
                 const float4 v = sums.total(asked[j], place, node);
                 *(float4*)(in.raw + (node * INPUT_QUADS + quad) * 4) = v;
-                if (keeps) *(float4*)(kept + b.place(node) * CONV_CHANNELS + row) = v;
+                if (keeps) keep((float4*)(kept + b.place(node) * CONV_CHANNELS + row), v);
             }
         }
     }
@@ -197,7 +205,7 @@ __device__ __forceinline__ void delta_convolutions(Block& b, const DeltaShare& s
         if (task < b.nodes) {
             const float4 q[1] = {convolve(b, in, task, b.lane)}, k[1] = {convolve(b, in, task, MIX_K / 4 + b.lane)};
             norm_nodes(b, q, k, 1, [&](int) { return rows + task * MIX_ROW; });
-            if (!b.decoding() && share.first == 0) ((float4*)pending_key_at(b, share, task))[b.lane] = k[0];
+            if (!b.decoding() && share.first == 0) keep((float4*)pending_key_at(b, share, task) + b.lane, k[0]);
         } else {
             const int i = (task - b.nodes) * 32 + b.lane, node = i / OTHERS, quad = QK_QUADS + i % OTHERS;
             if (node >= b.nodes || in.rows[quad] < 0) continue;
@@ -257,7 +265,8 @@ __device__ __forceinline__ void share_convolutions(Block& b, const DeltaShare& s
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             const int node = b.warp + i * WARPS;
-            if (i < live && node % KEY_PARTS == share.part) ((float4*)pending_key_at(b, share, node))[b.lane] = k[i];
+            if (i < live && node % KEY_PARTS == share.part)
+                keep((float4*)pending_key_at(b, share, node) + b.lane, k[i]);
         }
 }
 
@@ -273,7 +282,10 @@ struct DeltaUnit {
 #pragma unroll
         for (int c = 0; c < 2; c++)
 #pragma unroll
-            for (int j = 0; j < 4; j++) s[c][j] = __ldcg(at + c * (STATE_DIM / 4) + j * 8);
+            for (int j = 0; j < 4; j++) {
+                const float4* from = at + c * (STATE_DIM / 4) + j * 8;
+                s[c][j] = POLLED ? __ldcg(from) : load_once(from);  // one node exchanges little
+            }
         const float4* norm = (const float4*)(b.vectors + GATED_NORM_AT) + share.unit(mine) % 16 * 2;
         weight[0] = __ldg(norm), weight[1] = __ldg(norm + 1);
     }
@@ -396,7 +408,7 @@ __device__ __forceinline__ void write_results(const Block& b, int stage, const D
     if (!b.decoding()) {
         const size_t at = ((size_t)b.deltas * BLOCKS + unit / 2) * MAX_NODES + b.place(node);
         float4* to = (float4*)(b.p.pending_write + at * COLUMNS) + unit % 2 * 2;
-        to[0] = written[0], to[1] = written[1];
+        keep(to, written[0]), keep(to + 1, written[1]);
         if (unit % 2 == 0) b.p.pending_fade[at] = row[GATES + head * 2];
     }
 }
