@@ -49,7 +49,7 @@ SMS = 3
 def machine() -> Iterator[None]:
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
-    with emulated_gpu(SMS, (8,)):
+    with emulated_gpu(SMS, (8,), often=True):
         yield
 
 
