@@ -82,9 +82,11 @@ NAMES = [
 
 
 def every_fifth(builds: list[tuple[PromptStream, str, Mapping[str, object]]]) -> list[Any]:
-    """There are many products; those between are among the slow tests."""
+    """There are many products; those between are among the slow tests. So are caches whose keys and whose values have
+    types that are built among others, too."""
     products = [number for number, (_, name, _) in enumerate(builds) if name in ("gemm", "slab_gemm")]
     seldom = set(products) - set(products[::5])
+    seldom |= {number for number, (stream, _, _) in enumerate(builds) if stream is CACHED[2]}
     return [
         pytest.param(*build, marks=[pytest.mark.slow] if number in seldom else [])
         for number, build in enumerate(builds)
