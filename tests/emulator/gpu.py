@@ -101,7 +101,7 @@ def _compiled(name: str, kernel: str, architecture: str, constants: tuple[tuple[
         (folder / header).write_text(generated_text)
     source, library = folder / "kernel.cpp", folder / "kernel.so"
     source.write_text(text)
-    level = "-O2" if kernel in MUCH_RUN else "-O0" if name.startswith("prefill/") else "-O1" if often else "-Og"
+    level = "-O0" if name.startswith("prefill/") else "-O1" if often or kernel in MUCH_RUN else "-Og"
     subprocess.run(["g++", level, *FLAGS, f"-I{folder}", f"-I{_folder()}", source, "-o", library], check=True)
     return str(library)
 
