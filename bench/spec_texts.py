@@ -7,8 +7,9 @@ PYTHONPATH=src python bench/spec_texts.py PROMPTS.jsonl... [--device cuda] [-n 1
 Prompts are taken from the files in turn, by one process or several (`--jobs`). Each goes through plain decoding once
 for a temperature, then through every draft and budget. `auto` with a number is the model's own draft with that number:
 such texts are made once. The table says of how many prompts the tokens were those of plain decoding, and how many a
-step decided. `--record` keeps the tokens and steps of every prompt; `--beside` prints those of another device for the
-same prompts. Several processes on one GPU take turns with it, and are no faster than one.
+step decided. `--record` keeps the tokens and steps of every prompt, and whether its text was the same: a run that was
+ended early goes on from there, by the same command. `--beside` prints those of another device for the same prompts.
+Several processes on one GPU take turns with it, and are no faster than one.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from dataclasses import dataclass, field
 from itertools import chain, product, zip_longest
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 from warpsmith.backend.sampling import Sampling
+from warpsmith.checkpoint.atomic import whole_file
 from warpsmith.checkpoint.dflash import open_draft
 from warpsmith.draft.base import Draft, Proposer
 from warpsmith.draft.budget import Budgeted
@@ -43,27 +46,30 @@ CONTEXT = 2048
 OWN = "dflash"  # the draft that comes with wisp, which `auto` prefers
 
 Combination = tuple[str, str]  # draft and budget
+Setting = tuple[Combination, float]  # and temperature
+
+
+class Outcome(NamedTuple):
+    """Of one prompt with one draft, budget and temperature."""
+
+    tokens: int  # after the first
+    steps: int
+    same: bool
 
 
 @dataclass
 class Tally:
     """Of a draft with one budget and one temperature."""
 
-    different: list[str] = field(default_factory=list)  # ids of prompts
-    counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # tokens after the first and steps, by prompt
+    outcomes: dict[str, Outcome] = field(default_factory=dict)  # by ids of prompts
 
     def rate(self, prompts: Iterable[str]) -> float:
-        tokens, steps = (sum(self.counts[each][i] for each in prompts) for i in (0, 1))
+        tokens, steps = (sum(self.outcomes[each][i] for each in prompts) for i in (0, 1))
         return tokens / steps if steps else 0.0
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """Of one prompt with one draft, budget and temperature."""
-
-    same: bool
-    tokens: int  # after the first
-    steps: int
+    @property
+    def different(self) -> list[str]:
+        return [each for each, outcome in self.outcomes.items() if not outcome.same]
 
 
 def prompts_of(files: list[Path]) -> Iterator[tuple[str, str]]:
@@ -105,20 +111,33 @@ class Worker:
         draft = of(kind)
         return Budgeted(draft, costs_of(self.backend, draft.wants)) if budget == "auto" else draft
 
-    def outcomes(self, prompt: str) -> dict[tuple[Combination, float], Outcome]:
+    def outcomes(self, prompt: str) -> dict[Setting, Outcome]:
         ids = self.llm.tokenizer.encode(prompt)[-(CONTEXT - self.given.n - 1) :]
         found = {}
         for temperature in self.given.temperatures:
             expected, _ = self._text(self._plain, ids, temperature)
             for each, scheduler in self._drafting.items():
                 got, stats = self._text(scheduler, ids, temperature)
-                found[each, temperature] = Outcome(got == expected, stats.generated_tokens - 1, stats.steps)
+                found[each, temperature] = Outcome(stats.generated_tokens - 1, stats.steps, got == expected)
         return found
 
     def _text(self, scheduler: Scheduler, ids: list[int], temperature: float):
         sampling = Sampling(temperature=temperature, top_k=20, top_p=0.95, seed=7)
         generation = Generation(scheduler, ids, sampling, max_tokens=self.given.n)
         return [token for piece in generation for token in piece], generation.stats
+
+
+def name_of(key: Setting) -> str:
+    (draft, budget), temperature = key
+    return f"{draft} {budget} {temperature}"
+
+
+def recorded(path: Path) -> dict[str, Tally]:
+    """By names of settings."""
+    return {
+        name: Tally({prompt: Outcome(*of) for prompt, of in outcomes.items()})
+        for name, outcomes in json.loads(path.read_text()).items()
+    }
 
 
 worker: Worker  # of this process
@@ -155,40 +174,45 @@ def main() -> None:
     began = time.monotonic()
     until, prompts = began + given.seconds, list(prompts_of(given.files))[given.skip :][: given.prompts]
     keys = list(product(product(given.drafts, given.budgets), given.temperatures))
-    tallies = {key: Tally() for key in keys}
+    before = recorded(given.record) if given.record and given.record.exists() else {}
+    tallies = {key: before.get(name_of(key), Tally()) for key in keys}
+    to_do = [each for each in prompts if not all(each[0] in tally.outcomes for tally in tallies.values())]
     with ProcessPoolExecutor(given.jobs, get_context("spawn"), prepare, (given,)) as processes:
-        first = processes.submit(outcomes, prompts[0][1], until)
-        first.result()  # its process measures costs, which the others find: nothing else may run beside it
-        found = [first, *(processes.submit(outcomes, prompt, until) for _, prompt in prompts[1:])]
-        for (name, _), made in zip(prompts, found, strict=True):
+        found = [processes.submit(outcomes, prompt, until) for _, prompt in to_do[:1]]
+        for first in found:
+            first.result()  # its process measures costs, which the others find: nothing else may run beside it
+        found += [processes.submit(outcomes, prompt, until) for _, prompt in to_do[1:]]
+        for (name, _), made in zip(to_do, found, strict=True):
             if (of := made.result()) is None:
                 continue
             for (each, temperature), tally in tallies.items():
-                outcome = of[made_as(*each), temperature]
-                tally.counts[name] = (outcome.tokens, outcome.steps)
-                if not outcome.same:
-                    tally.different.append(name)
+                tally.outcomes[name] = of[made_as(*each), temperature]
             if given.record:  # who is ended early has what was done by then
-                found_so_far = {f"{d} {b} {t}": tally.counts for ((d, b), t), tally in tallies.items()}
-                given.record.write_text(json.dumps(found_so_far))
-    other = json.loads(given.beside.read_text()) if given.beside else {}
-    done, seconds = len(tallies[keys[0]].counts), time.monotonic() - began
+                with whole_file(given.record) as file:
+                    file.write(json.dumps({name_of(k): tally.outcomes for k, tally in tallies.items()}).encode())
+            wrong = [name_of(key) for key, tally in tallies.items() if not tally.outcomes[name].same]
+            done = len(tallies[keys[0]].outcomes)
+            print(
+                f"{time.monotonic() - began:.0f} s, {done}: {name}", *(wrong or ["same"]), file=sys.stderr, flush=True
+            )
+    other = recorded(given.beside) if given.beside else {}
+    done, seconds = len(tallies[keys[0]].outcomes), time.monotonic() - began
     print(f"{done} of {len(prompts)} prompts x {given.n} tokens in {seconds:.0f} s on {given.device}")
     print("| draft | budget | temperature | same text | tokens a step | the other device's, of as many prompts |")
     print("|---|---|---|---|---|---|")
-    for ((draft, budget), temperature), tally in tallies.items():
+    for key, tally in tallies.items():
+        (draft, budget), temperature = key
         beside = "-"
-        if known := other.get(f"{draft} {budget} {temperature}"):
-            both = [each for each in tally.counts if each in known]
-            here, there = tally.rate(both), Tally(counts={each: tuple(known[each]) for each in both}).rate(both)
+        if known := other.get(name_of(key)):
+            both = [each for each in tally.outcomes if each in known.outcomes]
+            here, there = tally.rate(both), known.rate(both)
             beside = f"{there:.3f} ({here / there - 1:+.2%} here, {len(both)})" if both else "-"
-        print(
-            f"| {draft} | {budget} | {temperature} | {len(tally.counts) - len(tally.different)} of {len(tally.counts)} "
-            f"| {tally.rate(tally.counts):.3f} | {beside} |"
-        )
+        same = f"{len(tally.outcomes) - len(tally.different)} of {len(tally.outcomes)}"
+        rate = f"{tally.rate(tally.outcomes):.3f}"
+        print(f"| {draft} | {budget} | {temperature} | {same} | {rate} | {beside} |")
     wrong = {key: tally.different for key, tally in tallies.items() if tally.different}
-    for ((draft, budget), temperature), names in wrong.items():
-        print(draft, budget, temperature, "differs on", *names[:8])
+    for key, names in wrong.items():
+        print(name_of(key), "differs on", *names[:8])
     sys.exit(1 if wrong or done < len(prompts) else 0)
 
 

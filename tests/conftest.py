@@ -2,7 +2,10 @@
 
 import os
 import signal
+from functools import cache
 from pathlib import Path
+
+import pytest
 
 # Two BLAS threads on two busy cores wait for each other far longer than they compute; must be set before numpy loads.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -18,3 +21,21 @@ for variable in ("XDG_CACHE_HOME", "XDG_STATE_HOME", "HF_HOME"):
     os.environ[variable] = str(HOME / variable.lower())
 for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
     os.environ.pop(variable, None)
+
+
+@cache
+def why_no_gpu() -> str | None:
+    from warpsmith.backend.cuda.memory.driver import Device
+    from warpsmith.errors import NoDevice
+
+    try:
+        Device()
+    except NoDevice as error:
+        return str(error)
+    return None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before a test's fixtures, some of which take seconds to make what nobody would use."""
+    if item.get_closest_marker("gpu") and (why := why_no_gpu()):
+        pytest.skip(why)

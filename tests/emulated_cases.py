@@ -57,6 +57,7 @@ class Case:
     tied: bool = True
     architecture: str | None = None
     sms: int = 3  # so few that each has several units of a stage
+    often: bool = False  # the kernels will be run
     options: dict[str, object] = dataclasses.field(default_factory=dict)
 
 
@@ -65,7 +66,7 @@ def backends(case: Case, shape: Config = SHAPE) -> Iterator[tuple[CudaBackend, R
     config = dataclasses.replace(shape, tied=case.tied)
     tensors = tensors_of(config, case.types)
     profile = dataclasses.replace(load_profiles()["h200"], largest_tree=case.variants[-1])
-    with emulated_gpu(case.sms, case.variants):
+    with emulated_gpu(case.sms, case.variants, often=case.often):
         cuda = CudaBackend(config, tensors, profile=profile, architecture=case.architecture, options=case.options)
         yield cuda, ReferenceBackend(config, tensors)
 

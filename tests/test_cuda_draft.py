@@ -25,7 +25,8 @@ from cuda_draft_cases import (
 )
 from draft_cases import OneBlock, run
 from emulator.gpu import emulated_gpu
-from large_cases import MIXED, SHAPE, tensors_of
+from large_cases import MIXED, tensors_of
+from large_cases import SHAPE as LARGER
 from random_models import random_tensors
 from warpsmith.backend.base import Want
 from warpsmith.backend.cuda import CudaBackend
@@ -43,13 +44,14 @@ from warpsmith.engine.prefix import held_bytes
 from warpsmith.engine.scheduler import Scheduler
 
 SMS = 3
+SHAPE = dataclasses.replace(LARGER, ffn=512)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def machine() -> Iterator[None]:
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
-    with emulated_gpu(SMS, (8,)):
+    with emulated_gpu(SMS, (8,), often=True):
         yield
 
 

@@ -29,7 +29,7 @@ STAGES = [s.name for s in forward_plan(SHAPE) if s.op not in ("final_norm", "hea
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[CudaBackend, ReferenceBackend]]:
-    with backends(Case((1, 8, 24))) as both:
+    with backends(Case((1, 8, 24), often=True)) as both:
         yield both
 
 

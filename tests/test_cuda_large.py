@@ -44,7 +44,7 @@ def emulated(
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
     tensors, (keys, values) = tensors_of(config, types), caches
-    with emulated_gpu(sms, variants), rounded_caches(caches):
+    with emulated_gpu(sms, variants, often=True), rounded_caches(caches):
         cuda = LargeBackend(config, tensors, context=LONG, cache_type_k=keys, cache_type_v=values)
         yield cuda, ReferenceBackend(config, tensors)
 
@@ -262,20 +262,17 @@ def test_a_snapshot_keeps_the_rows_in_use(both: tuple[LargeBackend, ReferenceBac
     np.testing.assert_array_equal(*rows)
 
 
-@pytest.fixture(scope="module")
-def alone() -> Iterator[LargeBackend]:
-    with emulated(SHAPE, MIXED) as (cuda, _):
-        yield cuda
-
-
 @pytest.mark.slow  # test_cuda_large_chips.py has another
-def test_tokens_are_drawn_as_the_sampler_draws_them(alone: LargeBackend) -> None:
-    alone.undecided = 0
-    check_drawn(alone, Sampling(temperature=0.9, top_k=5, top_p=0.95, repeat_penalty=1.2, seed=7), 3)
-    check_drawn(alone, Sampling(temperature=1.0, min_p=0.05, logit_bias={5: 2.0, 300: -100.0}, seed=2), 2)
-    assert alone.undecided == 0  # all on the device
-    assert not alone._decoder.takes(frozenset(), Sampling(temperature=1.0, top_k=200), [])
+def test_tokens_are_drawn_as_the_sampler_draws_them(both: tuple[LargeBackend, ReferenceBackend]) -> None:
+    cuda, _ = both
+    cuda.undecided = 0
+    check_drawn(cuda, Sampling(temperature=0.9, top_k=5, top_p=0.95, repeat_penalty=1.2, seed=7), 3)
+    check_drawn(cuda, Sampling(temperature=1.0, min_p=0.05, logit_bias={5: 2.0, 300: -100.0}, seed=2), 2)
+    assert cuda.undecided == 0  # all on the device
+    assert not cuda._decoder.takes(frozenset(), Sampling(temperature=1.0, top_k=200), [])
 
 
-def test_a_sampled_tree_is_verified_without_its_logits(alone: LargeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_verified(alone, Sampling(temperature=0.9, top_k=20, presence_penalty=0.5, seed=7), 0, monkeypatch)
+def test_a_sampled_tree_is_verified_without_its_logits(
+    both: tuple[LargeBackend, ReferenceBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_verified(both[0], Sampling(temperature=0.9, top_k=20, presence_penalty=0.5, seed=7), 0, monkeypatch)

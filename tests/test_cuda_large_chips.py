@@ -90,7 +90,7 @@ def small(request: pytest.FixtureRequest) -> Iterator[tuple[LargeBackend, Refere
         return
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
-    with emulated_gpu(6, (1, 8)), rounded_caches((keys, values)):
+    with emulated_gpu(6, (1, 8), often=True), rounded_caches((keys, values)):
         cuda = LargeBackend(SHAPE, tensors, architecture="sm_86", options=options, **given)
         yield cuda, ReferenceBackend(SHAPE, tensors)
 

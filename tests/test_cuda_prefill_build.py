@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kernel_claims
 from prefill_layout import from_slab_tiles, from_tiles, stream_places, to_slab_tiles, to_tiles
 from test_cuda_build import usage
 from warpsmith.backend.base import PREFILL_CHUNK
@@ -64,9 +65,8 @@ def compiled(stream: PromptStream, name: str, extra: Mapping[str, object]) -> st
 def check_claims(
     name: str, extra: Mapping[str, object], claims: Iterable[str], stream: PromptStream | None = None
 ) -> None:
-    """Asserted in the kernel's source. PTX will do."""
-    source = sources()[f"prefill/{name}.cu"] + "".join(f'\nstatic_assert({claim}, "");' for claim in claims)
-    compile_source(source, f"{name}.cu", "compute_90a", plan.header(stream or ROW_TILES) | dict(extra))
+    constants = plan.header(stream or ROW_TILES) | dict(extra)
+    kernel_claims.check_claims(sources()[f"prefill/{name}.cu"], claims, "compute_90a", constants)
 
 
 KERNELS = plan.kernels_of(ROW_TILES)
@@ -82,9 +82,11 @@ NAMES = [
 
 
 def every_fifth(builds: list[tuple[PromptStream, str, Mapping[str, object]]]) -> list[Any]:
-    """There are many products; those between are among the slow tests."""
+    """There are many products; those between are among the slow tests. So are caches whose keys and whose values have
+    types that are built among others, too."""
     products = [number for number, (_, name, _) in enumerate(builds) if name in ("gemm", "slab_gemm")]
     seldom = set(products) - set(products[::5])
+    seldom |= {number for number, (stream, _, _) in enumerate(builds) if stream is CACHED[2]}
     return [
         pytest.param(*build, marks=[pytest.mark.slow] if number in seldom else [])
         for number, build in enumerate(builds)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import kernel_claims
 from device_checks import plain_run, same_state
 from emulator.gpu import emulated_gpu
 from large_cases import rounded_caches, tensors_of
@@ -86,9 +87,7 @@ def test_kernels_build_without_spills(chip: str, size: str, recipe: str, caches:
 
 
 def check_claims(stream: PromptStream, name: str, extra: Mapping[str, object], claims: list[str]) -> None:
-    """Asserted in the kernel's source. PTX will do."""
-    source = sources()[f"prefill/{name}.cu"] + "".join(f'\nstatic_assert({claim}, "");' for claim in claims)
-    compile_source(source, f"{name}.cu", "compute_80", plan.header(stream) | dict(extra))
+    kernel_claims.check_claims(sources()[f"prefill/{name}.cu"], claims, "compute_80", plan.header(stream) | dict(extra))
 
 
 def test_the_host_knows_what_kernels_take() -> None:

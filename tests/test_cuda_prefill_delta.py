@@ -52,7 +52,7 @@ def library(name: str, ratio: int) -> Any:
     header = plan.header(RowTiles(Layout(config_of(ratio), 132)))
     (folder / "prompt.cuh").write_text(str(header["prompt.cuh"]))
     (folder / "kernel.cpp").write_text(SOURCE.format(name=name))
-    command = ["g++", "-O2", *FLAGS, f"-I{folder}", f"-I{_folder()}", folder / "kernel.cpp", "-o", folder / "kernel.so"]
+    command = ["g++", "-Og", *FLAGS, f"-I{folder}", f"-I{_folder()}", folder / "kernel.cpp", "-o", folder / "kernel.so"]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(folder / "kernel.so")).run
 

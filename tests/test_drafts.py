@@ -96,9 +96,24 @@ def check_texts(name: str, seed: int, length: int, nodes: int, greedy: bool) -> 
             assert run(scheduler, prompt, sampling, max_tokens=limit) == answer, proposer
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("draft", ["ngram", "mtp", "dflash", "cascade"])
-@pytest.mark.parametrize("name", ["reference", "cpu"])
+# Every draft, greedy and sampled, on the cpu. On the reference, which is far slower, one draft that needs nothing of it
+# and one that takes its features; test_text_is_the_same_with_every_draft_on_the_reference has the others.
+QUICK = (("ngram", "greedy"), ("dflash", "sampled"))
+BY_DEVICE = [
+    pytest.param(
+        name,
+        draft,
+        sampling,
+        id=f"{name}-{draft}-{how}",
+        marks=pytest.mark.slow if name == "reference" and (draft, how) not in QUICK else [],
+    )
+    for name in ("reference", "cpu")
+    for draft in ("ngram", "mtp", "dflash", "cascade")
+    for how, sampling in (("greedy", Sampling()), ("sampled", SAMPLED))
+]
+
+
+@pytest.mark.parametrize(("name", "draft", "sampling"), BY_DEVICE)
 def test_every_stop_condition_ends_the_text_where_plain_decoding_does(
     name: str, draft: str, sampling: Sampling
 ) -> None:
@@ -133,9 +148,7 @@ def test_every_stop_condition_ends_the_text_where_plain_decoding_does(
     assert accepted > 0, "nothing was accepted, so nothing was tested"
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("draft", ["ngram", "mtp", "dflash", "cascade"])
-@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize(("name", "draft", "sampling"), BY_DEVICE)
 def test_sequences_that_share_a_draft_get_their_own_text(name: str, draft: str, sampling: Sampling) -> None:
     """Three requests by turns, of different lengths, each of which goes on with another prompt when it ends."""
     on, rng = backend(name), np.random.default_rng(1)

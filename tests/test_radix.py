@@ -80,7 +80,7 @@ class Against(RuleBasedStateMachine):
             self.collect(child, text + tuple(child.edge.tolist()), found)
 
 
-Against.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Against.TestCase.settings = settings(max_examples=75, stateful_step_count=40, deadline=None)
 TestRadixTree = Against.TestCase
 
 

@@ -16,6 +16,7 @@ import warpsmith
 from random_drafts import draft_config, random_weights, write_draft
 from random_models import SMALL
 from warpsmith.backend.tree import Tree
+from warpsmith.cli import main
 from warpsmith.cli.tree import tree_lines
 from warpsmith.draft.base import Context, Draft, ScoredTree
 from warpsmith.draft.ngram import NGram
@@ -259,12 +260,21 @@ def test_a_random_model_and_a_random_draft_give_a_table_of_an_assumed_length(
         ["--prompts", "FILE", "-m", "MODEL", "--draft", "mtp"],
     ],
 )
-def test_what_cannot_be_compared_is_a_usage_error(flags: list[str], prompts: Path, tiny: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_compared_is_a_usage_error(
+    flags: list[str],
+    prompts: Path,
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     files = {"FILE": str(prompts), "MODEL": str(tiny)}  # the model has no MTP head
-    result = command("bench", "spec", *[files.get(f, f) for f in flags], cache=tmp_path)
-    assert result.returncode == 2, result.stderr
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
+    code = main(["bench", "spec", *[files.get(f, f) for f in flags]])
+    out, err = capfd.readouterr()
+    assert code == 2, err
+    assert out == ""
+    assert "Traceback" not in err
 
 
 def test_a_draft_of_another_model_is_refused_in_one_sentence(tmp_path: Path) -> None:

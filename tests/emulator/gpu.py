@@ -38,10 +38,12 @@ PROMPTS = {"embed": ["Embed", "Piece"], "rows": ["Rows", "Piece"], "head": ["Hea
            **{f"delta_{name}": ["Delta", "Piece"] for name in ("prep", "scan", "output")}}  # fmt: skip
 ARGUMENTS |= {f"prefill/{name}.cu": types for name, types in PROMPTS.items()}
 TOGETHER = ("forward", "draft", "head")  # their blocks wait for each other
-MUCH_RUN = ("pack",)  # the others are compiled longer than they are run
+MUCH_RUN = ("pack",)  # whatever the test
 FLAGS = ["-std=c++17", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-ffp-contract=off"]
 # x86 processors have fp16, which the compiler is not told by itself.
 FLAGS += ["-fvisibility=hidden", *(["-march=native"] if platform.machine() == "x86_64" else [])]
+
+_often = False  # kernels that are built now will be run often
 
 
 def build(name: str, architecture: str, constants: Mapping[str, Any], options: tuple[str, ...] = ()) -> bytes:
@@ -49,7 +51,8 @@ def build(name: str, architecture: str, constants: Mapping[str, Any], options: t
     kernel = Path(name).stem
     if name not in ARGUMENTS and kernel not in ARGUMENTS:
         return b""  # not emulated
-    return _compiled(name, kernel, architecture, tuple(sorted((k, str(v)) for k, v in constants.items()))).encode()
+    given = tuple(sorted((k, str(v)) for k, v in constants.items()))
+    return _compiled(name, kernel, architecture, given, _often).encode()
 
 
 @cache
@@ -70,7 +73,7 @@ def _folder() -> Path:
 
 
 @cache
-def _compiled(name: str, kernel: str, architecture: str, constants: tuple[tuple[str, str], ...]) -> str:
+def _compiled(name: str, kernel: str, architecture: str, constants: tuple[tuple[str, str], ...], often: bool) -> str:
     generated = {key: value for key, value in constants if key.endswith(".cuh")}
     defined = [f"#define {key} {value}" for key, value in constants if key not in generated]
     if architecture == "sm_90a":
@@ -91,14 +94,14 @@ def _compiled(name: str, kernel: str, architecture: str, constants: tuple[tuple[
             "}",
         ]
     )
-    key = hashlib.sha256(repr((text, generated)).encode()).hexdigest()[:12]
+    key = hashlib.sha256(repr((text, generated, often)).encode()).hexdigest()[:12]
     folder = _folder() / f"{kernel}-{key}"
     folder.mkdir()
     for header, generated_text in generated.items():
         (folder / header).write_text(generated_text)
     source, library = folder / "kernel.cpp", folder / "kernel.so"
     source.write_text(text)
-    level = "-O2" if kernel in MUCH_RUN else "-O0" if name.startswith("prefill/") else "-O1"
+    level = "-O0" if name.startswith("prefill/") else "-O1" if often or kernel in MUCH_RUN else "-Og"
     subprocess.run(["g++", level, *FLAGS, f"-I{folder}", f"-I{_folder()}", source, "-o", library], check=True)
     return str(library)
 
@@ -252,12 +255,14 @@ class Driver:
 
 
 @contextmanager
-def emulated_gpu(sms: int, variants: tuple[int, ...], prompts: bool = False) -> Iterator[Driver]:
+def emulated_gpu(sms: int, variants: tuple[int, ...], prompts: bool = False, often: bool = False) -> Iterator[Driver]:
     """A machine with a GPU of so many SMs; the kernel is built for trees of these sizes. `prompts`: they go through
-    kernels of their own, which for chips without wgmma are emulated."""
+    kernels of their own, which for chips without wgmma are emulated. `often`: kernels are run so much that it pays to
+    compile them for longer."""
     driver = Driver(sms)
     _folder()  # once, before several threads build
     with (
+        mock.patch(f"{__name__}._often", often),
         mock.patch("warpsmith.backend.cuda.memory.driver._bindings", return_value=driver),
         mock.patch("warpsmith.backend.cuda.backend.build", build),
         mock.patch("warpsmith.backend.cuda.large.backend.build", build),
