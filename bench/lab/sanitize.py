@@ -122,7 +122,13 @@ def run_large() -> None:
     heads = {"heads": 12, "kv_heads": 2, "key_heads": 2, "value_heads": 6}
     config = replace(SIZES["27B"], **shape, **heads, tied=False, mtp_layers=1)
     backend = LargeBackend(
-        config, random_model(config, "q4_k_m"), context=512, cache_type_k="q8_0", cache_type_v="q4_0", prompts=False, options=OPTIONS
+        config,
+        random_model(config, "q4_k_m"),
+        context=512,
+        cache_type_k="q8_0",
+        cache_type_v="q4_0",
+        prompts=False,
+        options=OPTIONS,
     )
     state, ids = backend.new_state(512), np.random.default_rng(2).integers(0, config.vocab, 200)
     backend.prefill(state, ids)
