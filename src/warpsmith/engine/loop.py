@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -42,6 +43,11 @@ if TYPE_CHECKING:
     from warpsmith.engine.sequence import Sequence as Text
 
 FinishReason = Literal["stop", "length"]
+
+
+@cache
+def _wanting(want: Want, tokens: Literal["none", "argmax", "top", "logits"]) -> Want:
+    return replace(want, tokens=tokens)
 
 
 @dataclass(frozen=True)
@@ -213,7 +219,7 @@ class Generation:
 
     def want(self, tokens: Literal["none", "argmax", "top", "logits"]) -> Want:
         """These tokens, and what the proposer observes."""
-        return replace(Want() if self.proposer is None else self.proposer.wants, tokens=tokens)
+        return _wanting(Want() if self.proposer is None else self.proposer.wants, tokens)
 
     def join(self) -> None:
         """Take part in a pass with others: no more decoding by itself, and the proposer may rest."""

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import lru_cache
 from statistics import median
 
 import numpy as np
@@ -81,6 +82,14 @@ from warpsmith.errors import BadRequest
 from warpsmith.model.config import Config
 
 EVERY_STAGE = 1 << 30
+
+
+@lru_cache
+def feature_places(sizes: tuple[int, ...], layers: int) -> np.ndarray:
+    """Which rows of the features each node of some trees has: of each tree [layers][nodes]."""
+    starts = np.cumsum([0, *sizes[:-1]]) * layers
+    places = [s + np.arange(layers) * n + np.arange(n)[:, None] for s, n in zip(starts, sizes, strict=True)]
+    return np.concatenate(places)
 
 
 class CudaBackend(Backend):
@@ -256,10 +265,11 @@ class CudaBackend(Backend):
             output.argmax = self.ring.array[1 : 1 + nodes].copy()
         return output
 
-    def rows_of(self, sizes: list[int], want: Want) -> Output:
-        """What stays on the device of trees of these sizes that were launched just now, one after another."""
-        nodes, vocab, hidden, layers = sum(sizes), self.config.vocab, self.config.hidden, len(want.features)
-        launches = self._launches
+    def rows_of(self, sizes: list[int], want: Want, launches: int | None = None) -> Output:
+        """What stays on the device of trees of these sizes that were launched one after another: just now, or when
+        there were so many launches."""
+        nodes, vocab, hidden = sum(sizes), self.config.vocab, self.config.hidden
+        launches = self._launches if launches is None else launches
 
         def rows(buffer: Buffer, offsets: np.ndarray, width: int) -> CudaRows:
             return CudaRows(buffer, offsets, width, lambda: self._launches == launches)
@@ -267,10 +277,8 @@ class CudaBackend(Backend):
         output = Output()
         if want.tokens == "logits":
             output.logits = rows(self.logits, np.arange(nodes)[:, None] * vocab, vocab)
-        if want.features:  # of each tree [layers][nodes][hidden]
-            starts = np.cumsum([0, *sizes[:-1]]) * layers
-            places = [s + np.arange(layers) * n + np.arange(n)[:, None] for s, n in zip(starts, sizes, strict=True)]
-            output.features = rows(self.features, np.concatenate(places) * hidden, hidden)
+        if want.features:
+            output.features = rows(self.features, feature_places(tuple(sizes), len(want.features)) * hidden, hidden)
         if want.hidden:
             output.hidden = rows(self.hidden, np.arange(nodes)[:, None] * hidden, hidden)
         return output

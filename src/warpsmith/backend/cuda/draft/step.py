@@ -120,10 +120,15 @@ class CudaGrowingTree(GrowingTree):
         backend.queue_commit(state, Commit(made=program.path.pointer))
         ahead = self.network.queue_ahead(self.memory, state.length, want, program, self._width)
         self._wait()
-        self.verified = seen = self._outcome(state, want, sampling, history)
-        if ahead and isinstance(state.drafted, WalkedOnDevice) and isinstance(seen.output.features, CudaRows):
-            growing = self._queue_next(state, want, seen)
-            rows, end, root = seen.output.features[seen.path], state.length + len(seen.path), seen.decided[-1]
+        report, launches = Report.from_buffer_copy(program.report), backend.launches  # the next tree writes it anew
+        root, end = report.token[report.decided - 1], state.length + report.decided
+        ahead = ahead and root != UNDECIDED
+        # first what the device will be waiting for
+        growing = self._queue_next(state, want, root, report.decided) if ahead else None
+        self.verified = seen = self._outcome(report, launches, state, want, sampling, history, growing is not None)
+        if ahead:
+            assert isinstance(seen.output.features, CudaRows)
+            rows = seen.output.features[seen.path]
             self.memory.ahead = Ahead(rows, backend.launches, root, end, self._width, growing)
         return seen
 
@@ -131,17 +136,15 @@ class CudaGrowingTree(GrowingTree):
         self.backend.launch(state, TreeOnDevice(self.program.tree.pointer, self.nodes), want, after=after)
         self._queued = state.length + after, want
 
-    def _queue_next(self, state: CudaState, want: Want, seen: Verified) -> CudaGrowingTree | None:
+    def _queue_next(self, state: CudaState, want: Want, root: int, after: int) -> CudaGrowingTree | None:
         """The next tree and the pass over it, before anybody has looked at what this one decided: if the text goes on
         as it does, the device does not have to wait for that. A commit of a shorter path runs this tree again."""
-        after = len(seen.path)
         if not self._again or self._given is not None or state.length + after + self._height > state.context:
             return None
         grow = Grow.from_buffer_copy(self.grow)
-        grow.root = seen.decided[-1]
+        grow.root = root
         growing = CudaGrowingTree(self.network, self.memory, self.program, grow, again=True, follows=True)
         growing._queue_pass(state, want, after)
-        state.drafted = WalkedOnDevice(seen.tree, seen.output, seen.path, overwritten=True)
         return growing
 
     def _wait(self) -> None:
@@ -152,16 +155,23 @@ class CudaGrowingTree(GrowingTree):
                 self.backend.device.synchronize()
                 return
 
-    def _outcome(self, state: CudaState, want: Want, sampling: Sampling | None, history: Sequence[int]) -> Verified:
-        report, given = self.program.report, self._given
-        grown, run = (report.grown, report.verified) if given is None else (len(given), len(given))
-        tokens = np.array(report.tree_tokens[:grown], np.int32) if given is None else given.tokens
-        parents = np.array(report.tree_parents[:grown], np.int32) if given is None else given.parents
-        scores = np.array(report.scores[:grown]) if given is None else np.zeros(grown)
+    def _outcome(
+        self, report: Report, launches: int, state: CudaState, want: Want, sampling: Sampling | None,
+        history: Sequence[int], overwritten: bool,
+    ) -> Verified:  # fmt: skip
+        given = self._given
+        if given is None:
+            grown, run, raw = report.grown, report.verified, memoryview(report)
+            tokens = np.frombuffer(raw, np.int32, grown, Report.tree_tokens.offset)
+            parents = np.frombuffer(raw, np.int32, grown, Report.tree_parents.offset)
+            scores = np.frombuffer(raw, np.float64, grown, Report.scores.offset)
+            tree = Tree.made(tokens[:run], parents[:run])
+        else:
+            tokens, parents, scores, tree, run = given.tokens, given.parents, np.zeros(len(given)), given, len(given)
         path, decided = report.path[: report.decided], report.token[: report.decided]
-        tree, output = Tree(tokens[:run], parents[:run]), self.backend.rows_of([run], want)
+        output = self.backend.rows_of([run], want, launches)
         if decided[-1] != UNDECIDED:
-            state.drafted = WalkedOnDevice(tree, output, path)
+            state.drafted = WalkedOnDevice(tree, output, path, overwritten)
         elif sampling is None or sampling.greedy:  # the largest logit is always decided on
             raise not_finite(state.length + len(path))
         else:  # what the device leaves open is decided here
