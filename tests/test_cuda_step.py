@@ -32,6 +32,7 @@ from warpsmith.draft.ddtree import best_tree, marginals
 from warpsmith.draft.dflash import DFlash
 from warpsmith.engine.loop import Generation, Step
 from warpsmith.engine.scheduler import Scheduler
+from warpsmith.errors import BadRequest
 from warpsmith.measure.assumed import Assumed
 
 SMS, CONTEXT = 3, 128
@@ -198,9 +199,11 @@ def test_the_next_pass_is_queued_before_anybody_has_looked(cut: int) -> None:
     assert grow is not None
     seen = CudaGrowingTree(network, memory, program(), grow, again=True).verify(ours, want, None, [], frozenset())
     assert seen.decided == plain[:6]
+    assert seen.output.features is not None
+    with pytest.raises(BadRequest, match="gone"):  # the next pass writes its own there
+        seen.output.features.numpy()
     backend.commit(ours, seen.path[:cut])
     if cut == 6:
-        assert seen.output.features is not None
         network.append(memory, seen.output.features[seen.path], 5)
         assert memory.ahead is not None
         queued, memory.asked, network._step = memory.ahead.growing, (5, 2, 7, 7), program()

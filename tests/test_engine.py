@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -29,7 +30,7 @@ from engine_cases import (
     twins,
 )
 from random_models import SMALL
-from warpsmith.backend.base import LOGITS
+from warpsmith.backend.base import LOGITS, GrowingTree, Verified
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.draft.base import Context
@@ -320,3 +321,41 @@ def test_stats_tell_what_happened() -> None:
     assert (generation.stats.mode, generation.stats.speculation_off) == ("plain", "no draft")
     assert (generation.stats.steps, generation.stats.histogram, generation.stats.seed) == (4, [4], SAMPLED.seed)
     assert generation.stats.device == "reference"
+
+
+class GrownRoot(GrowingTree):
+    """A tree of one node that says how long a device took for its parts: a tenth of a second in all."""
+
+    nodes = 1
+
+    def __init__(self, root: int) -> None:
+        self.tree = Tree.root(root)
+
+    def verify(self, state, want, sampling, history, stop) -> Verified:
+        output = BACKEND.forward([(state, self.tree)], want)
+        path, decided = BACKEND.verify(state, self.tree, sampling, history)
+        tokens, parents = self.tree.tokens, self.tree.parents
+        return Verified(
+            tokens, parents, np.zeros(1), self.tree, output, path, decided,
+            draft_seconds=0.04, tree_seconds=0.01, forward_seconds=0.03, commit_seconds=0.02,
+        )  # fmt: skip
+
+    def instead(self, tree: Tree) -> None:
+        raise NotImplementedError
+
+
+def test_what_the_host_does_while_the_device_drafts_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts of a step are the device's, and what is left of the step besides them."""
+    look = 0.025  # seconds that every look at the clock takes
+    clock = itertools.count(step=look)
+    scripted = Scripted(lambda context: GrownRoot(context.root))  # type: ignore[arg-type, return-value]
+    generation = Generation(Scheduler(BACKEND, 64, scripted), prompt_of(5), max_tokens=4)
+    generation.unseen = True
+    monkeypatch.setattr("warpsmith.engine.loop.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("warpsmith.engine.scheduler.perf_counter", lambda: next(clock))
+    tokens_of(generation)
+    stats = generation.stats
+    assert stats.steps == 3, "with nothing to guess in the last one, which takes a look a part"
+    parts = stats.draft_seconds, stats.forward_seconds, stats.commit_seconds
+    assert np.allclose(parts, (2 * 0.05 + look, 2 * 0.03 + look, 2 * 0.02 + look))
+    assert stats.draft_seconds + stats.verify_seconds + stats.commit_seconds <= stats.decode_seconds

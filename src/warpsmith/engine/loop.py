@@ -260,17 +260,16 @@ class Generation:
     def accept(self) -> None:
         """Follow the sampler through the tree, and commit the nodes it went along: all tokens decided but the last."""
         began, tree, state, past = perf_counter(), self.tree, self.sequence.state, self._recent()
-        start, committing = state.length, 0.0
+        start, committing, proposed, own = state.length, 0.0, began - self._draft_seconds, None
         if isinstance(tree, GrowingTree):
             seen = tree.verify(state, self.want(self.tokens), self.sampling, past, self.stop_ids)
             tree, output, path, run = seen.tree, seen.output, seen.path, seen.decided
             self.tree, self.unseen_seconds, committing = tree, seen.forward_seconds, seen.commit_seconds
             # the device was at it when the host began to wait: first at the commit before
-            besides = self._draft_seconds + perf_counter() - began - seen.forward_seconds - committing
+            besides = perf_counter() - proposed - seen.forward_seconds - committing
             own = seen.draft_seconds
             self._draft_seconds = besides if own is None else own + seen.tree_seconds
-            # the rest, the walk among it, is verifying; none is left where the device drafted before anybody asked
-            began = perf_counter() - max(0.0, besides - self._draft_seconds)
+            began = perf_counter()
         else:
             output = drafted(state, tree).output
             if self.constraint is None:
@@ -286,6 +285,9 @@ class Generation:
         self._observe(start, output if self.asks else Output(), path)
         self._took(tree, path, run)
         self._verify_seconds, self._commit_seconds = walked - began, committing + perf_counter() - walked
+        if own is not None:  # the device drafts meanwhile; what it had to wait for, the walk among it, is verifying
+            device = self._draft_seconds + self.unseen_seconds + committing
+            self._verify_seconds, self._commit_seconds = max(0.0, perf_counter() - proposed - device), committing
 
     def accept_root(self, output: Output, row: int) -> None:
         """`accept` for a root alone that is committed: the next token is chosen from this row."""
