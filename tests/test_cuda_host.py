@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 
 from cuda_draft_cases import draft_of_the_27b
 from emulator.gpu import emulated_gpu
+from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.build import profiles
 from warpsmith.backend.cuda.build.profiles import choose, load_profiles, parse
 from warpsmith.backend.cuda.builds import build_constants, check_shape
 from warpsmith.backend.cuda.choice import PlannedDraft, planned
 from warpsmith.backend.cuda.memory import driver
 from warpsmith.backend.cuda.memory.layout import Layout
-from warpsmith.backend.cuda.memory.plan import check_fit, memory_parts
+from warpsmith.backend.cuda.memory.plan import CONTEXT_BYTES, check_fit, memory_parts
 from warpsmith.backend.cuda.schedule import deal
 from warpsmith.backend.cuda.shape import chunks_of
 from warpsmith.backend.cuda.weights.formats import format_for
@@ -311,7 +312,7 @@ def test_the_27b_with_a_long_context_fits_a_24_gb_card_by_plan() -> None:
         return {part.what: part.nbytes for part in planned(config, stored, chip, 131_072, caches)}
 
     small, mixed, large = needed("q4_0", "q4_0"), needed("q8_0", "q4_0"), needed("f16", "f16")
-    assert sum(small.values()) < 21e9  # room for a draft
+    assert sum(small.values()) - small["CUDA itself"] < 21e9  # room for a draft
     assert sum(large.values()) > chip.memory
     rows = 16 * 4 * 131_072  # layers, heads, tokens
     assert [each["keys and values"] for each in (small, mixed, large)] == [rows * 288, rows * 416, rows * 1024]
@@ -338,6 +339,16 @@ def test_buffers_are_held_to_a_limit() -> None:
             device.allocate(600)
         del first
         assert device.allocate(900).nbytes == 900
+
+
+def test_what_cuda_takes_is_planned_and_counts_against_a_limit() -> None:
+    model, chip = tiny_model(), load_profiles()["h200"]
+    config, stored = read_config(model), {name: tensor.type.name for name, tensor in model.tensors.items()}
+    parts = {part.what: part.nbytes for part in planned(config, stored, chip, 256, ("f16", "f16"))}
+    assert parts["CUDA itself"] == CONTEXT_BYTES
+    limit = sum(parts.values()) - 1
+    with emulated_gpu(chip.sms, (8,)), pytest.raises(DoesNotFit, match="keys and values"):
+        CudaBackend(config, model.tensors, context=256, memory_limit=limit)
 
 
 # -- no usable GPU -----------------------------------------------------------------------------------------------------

@@ -95,8 +95,8 @@ def load(
     `cache_type_k` and `cache_type_v` are how keys and values are kept: f16, q8_0, q4_0 or f32 where the device can;
     left out, the device's own. Settings of the cpu device, which naming one of them chooses: `threads` (all usable
     cores but one of every eight), `cpu_features` (the instruction sets that kernels may use, ["portable"] for
-    none; all). Of the cuda device, which naming it chooses: `memory_limit`, bytes that model and context may take on
-    the GPU.
+    none; all). Of the cuda device, which naming it chooses: `memory_limit`, bytes that may be taken on the
+    GPU.
 
     `draft` guesses ahead so that one forward pass can decide several tokens; the text stays the same to the byte. It
     is auto (n-grams, and the model's own draft or its MTP head), ngram, mtp, a DFlash draft by path or Hub name, or a

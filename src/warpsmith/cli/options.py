@@ -43,7 +43,7 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--offline", action="store_true", help="use the network for nothing")
     cuda = parser.add_argument_group("cuda device", "Naming it chooses the GPU.")
     cuda.add_argument(
-        "--memory-limit", type=nbytes, metavar="N[KMGT]", help="bytes that model and context may take, such as 24G"
+        "--memory-limit", type=nbytes, metavar="N[KMGT]", help="bytes that may be taken on the GPU, such as 24G"
     )
     cpu = parser.add_argument_group("cpu device", "Naming one of these chooses the cpu.")
     cpu.add_argument(

@@ -50,7 +50,7 @@ from warpsmith.backend.cuda.draft.plan import draft_parts
 from warpsmith.backend.cuda.memory.driver import Buffer, Device, Event, Kernel, Pinned
 from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.cuda.memory.layout import Layout
-from warpsmith.backend.cuda.memory.plan import check_fit, memory_parts
+from warpsmith.backend.cuda.memory.plan import buffers_within, check_fit, memory_parts
 from warpsmith.backend.cuda.prefill import Prefill, RowTiles
 from warpsmith.backend.cuda.prefill.streams import PromptStream
 from warpsmith.backend.cuda.requests import at_row, fill_request
@@ -116,7 +116,7 @@ class CudaBackend(Backend):
         architecture: str | None = None,
         options: Mapping[str, object] | None = None,
     ) -> None:
-        self.config, self.device = config, Device(limit=memory_limit)
+        self.config, self.device = config, Device(limit=buffers_within(memory_limit))
         check_shape(config)
         self.chip = self.device.chip
         self.chip_profile = profile or choose_profile(self.chip.name, self.chip.capability)[0]

@@ -11,7 +11,7 @@ from warpsmith.backend.cuda.draft.plan import planned_draft
 from warpsmith.backend.cuda.large.layout import LargeLayout, takes
 from warpsmith.backend.cuda.large.plan import large_parts, variants_for
 from warpsmith.backend.cuda.memory.layout import Layout
-from warpsmith.backend.cuda.memory.plan import memory_parts
+from warpsmith.backend.cuda.memory.plan import CONTEXT_BYTES, memory_parts
 from warpsmith.backend.cuda.schedule import busy_sms
 from warpsmith.backend.cuda.shape import LARGEST_HIDDEN
 from warpsmith.checkpoint.dflash import DFlashConfig
@@ -45,7 +45,7 @@ def planned(
     cache_types: tuple[str, str],
     draft: PlannedDraft | None = None,
 ) -> list[MemoryPart]:
-    """What a model with tensors of these types takes on a chip, and its draft with it."""
+    """What a model with tensors of these types takes on a chip, its draft with it, and CUDA itself."""
     large = LargeLayout(config, chip.sms, stored, cache_types) if activations_first(config, stored) else None
     if large is not None:
         largest_tree = variants_for(chip.shared_memory)[-1]
@@ -55,4 +55,4 @@ def planned(
         parts = memory_parts(layout, context)
     if draft is not None:
         parts += planned_draft(large, config, stored, chip.sms, draft.config, draft.stored, draft.capacity, context)
-    return parts
+    return [*parts, MemoryPart("CUDA itself", CONTEXT_BYTES)]

@@ -18,6 +18,7 @@ from warpsmith.backend.tree import MAX_NODES
 from warpsmith.errors import DoesNotFit
 
 DRIVER_BYTES = 128 << 20  # room left for the kernels' code and local memory, and for rounded-up allocations
+CONTEXT_BYTES = 527 << 20  # what CUDA takes before anything is loaded, on an H200
 
 
 class Sized(Protocol):
@@ -48,6 +49,11 @@ def memory_parts(layout: Layout, context: int, sequences: int = 1, snapshots: in
         MemoryPart("prompts", sum(buffer_bytes(c).values()) if RowTiles(layout).suits() else 0),
         MemoryPart("driver", DRIVER_BYTES),
     ]
+
+
+def buffers_within(limit: int | None) -> int | None:
+    """Bytes that are left for buffers of what a process may take."""
+    return None if limit is None else limit - CONTEXT_BYTES
 
 
 def check_fit(layout: Layout, context: int, free: int, device: str) -> None:
