@@ -81,16 +81,16 @@ struct PartWalk {
     }
 };
 
-// Products are queued and end in order. Two sets of registers hold operands, each of 64 k: one is made while products
-// of the other are on their way; where products do not queue, one set does. The next superblock is loaded before the
-// sums of this one are waited for.
+// Products are queued and end in order. Four sets of registers hold operands, each of 64 k: those of a superblock are
+// made while products of it are on their way; where products do not queue, one set does. The next superblock is loaded
+// before the sums of this one are waited for.
 template <int TYPE>
 struct Multiplier : PartWalk<TYPE> {
     typedef Slab<TYPE> Here;
     typedef PartWalk<TYPE> Part;
     using Part::b, Part::SUMS, Part::index, Part::lane, Part::empty, Part::total, Part::ended;
     Here slab = {};  // set, since registers that are set on some paths only are live in the whole kernel
-    static constexpr int SETS = PRODUCTS_QUEUE ? 2 : 1;
+    static constexpr int SETS = PRODUCTS_QUEUE ? 4 : 1;
     u32 a[SETS][4][4] = {};
 
     using Part::Part;
@@ -108,7 +108,7 @@ struct Multiplier : PartWalk<TYPE> {
     __device__ __forceinline__ void make_and_queue(float (&acc)[SUMS], u64 operands) {
         if constexpr (NUMBER < 4 * Here::TERMS) {
             constexpr int T = NUMBER / Here::TERMS;
-            if constexpr (NUMBER > 1) products_done<1>();
+            if constexpr (NUMBER >= SETS) products_done<SETS - 1>();
             make<NUMBER>();
             products_begin();
 #pragma unroll
