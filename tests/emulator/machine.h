@@ -292,6 +292,10 @@ inline bool run_blocks(int first_block, int grid, int threads, int shared_bytes,
             Block& block = blocks[chance((unsigned)grid)];
             block.warps[chance((unsigned)block.warps.size())].dawdles = (int)chance(40);
         }
+        if (chance(300) == 0) {  // a whole block does: others are a step ahead
+            const int turns = (int)chance(1000);
+            for (Warp& warp : blocks[chance((unsigned)grid)].warps) warp.dawdles = turns;
+        }
         while (front && front->done) front = front->next;
         ended = !front;
         current = runnable_from(front);
