@@ -22,12 +22,14 @@ struct Source {
 
 constexpr bool MINS = has_type(SLAB_Q4_K) || has_type(SLAB_Q5_K);  // sums of activations are wanted
 
-// The group's activations as fp16 operands. A lane has 16 k of one token in a tile of 64 k.
+// The group's activations as fp16 operands. A lane has 16 k of one token in a tile of 64 k. With it the stage begins.
 __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Source from) {
     constexpr int EACH = GROUP_BLOCKS * 4 * OCTETS / WARPS;
     static_assert(GROUP_BLOCKS % 2 == 0, "a warp has as many tiles as any other");
     const int first = run.first_block, tiles = run.blocks * 4;
     const int q = b.lane & 3, in_octet = b.lane >> 2;
+    if (threadIdx.x == 0) b.s.normed = from.normed;
+    if (threadIdx.x < THREADS_ARRIVE) barrier_arrive(Barriers(b.base).begun);
     uint4 raw[EACH][2];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
@@ -95,38 +97,35 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Sourc
             }
         }
     }
-    if (threadIdx.x == 0) b.s.normed = from.normed;
     show_to_products();
     b.sync();
-    if (threadIdx.x < THREADS_ARRIVE) barrier_arrive(Barriers(b.base).begun);
 }
 
 #include "large/multiply.cuh"
 
-// 1 / rms of every node's residual stream, or 1 where activations are not of that.
+// 1 / rms of every node's residual stream, or 1 where activations are not of that. A lane has four nodes' squares of
+// every eighth SM: a load of the warp is whole lines, and few loads follow each other.
 __device__ __forceinline__ void measure_residual(Block& b, int which) {
-    if (!b.s.normed) {
-        for (int node = b.lane; node < b.nodes; node += 32) b.s.inverse[which][node] = 1.0f;
-        __syncwarp();
-        return;
+    static_assert(NODES == 16, "four lanes have the nodes of an SM");
+    float4 square = {};
+    if (b.s.normed) {
+#pragma unroll 6
+        for (int sm = b.lane >> 2; sm < SMS; sm += 8)
+            square = Sums<1>::add(square, __ldcg((const float4*)(b.p.x_squares + sm * NODES) + (b.lane & 3)));
     }
-#pragma unroll 4
-    for (int node = 0; node < b.nodes; node++) {
-        constexpr int EACH = (SMS + 31) / 32;
-        float got[EACH], square = 0.0f;
+    const float sums[4] = {square.x, square.y, square.z, square.w};
 #pragma unroll
-        for (int i = 0; i < EACH; i++)
-            got[i] = i * 32 + b.lane < SMS ? __ldcg(b.p.x_squares + node * SMS + i * 32 + b.lane) : 0.0f;
+    for (int j = 0; j < 4; j++) {
+        float sum = sums[j];
 #pragma unroll
-        for (int i = 0; i < EACH; i++) square += got[i];
-        const float inverse = inverse_root(warp_sum(square) / HIDDEN + EPS);
-        if (b.lane == 0) b.s.inverse[which][node] = inverse;
+        for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        if (b.lane < 4) b.s.inverse[which][b.lane * 4 + j] = b.s.normed ? inverse_root(sum / HIDDEN + EPS) : 1.0f;
     }
     __syncwarp();
 }
 
 // A stage's sums, all of it. They begin with the consumers: an SM that has nothing to do in a stage may not say so
-// before the stage.
+// before the stage. What a normed stage needs besides is there by then.
 __device__ __forceinline__ void reduce(Block& b, int which, const Run& run, u32 phase, u32& count) {
     barrier_wait(Barriers(b.base).begun, phase);
     measure_residual(b, which);

@@ -119,7 +119,7 @@ struct Params {
     u32* counter;          // arrivals, then who has left; 0 before and after
     float* sums;           // [tile][NODES][64]
     u16* x;                // bf16 (see activation_at): the residual stream times the next norm's weight
-    float* x_squares;      // [NODES][SMS]
+    float* x_squares;      // [SMS][NODES]
     u16* y;                // bf16, attention's output
     u16* h;                // bf16, silu(gate) * up
     u32* queries;          // fp16 [NODES][HEADS][128]

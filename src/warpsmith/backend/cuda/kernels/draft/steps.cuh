@@ -35,7 +35,7 @@ __device__ __forceinline__ void update_residual(Block& b, const float* norm, Upd
         float square = 0.0f;
 #pragma unroll 1
         for (int piece = 0; piece < pieces; piece++) square += b.s.squares[piece][threadIdx.x];
-        b.p.x_squares[threadIdx.x * SMS + b.sm] = square;
+        b.p.x_squares[b.sm * NODES + threadIdx.x] = square;
     }
 }
 

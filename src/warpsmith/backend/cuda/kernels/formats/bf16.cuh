@@ -4,6 +4,7 @@
 
 struct Bf16 {
     static constexpr int NUMBER = 30;
+    static constexpr bool QUANTISED = false;
     static __host__ __device__ constexpr int chunk_bytes(int rows) { return WARPS * rows * 64; }
     static __host__ __device__ constexpr int slot_chunks(int rows) { return 32 / rows; }
     static __host__ __device__ constexpr int registers(int rows) { return rows / 2; }

@@ -2,6 +2,7 @@
 //
 // A struct with
 //   NUMBER                       its type's number in a file
+//   QUANTISED                    numbers are blocks of small whole ones and their scales
 //   chunk_bytes(rows)            of a chunk of a row tile: the fragments of all warps
 //   slot_chunks(rows)            chunks of a row tile in a slot of the ring
 //   registers(rows)              that a lane's part of a fragment takes
@@ -19,6 +20,7 @@
 template <class First, class... Others>
 struct Formats {
     static constexpr bool SEVERAL = sizeof...(Others) > 0;
+    static constexpr bool QUANTISED = First::QUANTISED || (Others::QUANTISED || ...);  // some of them
 
     // use(format) with the one that has this number.
     template <class Use>

@@ -9,6 +9,7 @@
 
 struct Q4_0 {
     static constexpr int NUMBER = 2;
+    static constexpr bool QUANTISED = true;
     static __host__ __device__ constexpr int chunk_bytes(int rows) { return WARPS * rows * 18; }
     static __host__ __device__ constexpr int slot_chunks(int rows) { return 64 / rows; }
     static __host__ __device__ constexpr int registers(int rows) {

@@ -10,6 +10,7 @@
 
 struct Q8_0 {
     static constexpr int NUMBER = 8;
+    static constexpr bool QUANTISED = true;
     static __host__ __device__ constexpr int chunk_bytes(int rows) { return WARPS * rows * 34; }
     static __host__ __device__ constexpr int slot_chunks(int rows) { return 64 / rows; }
     static __host__ __device__ constexpr int registers(int rows) {

@@ -12,12 +12,24 @@ __device__ __forceinline__ int own_logits(const Block& b) {
 #include "sample/penalties.cuh"
 
 // Logits of every token, the best of which is kept; written out if asked.
+//
+// One node: each warp keeps its best. A tree: every lane that finishes four rows of a token keeps the best of these, in
+// the place that the convolution has for them in other stages; what they have in common is found at the end.
+constexpr int RANKS = 4 * TILES_AT_ONCE;  // of a token
+__device__ __forceinline__ u64& best_of_rank(const Block& b, int token, int rank) {
+    return *(u64*)(b.scratch + KEPT_ROWS_AT + token * ROW_STRIDE + rank * 4);
+}
 __device__ __forceinline__ void begin_head(Block& b) {
+    if constexpr (NODES == 1) {
+        if (threadIdx.x < WARPS) b.s.best[threadIdx.x] = 0;
+    } else {
+        b.sync();  // partial sums of the stage before may lie there
 #pragma unroll 1
-    for (int i = threadIdx.x; i < larger(NODES, WARPS); i += CONSUMERS) b.s.best[i] = 0;
+        for (int i = threadIdx.x; i < NODES * RANKS; i += CONSUMERS) best_of_rank(b, i / RANKS, i % RANKS) = 0;
+    }
 }
 
-__device__ __forceinline__ void rank_logits(Block& b, bool live, int row, int token, float4 logits) {
+__device__ __forceinline__ void rank_logits(Block& b, bool live, int row, int token, int rank, float4 logits) {
     const float logit[4] = {logits.x, logits.y, logits.z, logits.w};
     u64 best = 0;
 #pragma unroll
@@ -28,12 +40,13 @@ __device__ __forceinline__ void rank_logits(Block& b, bool live, int row, int to
         }
     if constexpr (SAMPLES)
         if (live && b.draw->sampled) *(float4*)(candidates(b).own + (row - first_logit(b))) = logits;
-    // One token: several warps have some of its rows. Several: a token's lanes are one warp's.
-#pragma unroll
-    for (int step = 1; step < (NODES == 1 ? 2 : 4 * TILES_AT_ONCE); step *= 2)
-        best = best_of(best, __shfl_xor_sync(~0u, best, step));
-    u64* kept = NODES == 1 ? &b.s.best[b.warp] : &b.s.best[token];
-    if (live && b.lane % (4 * TILES_AT_ONCE) == 0) *kept = best_of(*kept, best);
+    if constexpr (NODES == 1) {
+        best = best_of(best, __shfl_xor_sync(~0u, best, 1));
+        if (b.lane == 0) b.s.best[b.warp] = best_of(b.s.best[b.warp], best);
+    } else if (live) {
+        u64& kept = best_of_rank(b, token, rank);
+        kept = best_of(kept, best);
+    }
 }
 
 __device__ __forceinline__ void end_head(Block& b, const float* norm_weight) {
@@ -47,11 +60,10 @@ __device__ __forceinline__ void end_head(Block& b, const float* norm_weight) {
         }
 #pragma unroll 1
     for (int token = threadIdx.x; token < b.nodes; token += CONSUMERS) {
-        u64 best = b.s.best[token];
-        if (NODES == 1) {
+        u64 best = 0;
 #pragma unroll
-            for (int w = 1; w < WARPS; w++) best = best_of(best, b.s.best[w]);
-        }
+        for (int i = 0; i < (NODES == 1 ? WARPS : RANKS); i++)
+            best = best_of(best, NODES == 1 ? b.s.best[i] : best_of_rank(b, token, i));
         publish8(b.words(BEST_PHASE, token, BEST_AT) + b.sm * 2, b.other(BEST_PHASE), best ? ~(u32)best : 0,
                  (u32)(best >> 32));
     }

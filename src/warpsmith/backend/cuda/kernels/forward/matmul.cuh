@@ -12,6 +12,17 @@
 #pragma once
 #include "forward/weights.cuh"
 
+// Where a lane's part of chunk `block` + c of a warp's slice is, of the node tile that lies `at` words on: `lane_at`
+// words into the chunk. Chunks of a chain lie behind each other, so that one address serves them all; else the compiler
+// works out one for each ahead and puts them aside. Not where weights are quantised: those builds would put more aside.
+template <class Held>
+__device__ __forceinline__ const u32* chunk_at(const u32* values, int at, int chunks, int warp, int block, int c,
+                                               int lane_at) {
+    if (Held::QUANTISED) return values + at + chunk_place(chunks, warp, block + c) * CHUNK_WORDS + lane_at;
+    const int begin = c / CHAIN * CHAIN, place = chunk_place(chunks, warp, block + begin) * CHUNK_WORDS;
+    return values + (at + place + lane_at) + (c - begin) * CHUNK_WORDS;
+}
+
 // What a warp needs of a node tile of tokens: their values at its k, and the sums of squares of its slice of x, which a
 // token's four lanes share. Columns past the last token are that one again.
 template <int CHUNKS>
@@ -30,8 +41,8 @@ struct NodeTile {
     __device__ __forceinline__ void ask(const Block& b, const u32* x, int first, int c) {
         const int token = min(b.lane >> 2, b.nodes - 1 - first), q = b.lane & 3;
         const bool live = HIDDEN % CHUNK_K == 0 || (b.warp * CHUNKS + c) * 32 + q * 8 < HIDDEN;
-        a[c] = live ? load16(x + first / 8 * NODE_TILE_WORDS + chunk_place(CHUNKS, b.warp, c) * CHUNK_WORDS +
-                             token * 16 + q * 4)
+        a[c] = live ? load16(chunk_at<WideFormats>(x, first / 8 * NODE_TILE_WORDS, CHUNKS, b.warp, 0, c,
+                                                   token * 16 + q * 4))
                     : uint4{};
     }
     __device__ __forceinline__ void ask_squares(const Block& b, const u32* x_squares, int first) {
@@ -238,7 +249,9 @@ struct TreeInput {
 
 // What this warp finishes of a node tile that is summed: some of its tokens. If there are more warps than it takes,
 // they take turns. A `gather` first writes what was summed to `kept`, where a token's ancestors are then found
-// ROW_STRIDE floats a token apart.
+// ROW_STRIDE floats a token apart: those of this node tile once all who finish it have written, the others since a
+// barrier of everybody.
+constexpr int FINISHING = 4;  // their barrier's number
 template <class Finish>
 __device__ __forceinline__ void finish_node_tile(Block& b, int first, int step, int base, int count, int tile,
                                                  int quarter, int place, bool gather, Finish finish) {
@@ -254,7 +267,7 @@ __device__ __forceinline__ void finish_node_tile(Block& b, int first, int step, 
         v = scaled(sum_parts<WARPS>(at, WARP_STRIDE), inverse_rms(b, token));
         if (gather) *(float4*)(kept + token * ROW_STRIDE) = v;
     }
-    if (gather) b.sync();
+    if (gather && worker < WORKERS_HERE) sync_some<WORKERS_HERE * 32>(FINISHING);
     if (works) finish(live, base + tile, token, quarter, place, v, kept);
 }
 
@@ -293,9 +306,10 @@ __device__ __forceinline__ void multiply_normed_tree(Block& b, const WideRows& r
             put_sums(b, run.format, w, input.tile.a, first, [&](int c) {
                 if (LOOKS && input.asked) input.tile.ask(b, rows.x, next, c);
             });
-            const float squares = input.tile.square_sum();
-            if (base == 0) put_squares(b, first, squares);
-            if (LOOKS && input.asked) input.tile.ask_squares(b, rows.squares, next);
+            if (base == 0) {
+                put_squares(b, first, input.tile.square_sum());
+                if (LOOKS && input.asked) input.tile.ask_squares(b, rows.squares, next);
+            }
             if (step == 0) copies_done();  // convolution weights and history, which `finish` needs
             if (step == 0) b.mark();
             b.sync();

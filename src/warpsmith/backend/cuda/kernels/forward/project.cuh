@@ -64,7 +64,7 @@ __device__ __forceinline__ void project_in(Block& b) {
     const auto finish = [&](bool live, int tile, int token, int quarter, int place, float4 v, const float* kept) {
         const int row = (first + tile) * WIDE + quarter * 4;
         if (b.is_head()) {
-            rank_logits(b, live, row, token, v);
+            rank_logits(b, live, row, token, tile % TILES_AT_ONCE * 4 + quarter, v);
         } else if (b.is_mlp()) {
             publish_inner(b, live, tile == tiles - 1, token, quarter, place, v);
         } else if (live) {

@@ -131,12 +131,12 @@ struct NodeTileProduct {
     __device__ __forceinline__ void ask(const Block& b, int chain, int first) {
         const int q = b.lane & 3, token = min(b.lane >> 2, b.nodes - 1 - first), start = b.warp * CHUNKS + block,
                   at = first / 8 * NODE_TILE_WORDS;
+        static_assert(NarrowBlocks<K>::COUNT == 1 || NarrowBlocks<K>::EACH % CHAIN == 0, "chains are whole");
 #pragma unroll
         for (int c = chain * CHAIN; c < chain * CHAIN + chunks_here(chain); c++) {
             const bool live = K % CHUNK_K == 0 || (start + c) * 32 + q * 8 < K;
-            const uint4 got =
-                live ? load16(values + at + chunk_place(CHUNKS, b.warp, block + c) * CHUNK_WORDS + token * 16 + q * 4)
-                     : uint4{};
+            const u32* from = chunk_at<NarrowFormats>(values, at, CHUNKS, b.warp, block, c, token * 16 + q * 4);
+            const uint4 got = live ? load16(from) : uint4{};
             x[c][0] = got.x, x[c][1] = got.y, x[c][NARROW_WORDS - 2] = got.z, x[c][NARROW_WORDS - 1] = got.w;
         }
         if (chain == 0) scales.load(b, squares, squares + at, token, start * 32 / STATE_DIM);
