@@ -1,9 +1,9 @@
 // A GPU on a CPU, as much of it as the kernels use: every CUDA thread is a fiber, all in one operating-system thread.
 //
 // A fiber runs until it must wait for others (a shuffle, a barrier, a poll) and then hands on: to another lane of its warp that can
-// go on, else to the next warp. The order of warps, when copies arrive, where a warp is interrupted and which warps dawdle are drawn
-// from a seed. So what is found here is wrong logic: a wrong address, a
-// missing barrier, a wait that never ends. Memory is always in order here; races that need more than that are for the GPU to show.
+// go on, else to the next warp. The order of warps, when copies arrive, where a warp is interrupted and which warps or blocks
+// dawdle are drawn from a seed. So what is found here is wrong logic: a wrong address, a missing barrier, a wait that never ends.
+// Memory is always in order here; races that need more than that are for the GPU to show.
 #pragma once
 #include <chrono>
 #include <cmath>

@@ -16,6 +16,7 @@ __device__ __forceinline__ int own_logits(const Block& b) {
 // One node: each warp keeps its best. A tree: every lane that finishes four rows of a token keeps the best of these, in
 // the place that the convolution has for them in other stages; what they have in common is found at the end.
 constexpr int RANKS = 4 * TILES_AT_ONCE;  // of a token
+static_assert(NODES == 1 || RANKS * 4 <= ROW_STRIDE, "no room for the best of every lane");
 __device__ __forceinline__ u64& best_of_rank(const Block& b, int token, int rank) {
     return *(u64*)(b.scratch + KEPT_ROWS_AT + token * ROW_STRIDE + rank * 4);
 }
