@@ -44,7 +44,7 @@ struct Barriers {
                           : row < NODE_TILES            ? FETCHERS
                           : done < 0                    ? 1
                           : done < DONE_GROUPS          ? WORKER_WARPS * max(1, nodes_here)
-                          : done == DONE_GROUPS         ? PUBLISHERS
+                          : done == DONE_GROUPS         ? publishers_of(count)
                           : barrier < WARP_BARRIERS - 1 ? 1
                                                         : WARPS;
         barrier_init(sums + 8 * barrier, warps * LANES_ARRIVE);

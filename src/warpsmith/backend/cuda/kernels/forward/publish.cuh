@@ -5,6 +5,7 @@
 
 // All DeltaNet layers; ends early when the consumers have stopped.
 __device__ __forceinline__ void publish_outputs(Block& b) {
+    if (b.warp >= publishers_of(b.nodes)) return;
     const int first = first_of(BLOCKS, b.sm), end = first_of(BLOCKS, b.sm + 1);
     const float *vectors = b.p.vectors, *rows = b.scratch + MIX_AT;
     int index = 0;
