@@ -23,10 +23,6 @@ from warpsmith.backend.base import (
     Snapshot,
     State,
     Want,
-    check_batch,
-    check_ids,
-    check_room,
-    check_tokens,
     drafted,
     join_outputs,
     keep_drafted,
@@ -35,6 +31,7 @@ from warpsmith.backend.base import (
     walk,
 )
 from warpsmith.backend.candidates import candidates_needed, choose_among
+from warpsmith.backend.checks import check_batch, check_ids, check_room, check_tokens
 from warpsmith.backend.cuda.build.compiler import build, target
 from warpsmith.backend.cuda.build.profiles import Profile
 from warpsmith.backend.cuda.build.profiles import choose as choose_profile

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from warpsmith.backend.base import ARGMAX, LOGITS, Listener, check_room
+from warpsmith.backend.base import ARGMAX, LOGITS, Listener
+from warpsmith.backend.checks import check_room
 from warpsmith.backend.cuda.memory.driver import Buffer, Device, Pinned
 from warpsmith.backend.cuda.sampler import UNDECIDED, DeviceSampler
 from warpsmith.backend.cuda.shape import MAX_STEPS, MAX_STOPS
