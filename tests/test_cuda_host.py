@@ -25,7 +25,8 @@ from warpsmith.backend.cuda.builds import build_constants, check_shape
 from warpsmith.backend.cuda.choice import PlannedDraft, planned
 from warpsmith.backend.cuda.memory import driver
 from warpsmith.backend.cuda.memory.layout import Layout
-from warpsmith.backend.cuda.memory.plan import CONTEXT_BYTES, check_fit, memory_parts
+from warpsmith.backend.cuda.memory.plan import check_fit, memory_parts
+from warpsmith.backend.cuda.memory.room import CONTEXT_BYTES, Room
 from warpsmith.backend.cuda.schedule import deal
 from warpsmith.backend.cuda.shape import chunks_of
 from warpsmith.backend.cuda.weights.formats import format_for
@@ -289,18 +290,45 @@ def test_what_does_not_fit_is_refused_with_what_would(context: int, share: float
     smallest = needed(2)
     free = int(smallest * 0.9 + share * (needed(context) - smallest * 0.9))
     if needed(context) <= free:
-        check_fit(layout, context, free, "a GPU")
+        check_fit(layout, context, Room("a GPU", free))
         return
     with pytest.raises(DoesNotFit) as refused:
-        check_fit(layout, context, free, "a GPU")
+        check_fit(layout, context, Room("a GPU", free))
     assert refused.value.exit_code == 5
-    assert f"{free / 2**30:.2f} GiB free" in refused.value.problem
+    assert f"a GPU has {free / 2**30:.2f} GiB free" in refused.value.problem
     assert f"{needed(context) / 2**30:.2f} GiB" in refused.value.problem
     fix = re.fullmatch(r"A context of (\d+) would fit \(-c \1\)\.", refused.value.fix)
     if fix is None:
         assert free < smallest
     else:
         assert needed(int(fix[1])) <= free < needed(int(fix[1]) + 1)
+
+
+def test_a_limit_that_is_too_small_says_what_it_leaves_and_what_would_do() -> None:
+    layout, context = Layout(MODEL, sms=82), 4096
+
+    def needed(tokens: int) -> int:
+        return sum(part.nbytes for part in memory_parts(layout, tokens))
+
+    def refusal(limit: int, on_gpu: int = 100 << 30) -> DoesNotFit:
+        with pytest.raises(DoesNotFit) as refused:
+            check_fit(layout, context, Room("a GPU", on_gpu, limit))
+        return refused.value
+
+    enough = needed(context) + CONTEXT_BYTES
+    check_fit(layout, context, Room("a GPU", 100 << 30, enough))
+    assert refusal(enough - 1).fix == f"A context of {context - 1} would fit (-c {context - 1})."
+    small = refusal(1 << 30)
+    assert small.problem.startswith(f"A context of {context} tokens needs {needed(context) / 2**30:.2f} GiB (weights ")
+    assert small.problem.endswith(
+        ", and a --memory-limit of 1.00 GiB leaves 0.49 GiB after the CUDA context (0.51 GiB)."
+    )
+    said = re.fullmatch(r"Raise the limit: --memory-limit (\d+)M\.", small.fix)
+    assert said is not None
+    check_fit(layout, context, Room("a GPU", 100 << 30, int(said[1]) << 20))
+    assert "leaves 0.00 GiB after the CUDA context" in refusal(CONTEXT_BYTES // 2).problem
+    assert refusal(1 << 30, on_gpu=1 << 30).fix == "Use a smaller model, or --device cpu."  # no limit would do
+    assert "a GPU has 0.25 GiB free" in refusal(1 << 30, on_gpu=1 << 28).problem  # it is not the limit
 
 
 def test_the_27b_with_a_long_context_fits_a_24_gb_card_by_plan() -> None:
@@ -332,10 +360,10 @@ def test_the_27b_with_its_draft_and_a_long_context_fits_a_24_gb_card_by_plan() -
 
 def test_buffers_are_held_to_a_limit() -> None:
     with emulated_gpu(4, (8,)):
-        device = driver.Device(limit=1000)
+        device = driver.Device(limit=CONTEXT_BYTES + 1000)
         first = device.allocate(600)
         assert device.free_memory() == 400
-        with pytest.raises(DoesNotFit, match="do not fit"):
+        with pytest.raises(DoesNotFit, match=r"more do not fit: a --memory-limit .* CUDA context .* of buffers\."):
             device.allocate(600)
         del first
         assert device.allocate(900).nbytes == 900

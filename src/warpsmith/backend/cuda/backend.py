@@ -47,7 +47,7 @@ from warpsmith.backend.cuda.draft.plan import draft_parts
 from warpsmith.backend.cuda.memory.driver import Buffer, Device, Event, Kernel, Pinned
 from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.cuda.memory.layout import Layout
-from warpsmith.backend.cuda.memory.plan import buffers_within, check_fit, memory_parts
+from warpsmith.backend.cuda.memory.plan import check_fit, memory_parts
 from warpsmith.backend.cuda.prefill import Prefill, RowTiles
 from warpsmith.backend.cuda.prefill.streams import PromptStream
 from warpsmith.backend.cuda.requests import at_row, fill_request
@@ -113,7 +113,7 @@ class CudaBackend(Backend):
         architecture: str | None = None,
         options: Mapping[str, object] | None = None,
     ) -> None:
-        self.config, self.device = config, Device(limit=buffers_within(memory_limit))
+        self.config, self.device = config, Device(limit=memory_limit)
         check_shape(config)
         self.chip = self.device.chip
         self.chip_profile = profile or choose_profile(self.chip.name, self.chip.capability)[0]
@@ -123,7 +123,7 @@ class CudaBackend(Backend):
         self.layout = layout = Layout(config, min(self.chip.sms, busy_sms(config)), stored)
         self.options = dict(options or {})
         self.context = context or config.context
-        check_fit(layout, self.context, self.device.free_memory(), self.chip.name)
+        check_fit(layout, self.context, self.device.room())
         self._kernels: dict[int, Kernel] = {}
         compilers = ThreadPoolExecutor(1 + len(VARIANTS))  # side by side, and while the weights are copied
         sizes = [n for n in VARIANTS if n <= self.largest_tree]

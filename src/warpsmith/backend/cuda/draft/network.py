@@ -20,6 +20,7 @@ from warpsmith.backend.cuda.large.formats import EMBEDDINGS
 from warpsmith.backend.cuda.large.loading import copies_of, load_slabs
 from warpsmith.backend.cuda.memory.driver import Buffer, Device
 from warpsmith.backend.cuda.memory.layout import turns
+from warpsmith.backend.cuda.memory.room import gib
 from warpsmith.backend.cuda.rows import CudaRows
 from warpsmith.backend.cuda.weights.loading import STAGING_BYTES, StagedRows, held_bytes
 from warpsmith.backend.rows import Rows
@@ -304,8 +305,7 @@ class CudaDraft(BlockDraft):
 
 
 def check_room(device: Device, needed: int, config: DFlashConfig) -> None:
-    if needed > (free := device.free_memory()):
+    if needed > (room := device.room()).free:
         raise DoesNotFit(
-            f"The draft {config.source} needs {needed / 2**30:.2f} GiB, and the GPU has {free / 2**30:.2f} GiB free.",
-            "Use --draft none or --draft ngram.",
+            f"The draft {config.source} needs {gib(needed)}, and {room}.", "Use --draft none or --draft ngram."
         )

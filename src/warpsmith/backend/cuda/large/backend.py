@@ -24,7 +24,7 @@ from warpsmith.backend.cuda.large.structures import LargeParams, LargeRequest
 from warpsmith.backend.cuda.memory.driver import Device, Kernel, Pinned
 from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.cuda.memory.layout import rope_table
-from warpsmith.backend.cuda.memory.plan import buffers_within, refuse_what_does_not_fit
+from warpsmith.backend.cuda.memory.plan import refuse_what_does_not_fit
 from warpsmith.backend.cuda.prefill import SlabStream
 from warpsmith.backend.cuda.requests import at_row, fill_request
 from warpsmith.backend.cuda.sampler import DeviceSampler
@@ -64,7 +64,7 @@ class LargeBackend(CudaBackend):
     ) -> None:
         """`prompts`: kernels of their own for long chains are made ready too. `architecture`: what to build for instead
         of this chip (`options` may name another SHARED_MEMORY)."""
-        self.config, self.device = config, Device(limit=buffers_within(memory_limit))
+        self.config, self.device = config, Device(limit=memory_limit)
         self.chip = self.device.chip
         self.chip_profile = profile or choose_profile(self.chip.name, self.chip.capability)[0]
         self.options = dict(options or {})
@@ -77,7 +77,7 @@ class LargeBackend(CudaBackend):
         self.large = layout = LargeLayout(config, self.chip.sms, stored, self.cache_types)
         self.layout = layout  # type: ignore[assignment]  # states and snapshots ask it for the same sizes
         self.context = context or config.context
-        refuse_what_does_not_fit(self.memory, self.context, self.device.free_memory(), self.chip.name)
+        refuse_what_does_not_fit(self.memory, self.context, self.device.room())
         compilers = ThreadPoolExecutor(1 + len(self.variants))  # side by side, and while the weights are copied
         self._images = {n: compilers.submit(self._image, "large/forward.cu", n) for n in self.variants}
         vocabulary = {"schedule.cuh": f"#pragma once\nconstexpr int VOCAB = {config.vocab};\n"}  # all it has to know
