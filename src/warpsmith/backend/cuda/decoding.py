@@ -88,7 +88,7 @@ class Decoder:
                         self._device.synchronize()
                 state.length += len(tokens)
                 if listener is not None and tokens and self._burst is burst:  # else another launch took their place
-                    rows = backend.decoded_rows(len(tokens), features)
+                    rows = backend.outputs.decoded_rows(len(tokens), features)
                     listener.heard(state.length - len(tokens), rows)
             if tokens[-1] in stop:
                 return
