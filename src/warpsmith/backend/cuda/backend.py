@@ -48,6 +48,7 @@ from warpsmith.backend.cuda.memory.layout import Layout
 from warpsmith.backend.cuda.memory.plan import check_fit, memory_parts
 from warpsmith.backend.cuda.outputs import Outputs
 from warpsmith.backend.cuda.prefill import Prefill, RowTiles
+from warpsmith.backend.cuda.prefill.network import ModelOnDevice
 from warpsmith.backend.cuda.prefill.streams import PromptStream
 from warpsmith.backend.cuda.requests import at_row, fill_request
 from warpsmith.backend.cuda.rows import CudaRows
@@ -139,17 +140,10 @@ class CudaBackend(Backend):
 
     def _prepare_prompts(self, weights: PromptStream) -> None:
         if weights.suits():
-            self._prompts = Prefill(
-                self.device,
-                weights,
-                stream=self.stream,
-                embedding=self.embedding,
-                vectors=self.vectors,
-                rope=self.rope,
-                logits=self.outputs.logits,
-                sms=self.chip.sms,
-                options=self.options,
+            model = ModelOnDevice(
+                self.stream, self.embedding, self.vectors, self.rope, self.outputs.logits, self.chip.sms
             )
+            self._prompts = Prefill(self.device, weights, model, options=self.options)
 
     # -- the contract ---------------------------------------------------------------------------------------------
 
