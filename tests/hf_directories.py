@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from warpsmith.checkpoint.canonical import Checkpoint
 from warpsmith.model.config import Config
 
 Stored = tuple[str, tuple[int, ...], bytes]  # dtype, shape, data
@@ -229,3 +230,9 @@ def canonical_values(values: Mapping[str, np.ndarray], config: Config) -> dict[s
                 x = x + 1
         expected[block + rename[tail]] = x
     return expected
+
+
+def same_values(checkpoint: Checkpoint, expected: dict[str, np.ndarray]) -> None:
+    assert checkpoint.tensors.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_array_equal(checkpoint.tensors[name].float32(), values, err_msg=name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -14,50 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
 
+from commands import COMMAND, ENVIRONMENT, VERBS, fails, succeeds, warpsmith
 from terminal import PROMPT, Terminal
-from warpsmith import errors
 from warpsmith.checkpoint.quantize import RECIPES
 from warpsmith.cli import main
-from warpsmith.cli.prompt import history_path
-from warpsmith.draft.costs import cache_directory
 from warpsmith.model.tokenizer import byte_tokenizer
 from warpsmith.wisp import WISP_DRAFT
 
-ROOT = Path(__file__).parents[1]
-COMMAND = [sys.executable, "-m", "warpsmith.cli"]
-VERBS = ("run", "chat", "serve", "launch", "bench", "show", "pull", "convert", "synth", "doctor")
 # a random model's end tokens made impossible: an answer then goes on until it is stopped
 ENDLESS = [flag for token in sorted(byte_tokenizer(272).eos_ids) for flag in ("--logit-bias", f"{token}-1000")]
 # slow enough that an answer is still being written when Ctrl-C arrives
 SLOW = ["--device", "reference", "--draft", "none"]
 SMALL = ["--layers", "2", "--hidden", "256", "--ffn", "256", "--vocab", "272"]
-# one thread for numpy: on a busy machine many threads wait for each other most of the time
-ENVIRONMENT = os.environ | {"OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-def warpsmith(*args: str | Path, stdin: bytes = b"", **environment: str) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run(
-        [*COMMAND, *map(str, args)], input=stdin, capture_output=True, timeout=300, env=ENVIRONMENT | environment
-    )
-    out, err = result.stdout.decode(), result.stderr.decode()
-    return subprocess.CompletedProcess(result.args, result.returncode, out, err)
-
-
-def succeeds(*args: str | Path, stdin: bytes = b"") -> str:
-    result = warpsmith(*args, stdin=stdin)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def fails(code: int, *args: str | Path, stdin: bytes = b"") -> str:
-    """The command fails as it should: its code, nothing on stdout, no traceback. Returns what it says."""
-    result = warpsmith(*args, stdin=stdin)
-    assert result.returncode == code, (result.returncode, result.stderr)
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
-    return result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -239,18 +207,6 @@ def test_help_lists_the_weight_types(verb: str) -> None:
     assert all(f"{recipe}" in page for recipe in RECIPES)
 
 
-def test_the_tests_keep_out_of_the_users_own_folders() -> None:
-    for path in (cache_directory(), history_path(), Path(constants.HF_HUB_CACHE)):
-        assert path.is_relative_to(ROOT / ".pytest_cache")
-
-
-def test_skipped_tests_say_why(tmp_path: Path) -> None:
-    (tmp_path / "test_x.py").write_text("import pytest\ndef test_x(): pytest.skip('there is no abacus')\n")
-    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider"]
-    result = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
-    assert "there is no abacus" in result.stdout
-
-
 def test_bad_flags_are_one_sentence_and_one_fix() -> None:
     for args in ([], ["fly"], ["run", "--no-such-flag"], ["run", "-n", "many"], ["bench", "spec"], ["pull"]):
         lines = fails(2, *args).splitlines()
@@ -258,20 +214,6 @@ def test_bad_flags_are_one_sentence_and_one_fix() -> None:
         assert lines[0].startswith("error: ")
         assert lines[0].endswith(".")
         assert lines[1].startswith("  fix: `warpsmith ")
-
-
-def test_every_error_of_ours_has_a_fix() -> None:
-    """But those about the contract between engine and backends, which no user breaks."""
-    usual = {"BadFile"}
-    for file in (ROOT / "src/warpsmith").rglob("*.py"):
-        if "backend" in file.parts:
-            continue
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):
-                name = node.exc.func.id
-                ours = issubclass(getattr(errors, name, Exception), errors.WarpsmithError)
-                assert not ours or name in usual or len(node.exc.args) == 2, f"{file}:{node.lineno}"
-    assert all(getattr(errors, name)("A problem.").fix for name in usual)
 
 
 def test_stop_strings(answer: Callable[..., dict[str, Any]]) -> None:
@@ -472,48 +414,3 @@ def test_doctor_knows_what_auto_would_use() -> None:
         if problem:
             said = fails(4, "run", "-p", "x", "-n", "1", "--device", device)
             assert problem in said.replace("\n  fix:", ""), "with the fix"
-
-
-# The documents
-
-
-def fenced(document: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
-
-
-def test_examples_in_the_documents_run(tmp_path: Path) -> None:
-    for document in (ROOT / "docs/python-api.md", ROOT / "README.md"):
-        program = "\n".join(fenced(document, "python"))
-        assert program
-        result = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT, timeout=300
-        )
-        assert result.returncode == 0, (document, result.stderr)
-
-
-def test_the_readme_has_commands_for_a_fresh_machine() -> None:
-    commands = [line for block in fenced(ROOT / "README.md", "sh") for line in block.splitlines() if "python3" in line]
-    cpu, gpu, tests = commands
-    assert cpu.endswith('pip install -q . && .venv/bin/warpsmith run -p "def fibonacci(n):"')
-    assert gpu == cpu.replace("install -q .", "install -q '.[cuda]'")
-    pattern = re.search(r"grep -E '(.*)' README.md", (ROOT / ".ci/run").read_text())
-    assert pattern
-    assert [line for line in commands if re.search(pattern[1], line)] == [tests]  # the one that CI runs
-
-
-def test_the_chart_shows_the_numbers_beside_it() -> None:
-    chart, readme = (ROOT / "docs/decode-speed.svg").read_text(), (ROOT / "README.md").read_text()
-    rates = [int(rate.replace(",", "")) for rate in re.findall(r"([\d,]+) tok/s<", chart)]
-    bars = [int(width) for width in re.findall(r'<rect x="100" .*?width="(\d+)"', chart)]
-    assert len(rates) == len(bars) == 3
-    assert bars == [round(rate / 5) for rate in rates]
-    assert all(f"{rate:,}" in readme for rate in rates)
-
-
-def test_documented_flags_exist() -> None:
-    known = set(
-        re.findall(r"--[a-z][a-z-]+", "".join(succeeds(*verb.split(), "--help") for verb in (*VERBS, "bench spec")))
-    )
-    for name in ("README.md", "docs/cli.md"):
-        text = re.sub(r"^python3 .*$", "", (ROOT / name).read_text(), flags=re.MULTILINE)
-        assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - known == set(), name

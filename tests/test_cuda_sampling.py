@@ -193,9 +193,9 @@ def test_the_best_of_rows_that_are_hard(random_model: CudaBackend) -> None:
     rows = [random.normal(size=vocab).round(1), np.zeros(vocab), np.copysign(0.0, random.normal(size=vocab))]
     rows += [np.sort(random.normal(size=vocab)), np.where(random.random(vocab) < 0.9, -np.inf, 1.0)]
     logits = np.array(rows, dtype=np.float32)
-    random_model.logits.write(logits)
+    random_model.outputs.logits.write(logits)
     for top in (1, 22, MAX_TOP):
-        expected, got = output_from_logits(logits, Want("top", top)), random_model.top.of(len(rows), top)
+        expected, got = output_from_logits(logits, Want("top", top)), random_model.outputs.top.of(len(rows), top)
         np.testing.assert_array_equal(got.top_ids, expected.top_ids)
         np.testing.assert_array_equal(got.top_logits, expected.top_logits)
         np.testing.assert_allclose(got.logsumexp, expected.logsumexp, atol=LSE_BOUND, rtol=0)

@@ -44,7 +44,7 @@ def waiting(backend: LargeBackend, network: CudaDraft, memory: CudaMemory, rows:
     offsets = np.arange(rows)[:, None] + np.arange(len(config.target_layers)) * rows
     memory.appended, memory.position, memory.waiting = min(depth, CAPACITY) - rows, depth - rows, 0
     network.append(
-        memory, CudaRows(backend.features, offsets * config.hidden, config.hidden, lambda: True), depth - rows
+        memory, CudaRows(backend.outputs.features, offsets * config.hidden, config.hidden, lambda: True), depth - rows
     )
 
 
@@ -53,7 +53,7 @@ def timings(backend: LargeBackend, network: CudaDraft, depth: int) -> None:
     memory.buffers["positions"].write(np.arange(CAPACITY, dtype=np.int32))
     for name in ("keys", "values"):
         memory.buffers[name].clear()
-    backend.features.clear()
+    backend.outputs.features.clear()
 
     def block(rows: int) -> None:
         request = network.request(7, depth, Want(tokens="top"))
@@ -64,7 +64,7 @@ def timings(backend: LargeBackend, network: CudaDraft, depth: int) -> None:
         "draft, nothing to append": lambda: block(0),
         f"draft, {ACCEPTED} rows to append": lambda: block(ACCEPTED),
         "gather": lambda: waiting(backend, network, memory, ACCEPTED, depth),
-        "top 16": lambda: backend.tokens_of(15, want, offset=backend.config.vocab),
+        "top 16": lambda: backend.outputs.tokens_of(15, want, offset=backend.config.vocab),
     }.items():
         print(f"depth {depth}: {name} {milliseconds(backend, run, 11):.3f} ms")
 

@@ -53,7 +53,7 @@ def seconds(backend: CudaBackend, depth: int, count: int, runs: int) -> float:
 
 def label(prompts: Prefill, launch: Launch) -> tuple[str, float]:
     """A kernel's name, and its floating-point operations if it is a product."""
-    names = {int(kernel.function): (name, dict(extra)) for (name, extra), kernel in prompts._kernels.items()}
+    names = {int(kernel.function): (name, dict(extra)) for (name, extra), kernel in prompts.kernels.loaded.items()}
     name, extra = names[int(launch.function)]
     if "gemm" not in name:
         return name, 0.0
@@ -176,8 +176,8 @@ def with_stamps(text: str) -> str:
 def timeline(backend: CudaBackend, count: int) -> None:
     prompts, launches, _state = launches_of(backend, count)
     device, cu = backend.device, backend.device.cu
-    modules = {id(kernel.module): kernel.module for kernel in prompts._kernels.values()}
-    of_function = {int(kernel.function): id(kernel.module) for kernel in prompts._kernels.values()}
+    modules = {id(kernel.module): kernel.module for kernel in prompts.kernels.loaded.values()}
+    of_function = {int(kernel.function): id(kernel.module) for kernel in prompts.kernels.loaded.values()}
 
     def symbol(module, name: bytes):
         return check(cu.cuModuleGetGlobal(module.handle, name))[0]
@@ -195,7 +195,7 @@ def timeline(backend: CudaBackend, count: int) -> None:
             check(cu.cuMemcpyDtoH(values.ctypes.data, symbol(module, b"marks"), values.nbytes))
             times[key] = iter(values.tolist())
         rounds.append([next(times[of_function[int(launch.function)]]) for launch in launches])
-    for (name, _), kernel in prompts._kernels.items():
+    for (name, _), kernel in prompts.kernels.loaded.items():
         stamps = np.empty(64, np.uint64)
         check(cu.cuMemcpyDtoH(stamps.ctypes.data, symbol(kernel.module, b"stamps"), stamps.nbytes))
         if (count_of := int(np.count_nonzero(stamps))) > 2:

@@ -58,7 +58,7 @@ def main() -> None:
         times, begin, end = [], Event(backend.device), Event(backend.device)
         for _ in range(9):
             begin.record()
-            backend.top.of(nodes, 22)
+            backend.outputs.top.of(nodes, 22)
             end.record()
             end.wait()
             times.append(end.seconds_since(begin) * 1e6)

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import numpy as np
 
-from warpsmith.backend.base import Backend, Want, check_tokens
+from warpsmith.backend.base import Backend, Want
+from warpsmith.backend.checks import check_tokens
 from warpsmith.backend.devices import backend_for
 from warpsmith.backend.finite import NOT_FINITE, not_finite
 from warpsmith.backend.host_memory import check_fits

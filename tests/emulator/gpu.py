@@ -277,7 +277,7 @@ def emulated_gpu(sms: int, variants: tuple[int, ...], prompts: bool = False, oft
         mock.patch.object(
             CudaBackend, "_prepare_prompts", CudaBackend._prepare_prompts if prompts else lambda *_: None
         ),
-        mock.patch("warpsmith.backend.cuda.prefill.run.build", build),
+        mock.patch("warpsmith.backend.cuda.prefill.kernels.build", build),
         mock.patch("warpsmith.backend.cuda.prefill.run.Replay", Again),
         mock.patch("warpsmith.backend.cuda.prefill.products.Launcher.launch", launch),
     ):

@@ -28,11 +28,27 @@ if TYPE_CHECKING:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-p", "--n-prompt", type=_numbers, default=[512], metavar="N,...", help="prompt lengths (512)")
-    parser.add_argument("-n", "--n-gen", type=_numbers, default=[128], metavar="N,...", help="tokens generated (128)")
-    parser.add_argument("-d", "--n-depth", type=_numbers, default=[0], metavar="N,...", help="tokens already there (0)")
     parser.add_argument(
-        "-b", "--batch", type=_numbers, default=[1], metavar="N,...", help="sequences that generate side by side (1)"
+        "-p", "--n-prompt", type=_numbers, default=[512], metavar="N,...", help="prompt lengths (default: 512)"
+    )
+    parser.add_argument(
+        "-n", "--n-gen", type=_numbers, default=[128], metavar="N,...", help="tokens to generate (default: 128)"
+    )
+    parser.add_argument(
+        "-d",
+        "--n-depth",
+        type=_numbers,
+        default=[0],
+        metavar="N,...",
+        help="tokens already in the context (default: 0)",
+    )
+    parser.add_argument(
+        "-b",
+        "--batch",
+        type=_numbers,
+        default=[1],
+        metavar="N,...",
+        help="sequences that generate side by side (default: 1)",
     )
     parser.add_argument(
         "--first",
@@ -45,9 +61,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--tree", type=_numbers, default=[], metavar="N,...", help="also time forward passes over trees of N nodes"
     )
     parser.add_argument(
-        "--bandwidth", action="store_true", help="also measure how fast memory is read, and the part of it reached"
+        "--bandwidth",
+        action="store_true",
+        help="also measure how fast memory is read, and how much of that each test reaches",
     )
-    parser.add_argument("-r", "--repetitions", type=natural, default=5, metavar="N", help="times each test is run (5)")
+    parser.add_argument(
+        "-r", "--repetitions", type=natural, default=5, metavar="N", help="times each test is run (default: 5)"
+    )
     parser.add_argument(
         "-o", "--output", choices=("md", "json", "jsonl", "csv"), default="md", help="how to print (default: md)"
     )

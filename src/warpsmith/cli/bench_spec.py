@@ -13,18 +13,29 @@ from warpsmith.errors import BadRequest
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--prompts", action="append", required=True, metavar="SET", help="a JSONL file, humaneval, gsm8k or math500"
+        "--prompts",
+        action="append",
+        required=True,
+        metavar="SET",
+        help="a JSONL file, humaneval, gsm8k or math500; may be repeated",
     )
-    parser.add_argument("-n", "--n-gen", type=natural, default=256, metavar="N", help="tokens generated (256)")
-    parser.add_argument("--samples", type=natural, default=10, metavar="N", help="prompts of each set (10)")
+    parser.add_argument(
+        "-n", "--n-gen", type=natural, default=256, metavar="N", help="tokens to generate (default: 256)"
+    )
+    parser.add_argument("--samples", type=natural, default=10, metavar="N", help="prompts of each set (default: 10)")
     parser.add_argument("--sweep", type=_budgets, metavar="N,...", help="compare these budgets; auto may be one")
     parser.add_argument(
         "--assume", type=_length, metavar="AL", help="make the draft right so often that a step decides AL tokens"
     )
     parser.add_argument("--chat", action="store_true", help="ask through the model's chat template")
-    parser.add_argument("--thinking", choices=("auto", "on", "off"), default="auto", help="with --chat")
-    parser.add_argument("--temp", type=float, default=0.0, metavar="T", help="temperature (0: greedy)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (0)")
+    parser.add_argument(
+        "--thinking",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="with --chat: whether to think before the answer (default: auto, as the model does)",
+    )
+    parser.add_argument("--temp", type=float, default=0.0, metavar="T", help="temperature; 0 is greedy (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="makes sampling repeatable (default: 0)")
     parser.add_argument("-o", "--output", choices=("md", "json"), default="md", help="how to print (default: md)")
     parser.add_argument("--debug", action="store_true", help="show a traceback when something fails")
     model_arguments(parser)

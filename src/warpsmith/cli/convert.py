@@ -19,8 +19,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("source", metavar="SRC", help="a model: a file, a directory or a name on the Hub")
     parser.add_argument("path", metavar="DST", type=Path, help="NAME.gguf, or a directory for safetensors")
-    parser.add_argument("--type", metavar="T", help=f"weight type (as they are): {', '.join(RECIPES)}")
-    parser.add_argument("--offline", action="store_true", help="use the network for nothing")
+    parser.add_argument("--type", metavar="T", help=f"weight type (default: as they are): {', '.join(RECIPES)}")
+    parser.add_argument("--offline", action="store_true", help="never use the network")
 
 
 def main(args: argparse.Namespace) -> int:

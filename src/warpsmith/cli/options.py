@@ -20,14 +20,23 @@ if TYPE_CHECKING:
 def model_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument(
-        "-m", "--model", metavar="NAME", help="a file, a directory, user/repo[:QUANT], user/repo/file.gguf or wisp"
+        "-m",
+        "--model",
+        metavar="NAME",
+        help="a file, a directory, user/repo[:QUANT] or user/repo/file.gguf (default: wisp, built in)",
     )
-    group.add_argument("-c", "--ctx-size", type=natural, metavar="N", help="tokens of context to make room for")
+    group.add_argument(
+        "-c",
+        "--ctx-size",
+        type=natural,
+        metavar="N",
+        help="tokens of prompt and answer to make room for (default: 8192, or the model's limit if that is less)",
+    )
     group.add_argument(
         "--device",
         choices=("auto", *(device.name for device in DEVICES)),
         default="auto",
-        help="who computes (default: auto)",
+        help="what to run on (default: auto, the fastest that works here)",
     )
     group.add_argument(
         "--draft", default="auto", metavar="D", help="auto, none, ngram, mtp, or a draft model (default: auto)"
@@ -37,15 +46,18 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
         type=budget,
         default="auto",
         metavar="N",
-        help="tokens drafted a step; 0 is off (default: auto)",
+        help="tokens drafted a step, at most 63; 0 is off (default: auto, what pays)",
     )
     cache_arguments(group)
-    group.add_argument("--offline", action="store_true", help="use the network for nothing")
+    group.add_argument("--offline", action="store_true", help="never use the network")
     cuda = parser.add_argument_group("cuda device", "Naming it chooses the GPU.")
     cuda.add_argument(
-        "--memory-limit", type=nbytes, metavar="N[KMGT]", help="bytes that may be taken on the GPU, such as 24G"
+        "--memory-limit",
+        type=nbytes,
+        metavar="N[KMGT]",
+        help="take at most so many bytes of the GPU's memory, such as 24G, what CUDA itself takes included",
     )
-    cpu = parser.add_argument_group("cpu device", "Naming one of these chooses the cpu.")
+    cpu = parser.add_argument_group("cpu device", "Naming one of these chooses the CPU.")
     cpu.add_argument(
         "-t",
         "--threads",
@@ -57,7 +69,7 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
         "--cpu-features",
         type=lambda text: text.split(","),
         metavar="F,...",
-        help="instruction sets that kernels may use, of those `doctor` lists; portable is none (default: all)",
+        help="instruction sets to use, of those that `doctor` lists; portable is none of them (default: all)",
     )
 
 
@@ -79,12 +91,15 @@ def sampling_arguments(parser: argparse.ArgumentParser, predict: int) -> None:
         type=_limit,
         default=predict,
         metavar="N",
-        help=f"tokens at most; -1: no limit (default: {predict})",
+        help=f"most tokens to generate; -1: until the context is full (default: {predict})",
     )
-    group.add_argument("-s", "--stop", action="append", metavar="TEXT", help="end at this text; may be repeated")
+    group.add_argument("-s", "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
     sampler_arguments(group)
     group.add_argument(
-        "--thinking", choices=("auto", "on", "off"), default="auto", help="in chats (default: the model's)"
+        "--thinking",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="in chats: whether to think before the answer (default: auto, as the model does)",
     )
 
 

@@ -28,7 +28,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--api-key-file", type=Path, metavar="PATH", help="demand one of the keys in this file, one a line"
     )
-    group.add_argument("--alias", action="append", metavar="NAME", help="a name for the model; may be repeated")
+    group.add_argument(
+        "--alias",
+        action="append",
+        metavar="NAME",
+        help="what requests call the model, in place of its name; may be repeated",
+    )
     group.add_argument(
         "-np",
         "--parallel",
@@ -41,20 +46,28 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--cache-memory",
         type=_mebibytes,
         metavar="MIB",
-        help="for what prompts have in common; 0: none (default: a quarter of what is then free, at most 8192)",
+        help="memory to keep the beginnings of prompts in, for later ones that begin alike; 0: none "
+        "(default: a quarter of what is then free, at most 8192)",
     )
     group.add_argument(
         "--drain",
         type=_seconds,
         default=10.0,
         metavar="S",
-        help="seconds that requests have to end (default: 10)",
+        help="at shutdown: seconds that running requests get to end (default: 10)",
     )
-    group.add_argument("--chat-template-file", type=Path, metavar="PATH", help="use this instead of the model's own")
+    group.add_argument(
+        "--chat-template-file", type=Path, metavar="PATH", help="use this chat template instead of the model's own"
+    )
     group.add_argument(
         "--allow-host", action="append", metavar="NAME", help="answer requests for this host name too; may be repeated"
     )
-    group.add_argument("--cors", action="append", metavar="ORIGIN", help="let web pages of this origin call; or '*'")
+    group.add_argument(
+        "--cors",
+        action="append",
+        metavar="ORIGIN",
+        help="let web pages of this origin call the server; '*' is any; may be repeated",
+    )
     model_arguments(parser)
 
 

@@ -24,16 +24,20 @@ VOCABULARY = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.g
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="NAME", help="a file, a directory or a name on the Hub")
+    parser.add_argument(
+        "model", nargs="?", metavar="NAME", help="a file, a directory or a name on the Hub (default: wisp)"
+    )
     parser.add_argument(
         "-c", "--ctx-size", type=natural, metavar="N", help="context to plan memory for (default: as `run`)"
     )
-    parser.add_argument("--device", choices=("cuda",), help="plan for this device: everything it will hold")
-    parser.add_argument("--draft", metavar="NAME", help="plan for a DFlash draft beside the model, on a GPU")
-    parser.add_argument("--chip", metavar="NAME", help="plan for a GPU that is not here, such as rtx-3090")
+    parser.add_argument("--device", choices=("cuda",), help="list everything that this device will hold")
+    parser.add_argument(
+        "--draft", metavar="NAME", help="with --device or --chip: this DFlash draft beside the model, too"
+    )
+    parser.add_argument("--chip", metavar="NAME", help="the same for a GPU that is not here, such as rtx-3090")
     cache_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--offline", action="store_true", help="use the network for nothing")
+    parser.add_argument("--offline", action="store_true", help="never use the network")
 
 
 def main(args: argparse.Namespace) -> int:

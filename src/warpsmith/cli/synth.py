@@ -29,7 +29,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("size", metavar="SIZE", help="0.8B, 2B, 4B, 9B, 27B or tiny")
     parser.add_argument("path", metavar="PATH", type=Path, help="NAME.gguf, or a directory for safetensors")
-    parser.add_argument("--type", default="bf16", metavar="T", help=f"weight type (bf16): {', '.join(RECIPES)}")
+    parser.add_argument(
+        "--type", default="bf16", metavar="T", help=f"weight type (default: bf16): {', '.join(RECIPES)}"
+    )
     parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="makes it repeatable (default: 0)")
     parser.add_argument("--layers", type=natural, metavar="N", help="layers, every fourth an attention layer")
     parser.add_argument("--mtp", action="store_true", help="add a multi-token-prediction layer")

@@ -23,12 +23,12 @@ from warpsmith.backend.base import (
     Output,
     State,
     Want,
-    check_tokens,
     drafted,
     next_token,
     walk,
     wanted_for,
 )
+from warpsmith.backend.checks import check_tokens
 from warpsmith.backend.finite import NOT_FINITE, not_finite
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import Tree

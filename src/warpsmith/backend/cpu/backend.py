@@ -24,17 +24,13 @@ from warpsmith.backend.base import (
     Snapshot,
     State,
     Want,
-    check_batch,
-    check_chains,
-    check_room,
-    check_snapshot,
-    check_tokens,
     keep_drafted,
     next_token,
     output_from_logits,
     take_drafted,
     wanted_for,
 )
+from warpsmith.backend.checks import check_batch, check_chains, check_room, check_snapshot, check_tokens
 from warpsmith.backend.cores import team_of, usable_cores
 from warpsmith.backend.cpu import _cpu, loading
 from warpsmith.backend.host_memory import check_fits

@@ -6,7 +6,6 @@ import ctypes
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import lru_cache
 from statistics import median
 
 import numpy as np
@@ -23,52 +22,42 @@ from warpsmith.backend.base import (
     Snapshot,
     State,
     Want,
-    check_batch,
-    check_ids,
-    check_room,
-    check_tokens,
     drafted,
     join_outputs,
     keep_drafted,
-    output_from_logits,
     take_drafted,
     walk,
 )
 from warpsmith.backend.candidates import candidates_needed, choose_among
+from warpsmith.backend.checks import check_batch, check_ids, check_room, check_tokens
 from warpsmith.backend.cuda.build.compiler import build, target
 from warpsmith.backend.cuda.build.profiles import Profile
 from warpsmith.backend.cuda.build.profiles import choose as choose_profile
 from warpsmith.backend.cuda.builds import VARIANTS, build_constants, build_options, check_shape
 from warpsmith.backend.cuda.debug.trace import read_stage, stage_number
-from warpsmith.backend.cuda.decoding import BURST, Decoder
+from warpsmith.backend.cuda.decoding import Decoder
 from warpsmith.backend.cuda.draft.layout import DraftLayout
 from warpsmith.backend.cuda.draft.layout import takes as draft_fits
 from warpsmith.backend.cuda.draft.lent import HeadProgram, Lent, lend_copies, lendable
 from warpsmith.backend.cuda.draft.mtp import MtpProgram, block_config
 from warpsmith.backend.cuda.draft.network import CudaDraft
 from warpsmith.backend.cuda.draft.plan import draft_parts
-from warpsmith.backend.cuda.memory.driver import Buffer, Device, Event, Kernel, Pinned
+from warpsmith.backend.cuda.memory.driver import Buffer, Device, Event, Kernel
 from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.cuda.memory.layout import Layout
-from warpsmith.backend.cuda.memory.plan import buffers_within, check_fit, memory_parts
+from warpsmith.backend.cuda.memory.plan import check_fit, memory_parts
+from warpsmith.backend.cuda.outputs import Outputs
 from warpsmith.backend.cuda.prefill import Prefill, RowTiles
+from warpsmith.backend.cuda.prefill.network import ModelOnDevice
 from warpsmith.backend.cuda.prefill.streams import PromptStream
 from warpsmith.backend.cuda.requests import at_row, fill_request
 from warpsmith.backend.cuda.rows import CudaRows
 from warpsmith.backend.cuda.sampler import DeviceSampler
 from warpsmith.backend.cuda.schedule import busy_sms
-from warpsmith.backend.cuda.shape import (
-    COLUMNS,
-    LOGIT_ROWS,
-    MAX_FEATURES,
-    MAX_STEPS,
-    MAX_STOPS,
-    READ_AHEAD,
-    threads_of,
-)
+from warpsmith.backend.cuda.shape import COLUMNS, MAX_STOPS, READ_AHEAD, threads_of
 from warpsmith.backend.cuda.state import CudaState, bring_back, take_snapshot
 from warpsmith.backend.cuda.structures import Commit, Draw, Params, Path, Request, Stream
-from warpsmith.backend.cuda.top import MAX_TOP, Top
+from warpsmith.backend.cuda.top import MAX_TOP
 from warpsmith.backend.cuda.tree import TreeOnDevice, WalkedOnDevice
 from warpsmith.backend.cuda.weights.loading import Progress, load_weights
 from warpsmith.backend.cuda.weights.stream import EMBEDDING
@@ -82,14 +71,6 @@ from warpsmith.errors import BadRequest
 from warpsmith.model.config import Config
 
 EVERY_STAGE = 1 << 30
-
-
-@lru_cache
-def feature_places(sizes: tuple[int, ...], layers: int) -> np.ndarray:
-    """Which rows of the features each node of some trees has: of each tree [layers][nodes]."""
-    starts = np.cumsum([0, *sizes[:-1]]) * layers
-    places = [s + np.arange(layers) * n + np.arange(n)[:, None] for s, n in zip(starts, sizes, strict=True)]
-    return np.concatenate(places)
 
 
 class CudaBackend(Backend):
@@ -116,7 +97,7 @@ class CudaBackend(Backend):
         architecture: str | None = None,
         options: Mapping[str, object] | None = None,
     ) -> None:
-        self.config, self.device = config, Device(limit=buffers_within(memory_limit))
+        self.config, self.device = config, Device(limit=memory_limit)
         check_shape(config)
         self.chip = self.device.chip
         self.chip_profile = profile or choose_profile(self.chip.name, self.chip.capability)[0]
@@ -126,7 +107,7 @@ class CudaBackend(Backend):
         self.layout = layout = Layout(config, min(self.chip.sms, busy_sms(config)), stored)
         self.options = dict(options or {})
         self.context = context or config.context
-        check_fit(layout, self.context, self.device.free_memory(), self.chip.name)
+        check_fit(layout, self.context, self.device.room())
         self._kernels: dict[int, Kernel] = {}
         compilers = ThreadPoolExecutor(1 + len(VARIANTS))  # side by side, and while the weights are copied
         sizes = [n for n in VARIANTS if n <= self.largest_tree]
@@ -147,34 +128,22 @@ class CudaBackend(Backend):
         self.parts = self.device.allocate(layout.parts_bytes)
         self._reset_parts()
         self.branch_state = self.device.allocate(layout.pending_bytes()["branch_state"])
-        self.logits = self.device.allocate(LOGIT_ROWS * config.vocab * 4)
-        self.features = self.device.allocate(MAX_FEATURES * MAX_NODES * config.hidden * 4)
-        self.hidden = self.device.allocate(MAX_NODES * config.hidden * 4)
-        self.ring = Pinned(self.device, np.int32, 1 + max(BURST, MAX_NODES))
         marks = int(str(self.options.get("PROFILE", 0)))  # a profiling build keeps that many clocks an SM
         self.profile = self.device.zeros(layout.sms * marks * 8)
-        self.top = Top(self.device, top_image.result(), self.logits)
+        self.outputs = outputs = Outputs(self.device, config, top_image.result())
         sampler = DeviceSampler(self.device, layout.sms, self.context, layout.samples)
-        self._decoder = Decoder(self.device, sampler, self.ring, self.logits, config.vocab)
+        self._decoder = Decoder(self.device, sampler, outputs.ring, outputs.logits, config.vocab)
         self._prepare_prompts(RowTiles(layout, self.architecture))
         self.undecided = 0  # sampled tokens that the device left to the host
-        self._launches = 0  # so far: rows of an output are overwritten by the next
         self._weight_types = " ".join(sorted(set(stored.values())))
         self._lendable = lendable(config, tensors)
 
     def _prepare_prompts(self, weights: PromptStream) -> None:
         if weights.suits():
-            self._prompts = Prefill(
-                self.device,
-                weights,
-                stream=self.stream,
-                embedding=self.embedding,
-                vectors=self.vectors,
-                rope=self.rope,
-                logits=self.logits,
-                sms=self.chip.sms,
-                options=self.options,
+            model = ModelOnDevice(
+                self.stream, self.embedding, self.vectors, self.rope, self.outputs.logits, self.chip.sms
             )
+            self._prompts = Prefill(self.device, weights, model, options=self.options)
 
     # -- the contract ---------------------------------------------------------------------------------------------
 
@@ -224,9 +193,8 @@ class CudaBackend(Backend):
             else:
                 check_tokens(self.config, np.asarray(ids))
             state.drafted = None
-            self._decoder.let_go_of_ring()
-            self._launches += 1
-            return self._prompts.run(state, ids, want, self.tokens_of)
+            self.overwrite_outputs()
+            return self._prompts.run(state, ids, want, self.outputs.tokens_of)
         parts = []
         for start in range(0, len(ids), self.largest_launch):
             chunk = ids[start : start + self.largest_launch]
@@ -249,65 +217,12 @@ class CudaBackend(Backend):
             assert isinstance(state, CudaState)
             self.launch(state, tree, want, row=row)
             row += len(tree)
-        return keep_drafted(batch, self._output([len(tree) for _, tree in batch], want))
-
-    def _output(self, sizes: list[int], want: Want) -> Output:
-        """Of trees of these sizes that were launched just now, one after another."""
-        nodes, vocab, output = sum(sizes), self.config.vocab, self.rows_of(sizes, want)
-        if want.tokens == "top" and 1 <= (count := min(want.top, vocab)) <= MAX_TOP:
-            best = self.top.of(nodes, count)
-            return replace(best, features=output.features, hidden=output.hidden)
-        if want.tokens == "top":
-            best = output_from_logits(self.logits.read(np.float32, (nodes, vocab)), want)
-            return replace(best, features=output.features, hidden=output.hidden)
-        if want.tokens != "none":
-            self.device.synchronize()
-            output.argmax = self.ring.array[1 : 1 + nodes].copy()
-        return output
-
-    def rows_of(self, sizes: list[int], want: Want, launches: int | None = None) -> Output:
-        """What stays on the device of trees of these sizes that were launched one after another: just now, or when
-        there were so many launches."""
-        nodes, vocab, hidden = sum(sizes), self.config.vocab, self.config.hidden
-        launches = self._launches if launches is None else launches
-
-        def rows(buffer: Buffer, offsets: np.ndarray, width: int) -> CudaRows:
-            return CudaRows(buffer, offsets, width, lambda: self._launches == launches)
-
-        output = Output()
-        if want.tokens == "logits":
-            output.logits = rows(self.logits, np.arange(nodes)[:, None] * vocab, vocab)
-        if want.features:
-            output.features = rows(self.features, feature_places(tuple(sizes), len(want.features)) * hidden, hidden)
-        if want.hidden:
-            output.hidden = rows(self.hidden, np.arange(nodes)[:, None] * hidden, hidden)
-        return output
-
-    def decoded_rows(self, count: int, features: tuple[int, ...]) -> Output:
-        """Features of the first tokens of a launch that decoded: [layers][MAX_STEPS][hidden]."""
-        launches, hidden = self._launches, self.config.hidden
-        places = np.arange(len(features)) * MAX_STEPS + np.arange(count)[:, None]
-        return Output(features=CudaRows(self.features, places * hidden, hidden, lambda: self._launches == launches))
-
-    def tokens_of(self, rows: int, want: Want, offset: int = 0) -> Output:
-        """What is wanted of some rows of logits on the device, `offset` floats from their beginning on."""
-        if want.tokens == "argmax":
-            return Output(argmax=self.top.of(rows, 1, offset).argmax)
-        if want.tokens == "top" and 1 <= (count := min(want.top, self.config.vocab)) <= MAX_TOP:
-            return self.top.of(rows, count, offset)
-        return output_from_logits(self.logits.read(np.float32, (rows, self.config.vocab), 4 * offset), want)
-
-    @property
-    def launches(self) -> int:
-        """How often outputs were overwritten."""
-        return self._launches
+        return keep_drafted(batch, self.outputs.of_trees([len(tree) for _, tree in batch], want))
 
     def overwrite_outputs(self) -> Callable[[], bool]:
         """Before a launch that writes logits and the like. Tells later whether they are still those of this launch."""
         self._decoder.let_go_of_ring()
-        self._launches += 1
-        launches = self._launches
-        return lambda: self._launches == launches
+        return self.outputs.overwrite()
 
     def verify(
         self, state: State, tree: Tree, sampling: Sampling | None = None, history: Sequence[int] = ()
@@ -317,8 +232,8 @@ class CudaBackend(Backend):
             return super().verify(state, tree, sampling, history)
         logits = drafted(state, tree).output.logits
         assert isinstance(logits, CudaRows)
-        assert logits.buffer is self.logits
-        best = self.top.of(len(tree), count, int(logits.offsets[0, 0]))
+        assert logits.buffer is self.outputs.logits
+        best = self.outputs.top.of(len(tree), count, int(logits.offsets[0, 0]))
         assert best.top_ids is not None
         assert best.top_logits is not None
         assert best.logsumexp is not None
@@ -504,13 +419,14 @@ class CudaBackend(Backend):
         def at(buffer: Buffer) -> int:
             return buffer.pointer
 
+        outputs = self.outputs
         pointers = {
             "stream": at(self.stream), "stream_start": at(self.stream_start), "head_start": at(self.head_start),
             "embedding": at(self.embedding), "vectors": at(self.vectors), "rope": at(self.rope),
             "delta": at(state.delta), "history": at(state.history),
-            "keys": at(state.keys), "values": at(state.values), "out_count": self.ring.pointer,
-            "out_tokens": self.ring.pointer + 4, "out_logits": at(self.logits), "out_features": at(self.features),
-            "out_hidden": at(self.hidden), "profile": at(self.profile),
+            "keys": at(state.keys), "values": at(state.values), "out_count": outputs.ring.pointer,
+            "out_tokens": outputs.ring.pointer + 4, "out_logits": at(outputs.logits),
+            "out_features": at(outputs.features), "out_hidden": at(outputs.hidden), "profile": at(self.profile),
             "exchange": at(self.exchange), "parts": at(self.parts), "branch_state": at(self.branch_state),
         }  # fmt: skip
         pointers |= {name: at(buffer) for name, buffer in state.pending.items()}
@@ -530,8 +446,7 @@ class CudaBackend(Backend):
     ) -> None:
         """Queue a pass whose first node's outputs are row number `row` of all that is computed together, on what the
         state will be when a commit of `after` tokens that is queued already is taken."""
-        self._decoder.let_go_of_ring()
-        self._launches += 1
+        self.overwrite_outputs()
         # before the rest is made ready: the device does it meanwhile
         self.exchange.fill_starts(NOT_YET, 2, -(-len(tree) // 8) * self.layout.exchange.tile_words)
         params = at_row(state.params_after() if after else state.params, row, self.config, want)

@@ -11,7 +11,8 @@ from warpsmith.backend.cuda.draft.plan import planned_draft
 from warpsmith.backend.cuda.large.layout import LargeLayout, takes
 from warpsmith.backend.cuda.large.plan import large_parts, variants_for
 from warpsmith.backend.cuda.memory.layout import Layout
-from warpsmith.backend.cuda.memory.plan import CONTEXT_BYTES, memory_parts
+from warpsmith.backend.cuda.memory.plan import memory_parts
+from warpsmith.backend.cuda.memory.room import CONTEXT_BYTES
 from warpsmith.backend.cuda.schedule import busy_sms
 from warpsmith.backend.cuda.shape import LARGEST_HIDDEN
 from warpsmith.checkpoint.dflash import DFlashConfig

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from warpsmith.backend.base import ARGMAX, LOGITS, Listener, check_room
+from warpsmith.backend.base import ARGMAX, LOGITS, Listener
+from warpsmith.backend.checks import check_room
 from warpsmith.backend.cuda.memory.driver import Buffer, Device, Pinned
 from warpsmith.backend.cuda.sampler import UNDECIDED, DeviceSampler
 from warpsmith.backend.cuda.shape import MAX_STEPS, MAX_STOPS
@@ -87,7 +88,7 @@ class Decoder:
                         self._device.synchronize()
                 state.length += len(tokens)
                 if listener is not None and tokens and self._burst is burst:  # else another launch took their place
-                    rows = backend.decoded_rows(len(tokens), features)
+                    rows = backend.outputs.decoded_rows(len(tokens), features)
                     listener.heard(state.length - len(tokens), rows)
             if tokens[-1] in stop:
                 return

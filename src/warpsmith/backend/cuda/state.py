@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from warpsmith.backend.base import Snapshot, State, check_snapshot
+from warpsmith.backend.base import Snapshot, State
+from warpsmith.backend.checks import check_snapshot
 from warpsmith.backend.cuda.memory.driver import Device
 from warpsmith.backend.cuda.memory.layout import Layout
 from warpsmith.backend.cuda.memory.plan import pending_bytes

@@ -17,15 +17,12 @@ from warpsmith.backend.base import (
     Snapshot,
     State,
     Want,
-    check_batch,
-    check_room,
-    check_snapshot,
-    check_tokens,
     join_outputs,
     keep_drafted,
     output_from_logits,
     take_drafted,
 )
+from warpsmith.backend.checks import check_batch, check_room, check_snapshot, check_tokens
 from warpsmith.backend.cores import usable_cores
 from warpsmith.backend.host_memory import check_fits
 from warpsmith.backend.reference import ops

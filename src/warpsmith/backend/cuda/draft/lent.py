@@ -91,7 +91,7 @@ class HeadProgram:
         self._params = DraftParams(
             stages=stages, runs=runs, tiles=tiles, head_stream=lent.stream.pointer, head_start=self._start.pointer,
             sums=self._sums.pointer, counter=self._counter.pointer, waiting=self._waiting.pointer,
-            out_logits=backend.logits.pointer, profile=backend.profile.pointer,
+            out_logits=backend.outputs.logits.pointer, profile=backend.profile.pointer,
         )  # fmt: skip
 
     def of(self, rows: Rows, want: Want) -> Output:
@@ -100,7 +100,7 @@ class HeadProgram:
         for first in range(0, len(rows), COLUMNS):
             piece = rows[first : first + COLUMNS]
             self._make_logits(piece if isinstance(piece, CudaRows) else self._brought(piece))
-            part = self.backend.tokens_of(len(piece), want)
+            part = self.backend.outputs.tokens_of(len(piece), want)
             parts.append(part if len(rows) <= COLUMNS else join_outputs([part]))
         return join_outputs(parts) if len(parts) > 1 else parts[0]
 

@@ -20,6 +20,7 @@ from warpsmith.backend.cuda.large.formats import EMBEDDINGS
 from warpsmith.backend.cuda.large.loading import copies_of, load_slabs
 from warpsmith.backend.cuda.memory.driver import Buffer, Device
 from warpsmith.backend.cuda.memory.layout import turns
+from warpsmith.backend.cuda.memory.room import gib
 from warpsmith.backend.cuda.rows import CudaRows
 from warpsmith.backend.cuda.weights.loading import STAGING_BYTES, StagedRows, held_bytes
 from warpsmith.backend.rows import Rows
@@ -123,8 +124,8 @@ class CudaDraft(BlockDraft):
             runs=runs + 2 * self.layout.sms * 48, tiles=tiles, embedding=self._lent.embedding.pointer,
             vectors=self._vectors.pointer, rope=self._rope.pointer, capacity=self.layout.capacity,
             head_stream=self._lent.stream.pointer, head_start=self._head_start.pointer,
-            out_logits=self.backend.logits.pointer + 4 * MAX_NODES * self.layout.vocab,
-            out_hidden=self.backend.hidden.pointer, profile=self.backend.profile.pointer, **pointers,
+            out_logits=self.backend.outputs.logits.pointer + 4 * MAX_NODES * self.layout.vocab,
+            out_hidden=self.backend.outputs.hidden.pointer, profile=self.backend.profile.pointer, **pointers,
         )  # fmt: skip
 
     def forget(self, memory: BlockMemory) -> None:
@@ -177,10 +178,10 @@ class CudaDraft(BlockDraft):
         self.launch(memory, self.request(root, position, want))
         output = Output()
         if want.tokens != "none":
-            output = backend.tokens_of(rows, want, offset=self._logits_at)
+            output = backend.outputs.tokens_of(rows, want, offset=self._logits_at)
         if want.hidden:
             width = self.config.hidden
-            output.hidden = CudaRows(backend.hidden, np.arange(rows + 1)[:, None] * width, width, valid)
+            output.hidden = CudaRows(backend.outputs.hidden, np.arange(rows + 1)[:, None] * width, width, valid)
         return output
 
     def grow(
@@ -202,20 +203,20 @@ class CudaDraft(BlockDraft):
         if not holds:
             self.backend.overwrite_outputs()
             self.launch(memory, self.request(root, position, Want(tokens="top")))
-            self.backend.top.queue(rows, width, offset=self._logits_at)
+            self.backend.outputs.top.queue(rows, width, offset=self._logits_at)
         return CudaGrowingTree(self, memory, self._step, grow, again, follows=holds)
 
     def _holds(self, ahead: Ahead, root: int, position: int, width: int) -> bool:
         """Whether what was queued ahead is what is asked for, and still there."""
         same = (ahead.root, ahead.position, ahead.width) == (root, position, width)
-        return same and ahead.appended and ahead.launches == self.backend.launches
+        return same and ahead.appended and ahead.launches == self.backend.outputs.launches
 
     def queue_ahead(self, memory: CudaMemory, length: int, want: Want, program: StepProgram, width: int) -> bool:
         """Behind a walk whose path begins at `length`, queue projecting its rows and the next block. False where the
         host has to do that when it knows the path."""
         if want.features != self.config.target_layers or memory.waiting or self.layout.capacity < COLUMNS:
             return False
-        path, tree, features = program.path.pointer, program.tree.pointer, self.backend.features.pointer
+        path, tree, features = program.path.pointer, program.tree.pointer, self.backend.outputs.features.pointer
         times = program.times.pointer
         gather = self._gathering(memory, features)
         gather.path, gather.tree, gather.times = path, tree, times
@@ -224,7 +225,7 @@ class CudaDraft(BlockDraft):
         request.path, request.first_position, request.appended = path, length, memory.appended
         self._run(memory, request)
         request.path = None
-        self.backend.top.queue(self.config.block - 1, width, offset=self._logits_at)
+        self.backend.outputs.top.queue(self.config.block - 1, width, offset=self._logits_at)
         return True
 
     # -- launching ------------------------------------------------------------------------------------------------
@@ -304,8 +305,7 @@ class CudaDraft(BlockDraft):
 
 
 def check_room(device: Device, needed: int, config: DFlashConfig) -> None:
-    if needed > (free := device.free_memory()):
+    if needed > (room := device.room()).free:
         raise DoesNotFit(
-            f"The draft {config.source} needs {needed / 2**30:.2f} GiB, and the GPU has {free / 2**30:.2f} GiB free.",
-            "Use --draft none or --draft ngram.",
+            f"The draft {config.source} needs {gib(needed)}, and {room}.", "Use --draft none or --draft ngram."
         )

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from warpsmith.backend.base import Drafted, GrowingTree, State, Verified, Want, check_room
+from warpsmith.backend.base import Drafted, GrowingTree, State, Verified, Want
+from warpsmith.backend.checks import check_room
 from warpsmith.backend.cuda.build.compiler import build
 from warpsmith.backend.cuda.decoding import NOT_READY
 from warpsmith.backend.cuda.draft.structures import Grow, Report, Walk
@@ -82,7 +83,7 @@ class CudaGrowingTree(GrowingTree):
         self.grow, self._again, self._follows = grow, again, follows
         self._given: Tree | None = None
         self._queued: tuple[int, Want] | None = None  # the pass over it: at which length, and what it gives
-        grow.tops, grow.tree, grow.report = backend.top.rows, program.tree.pointer, program.memory.pointer
+        grow.tops, grow.tree, grow.report = backend.outputs.top.rows, program.tree.pointer, program.memory.pointer
         program.serial += 1
         self._serial = program.serial
         program.grow.launch(1, 32, grow)
@@ -104,7 +105,7 @@ class CudaGrowingTree(GrowingTree):
         check_room(state, self._height)
         backend, program, sampled = self.backend, self.program, sampling is not None and not sampling.greedy
         walk = Walk(
-            tree=program.tree.pointer, chosen=backend.ring.pointer + 4, tops=backend.top.rows,
+            tree=program.tree.pointer, chosen=backend.outputs.ring.pointer + 4, tops=backend.outputs.top.rows,
             path=program.path.pointer, report=program.memory.pointer, times=program.times.pointer, length=state.length,
             serial=self._serial, stops=len(stop),
         )  # fmt: skip
@@ -115,12 +116,13 @@ class CudaGrowingTree(GrowingTree):
         if sampled:
             assert sampling is not None
             walk.count = backend.best_needed(sampling) or 0
-            backend.top.queue(self.nodes, walk.count)
+            backend.outputs.top.queue(self.nodes, walk.count)
         program.walk.launch(1, 32, walk, draw_of(sampling) if sampled and sampling is not None else Draw())
         backend.queue_commit(state, Commit(made=program.path.pointer))
         ahead = self.network.queue_ahead(self.memory, state.length, want, program, self._width)
         self._wait()
-        report, launches = Report.from_buffer_copy(program.report), backend.launches  # the next tree writes it anew
+        report = Report.from_buffer_copy(program.report)  # the next tree writes it anew
+        launches = backend.outputs.launches
         root, end = report.token[report.decided - 1], state.length + report.decided
         ahead = ahead and root != UNDECIDED
         # first what the device will be waiting for
@@ -129,7 +131,7 @@ class CudaGrowingTree(GrowingTree):
         if ahead:
             assert isinstance(seen.output.features, CudaRows)
             rows = seen.output.features[seen.path]
-            self.memory.ahead = Ahead(rows, backend.launches, root, end, self._width, growing)
+            self.memory.ahead = Ahead(rows, backend.outputs.launches, root, end, self._width, growing)
         return seen
 
     def _queue_pass(self, state: CudaState, want: Want, after: int = 0) -> None:
@@ -169,7 +171,7 @@ class CudaGrowingTree(GrowingTree):
         else:
             tokens, parents, scores, tree, run = given.tokens, given.parents, np.zeros(len(given)), given, len(given)
         path, decided = report.path[: report.decided], report.token[: report.decided]
-        output = self.backend.rows_of([run], want, launches)
+        output = self.backend.outputs.rows_of([run], want, launches)
         if decided[-1] != UNDECIDED:
             state.drafted = WalkedOnDevice(tree, output, path, overwritten)
         elif sampling is None or sampling.greedy:  # the largest logit is always decided on

@@ -14,24 +14,23 @@ from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.build.compiler import build, target
 from warpsmith.backend.cuda.build.profiles import Profile
 from warpsmith.backend.cuda.build.profiles import choose as choose_profile
-from warpsmith.backend.cuda.decoding import BURST, Decoder
+from warpsmith.backend.cuda.decoding import Decoder
 from warpsmith.backend.cuda.draft.lent import Lent, lendable
 from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.large.loading import load_weights
 from warpsmith.backend.cuda.large.plan import large_parts, variants_for
 from warpsmith.backend.cuda.large.rounds import rounds_of
 from warpsmith.backend.cuda.large.structures import LargeParams, LargeRequest
-from warpsmith.backend.cuda.memory.driver import Device, Kernel, Pinned
+from warpsmith.backend.cuda.memory.driver import Device, Kernel
 from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.cuda.memory.layout import rope_table
-from warpsmith.backend.cuda.memory.plan import buffers_within, refuse_what_does_not_fit
+from warpsmith.backend.cuda.memory.plan import refuse_what_does_not_fit
+from warpsmith.backend.cuda.outputs import Outputs
 from warpsmith.backend.cuda.prefill import SlabStream
 from warpsmith.backend.cuda.requests import at_row, fill_request
 from warpsmith.backend.cuda.sampler import DeviceSampler
-from warpsmith.backend.cuda.shape import LOGIT_ROWS, MAX_FEATURES
 from warpsmith.backend.cuda.state import CudaState
 from warpsmith.backend.cuda.structures import Commit, Draw, Path
-from warpsmith.backend.cuda.top import Top
 from warpsmith.backend.cuda.tree import TreeOnDevice
 from warpsmith.backend.cuda.weights.loading import Progress
 from warpsmith.backend.tree import MAX_NODES, Tree
@@ -64,7 +63,7 @@ class LargeBackend(CudaBackend):
     ) -> None:
         """`prompts`: kernels of their own for long chains are made ready too. `architecture`: what to build for instead
         of this chip (`options` may name another SHARED_MEMORY)."""
-        self.config, self.device = config, Device(limit=buffers_within(memory_limit))
+        self.config, self.device = config, Device(limit=memory_limit)
         self.chip = self.device.chip
         self.chip_profile = profile or choose_profile(self.chip.name, self.chip.capability)[0]
         self.options = dict(options or {})
@@ -77,7 +76,7 @@ class LargeBackend(CudaBackend):
         self.large = layout = LargeLayout(config, self.chip.sms, stored, self.cache_types)
         self.layout = layout  # type: ignore[assignment]  # states and snapshots ask it for the same sizes
         self.context = context or config.context
-        refuse_what_does_not_fit(self.memory, self.context, self.device.free_memory(), self.chip.name)
+        refuse_what_does_not_fit(self.memory, self.context, self.device.room())
         compilers = ThreadPoolExecutor(1 + len(self.variants))  # side by side, and while the weights are copied
         self._images = {n: compilers.submit(self._image, "large/forward.cu", n) for n in self.variants}
         vocabulary = {"schedule.cuh": f"#pragma once\nconstexpr int VOCAB = {config.vocab};\n"}  # all it has to know
@@ -95,19 +94,14 @@ class LargeBackend(CudaBackend):
         self.recurrent = device.upload(np.array(config.recurrent, np.uint8))
         self.scratch = {name: device.zeros(size) for name, size in layout.scratch_bytes(self.largest_launch).items()}
         self.scratch["words"].fill_starts(NOT_YET, 1, self.scratch["words"].nbytes // 4)
-        self.logits = device.allocate(LOGIT_ROWS * config.vocab * 4)
-        self.features = device.allocate(MAX_FEATURES * MAX_NODES * config.hidden * 4)
-        self.hidden = device.allocate(MAX_NODES * config.hidden * 4)
-        self.ring = Pinned(device, np.int32, 1 + max(BURST, MAX_NODES))
         marks = int(str(self.options.get("PROFILE", 0)))  # a profiling build keeps that many clocks an SM
         self.profile = device.zeros(layout.sms * marks * 8)
-        self.top = Top(device, top_image.result(), self.logits)
+        self.outputs = outputs = Outputs(device, config, top_image.result())
         sampler = DeviceSampler(device, layout.sms, self.context, layout.samples)
-        self._decoder = Decoder(device, sampler, self.ring, self.logits, config.vocab)
+        self._decoder = Decoder(device, sampler, outputs.ring, outputs.logits, config.vocab)
         if prompts:
             self._prepare_prompts(SlabStream(layout, self.architecture))
         self.undecided = 0
-        self._launches = 0
         self._weight_types = " ".join(sorted(set(stored.values())))
         self._lendable = lendable(config, tensors)
 
@@ -160,6 +154,7 @@ class LargeBackend(CudaBackend):
 
     def params_for(self, state: CudaState) -> LargeParams:  # type: ignore[override]
         """Where everything is that the kernels use, this sequence's too."""
+        outputs = self.outputs
         stages, runs, tiles = (table.pointer for table in self.tables)
         shared = {name: buffer.pointer for name, buffer in self.scratch.items()}
         own = {name: buffer.pointer for name, buffer in state.pending.items()}
@@ -168,8 +163,8 @@ class LargeBackend(CudaBackend):
             recurrent=self.recurrent.pointer, embedding=self.embedding.pointer, vectors=self.vectors.pointer,
             rope=self.rope.pointer, delta=state.delta.pointer, history=state.history.pointer, keys=state.keys.pointer,
             values=state.values.pointer, context=state.context,
-            out_count=self.ring.pointer, out_tokens=self.ring.pointer + 4, out_logits=self.logits.pointer,
-            out_features=self.features.pointer, out_hidden=self.hidden.pointer, profile=self.profile.pointer,
+            out_count=outputs.ring.pointer, out_tokens=outputs.ring.pointer + 4, out_logits=outputs.logits.pointer,
+            out_features=outputs.features.pointer, out_hidden=outputs.hidden.pointer, profile=self.profile.pointer,
             **shared, **own,
         )  # fmt: skip
 
@@ -185,8 +180,7 @@ class LargeBackend(CudaBackend):
         row: int = 0,
         after: int = 0,
     ) -> None:
-        self._decoder.let_go_of_ring()
-        self._launches += 1
+        self.overwrite_outputs()
         if not isinstance(tree, Tree) or len(tree) <= self.largest_launch:
             return self._launch(state, tree, want, LargeRequest(steps=steps), stop, draw, row, after)
         for part in rounds_of(tree.parents.tolist(), self.largest_launch):

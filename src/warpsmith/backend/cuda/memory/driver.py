@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from warpsmith.backend.cuda.build.profiles import OLDEST
+from warpsmith.backend.cuda.memory.room import CONTEXT_BYTES, Room, gib
 from warpsmith.errors import DoesNotFit, NoDevice, WarpsmithError
 
 OUT_OF_MEMORY, NO_DEVICE = 2, 100  # of the driver's error codes
@@ -51,7 +52,7 @@ class Chip:
 
 
 class Device:
-    """One GPU and its primary context, made current for the calling thread. `limit`: bytes its buffers may take."""
+    """One GPU and its primary context, made current for the calling thread. `limit`: bytes that may be taken on it."""
 
     def __init__(self, ordinal: int = 0, limit: int | None = None) -> None:
         self.cu = cu = _bindings()
@@ -91,9 +92,11 @@ class Device:
         self.context = check(cu.cuDevicePrimaryCtxRetain(self.handle))
         check(cu.cuCtxSetCurrent(self.context))
 
+    def room(self) -> Room:
+        return Room(self.chip.name, int(check(self.cu.cuMemGetInfo())[0]), self.limit, self.held)
+
     def free_memory(self) -> int:
-        free = int(check(self.cu.cuMemGetInfo())[0])
-        return free if self.limit is None else max(0, min(free, self.limit - self.held))
+        return self.room().free
 
     def synchronize(self) -> None:
         check(self.cu.cuCtxSynchronize())
@@ -120,13 +123,11 @@ class Buffer:
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self.device, self.nbytes = device, nbytes
-        over = device.limit is not None and device.held + nbytes > device.limit
+        over = device.limit is not None and CONTEXT_BYTES + device.held + nbytes > device.limit
         code, pointer = (OUT_OF_MEMORY, 0) if over else device.cu.cuMemAlloc(max(nbytes, 16))
         if int(code) == OUT_OF_MEMORY:
-            free = device.free_memory()
             raise DoesNotFit(
-                f"{nbytes / 2**30:.2f} GiB more do not fit on the GPU, which has {free / 2**30:.2f} GiB free.",
-                "Use a smaller context (-c) or a smaller model.",
+                f"{gib(nbytes)} more do not fit: {device.room()}.", "Use a smaller context (-c) or a smaller model."
             )
         check((code, pointer))
         self.pointer = int(pointer)

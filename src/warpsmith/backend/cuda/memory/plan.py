@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
+from math import ceil
 from typing import Protocol
 
 from warpsmith.backend.base import MemoryPart
 from warpsmith.backend.cuda.memory.layout import Layout, rope_bytes
+from warpsmith.backend.cuda.memory.room import CONTEXT_BYTES, Room, gib
 from warpsmith.backend.cuda.prefill.plan import buffer_bytes
 from warpsmith.backend.cuda.prefill.streams import RowTiles
 from warpsmith.backend.cuda.sampler import sampler_bytes
@@ -18,7 +20,6 @@ from warpsmith.backend.tree import MAX_NODES
 from warpsmith.errors import DoesNotFit
 
 DRIVER_BYTES = 128 << 20  # room left for the kernels' code and local memory, and for rounded-up allocations
-CONTEXT_BYTES = 527 << 20  # what CUDA takes before anything is loaded, on an H200
 
 
 class Sized(Protocol):
@@ -51,30 +52,27 @@ def memory_parts(layout: Layout, context: int, sequences: int = 1, snapshots: in
     ]
 
 
-def buffers_within(limit: int | None) -> int | None:
-    """Bytes that are left for buffers of what a process may take."""
-    return None if limit is None else limit - CONTEXT_BYTES
-
-
-def check_fit(layout: Layout, context: int, free: int, device: str) -> None:
+def check_fit(layout: Layout, context: int, room: Room) -> None:
     def parts(tokens: int) -> list[MemoryPart]:
         return memory_parts(layout, tokens)
 
-    refuse_what_does_not_fit(parts, context, free, device)
+    refuse_what_does_not_fit(parts, context, room)
 
 
-def refuse_what_does_not_fit(parts: Callable[[int], list[MemoryPart]], context: int, free: int, device: str) -> None:
-    """Refuse what does not fit into `free` bytes of `device`, with the numbers and with what would fit."""
+def refuse_what_does_not_fit(parts: Callable[[int], list[MemoryPart]], context: int, room: Room) -> None:
+    """Refuse what there is no room for, with the numbers and with what would fit."""
 
     def needed(tokens: int) -> int:
         return sum(part.nbytes for part in parts(tokens))
 
-    if needed(context) <= free:
+    if needed(context) <= room.free:
         return
     listing = ", ".join(f"{p.what} {p.nbytes / 2**30:.2f}" for p in parts(context))
-    fitting = bisect_right(range(context), free, key=needed) - 1
-    raise DoesNotFit(
-        f"A context of {context} tokens needs {needed(context) / 2**30:.2f} GiB ({listing}), and {device} has "
-        f"{free / 2**30:.2f} GiB free.",
-        f"A context of {fitting} would fit (-c {fitting})." if fitting > 1 else "Use a smaller model, or --device cpu.",
-    )
+    fitting = bisect_right(range(context), room.free, key=needed) - 1
+    if fitting > 1:
+        fix = f"A context of {fitting} would fit (-c {fitting})."
+    elif room.limited and needed(context) <= room.on_gpu:
+        fix = f"Raise the limit: --memory-limit {ceil((needed(context) + CONTEXT_BYTES) / 2**20)}M."
+    else:
+        fix = "Use a smaller model, or --device cpu."
+    raise DoesNotFit(f"A context of {context} tokens needs {gib(needed(context))} ({listing}), and {room}.", fix)
