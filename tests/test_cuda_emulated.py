@@ -73,7 +73,7 @@ def test_a_tree_on_the_device_may_be_smaller_than_its_room(pair, nodes: int) -> 
     made.tokens[:nodes], made.parents[:nodes] = tree.tokens.tolist(), tree.parents.tolist()
     memory = cuda.device.upload(np.frombuffer(bytes(made), np.uint8))
     cuda.launch(state, TreeOnDevice(memory.pointer, 24), LOGITS)
-    assert np.array_equal(cuda.rows_of([nodes], LOGITS).logits.numpy(), expected)
+    assert np.array_equal(cuda.outputs.rows_of([nodes], LOGITS).logits.numpy(), expected)
 
 
 def test_decoding_in_one_launch_equals_stepping(pair) -> None:
