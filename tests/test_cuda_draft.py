@@ -217,6 +217,17 @@ def test_the_mtp_head_is_the_reference_s() -> None:
         assert distance(got.top_logits, expected.top_logits) < CLOSE
 
 
+def test_the_mtp_head_counts_against_the_model_s_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, _ = targets()
+    state, hidden = cuda.new_state(64), np.zeros((1, SHAPE.hidden), np.float32)
+    monkeypatch.setattr(cuda, "_mtp", None)
+    held = cuda.device.held
+    cuda.mtp(state, [3], hidden, 0)
+    assert cuda._mtp is not None
+    block = cuda._mtp.block
+    assert cuda.device.held - held > block.stream.nbytes + block.outputs.logits.nbytes + block.outputs.features.nbytes
+
+
 def test_rows_of_a_pass_are_taken_where_they_are() -> None:
     cuda, _ = targets()
     config = shaped(layers=1)

@@ -325,7 +325,9 @@ class CudaBackend(Backend):
             from warpsmith.backend.cuda.large.backend import LargeBackend
 
             def make(config: Config, tensors: Mapping[str, Tensor]) -> CudaBackend:
-                return LargeBackend(config, tensors, context=self.context, options=self.options, prompts=False)
+                return LargeBackend(
+                    config, tensors, context=self.context, options=self.options, prompts=False, device=self.device
+                )
 
             self._mtp = MtpProgram(self, self._lendable, self._head_program(), make)
         return self._mtp.run(state, tokens, hidden, position, want)

@@ -60,10 +60,12 @@ class LargeBackend(CudaBackend):
         options: Mapping[str, object] | None = None,
         prompts: bool = True,
         architecture: str | None = None,
+        device: Device | None = None,
     ) -> None:
         """`prompts`: kernels of their own for long chains are made ready too. `architecture`: what to build for instead
-        of this chip (`options` may name another SHARED_MEMORY)."""
-        self.config, self.device = config, Device(limit=memory_limit)
+        of this chip (`options` may name another SHARED_MEMORY). `device`: another backend's, whose plan and memory
+        limit are for both."""
+        self.config, self.device = config, device or Device(limit=memory_limit)
         self.chip = self.device.chip
         self.chip_profile = profile or choose_profile(self.chip.name, self.chip.capability)[0]
         self.options = dict(options or {})
@@ -76,7 +78,8 @@ class LargeBackend(CudaBackend):
         self.large = layout = LargeLayout(config, self.chip.sms, stored, self.cache_types)
         self.layout = layout  # type: ignore[assignment]  # states and snapshots ask it for the same sizes
         self.context = context or config.context
-        refuse_what_does_not_fit(self.memory, self.context, self.device.room())
+        if device is None:
+            refuse_what_does_not_fit(self.memory, self.context, self.device.room())
         compilers = ThreadPoolExecutor(1 + len(self.variants))  # side by side, and while the weights are copied
         self._images = {n: compilers.submit(self._image, "large/forward.cu", n) for n in self.variants}
         vocabulary = {"schedule.cuh": f"#pragma once\nconstexpr int VOCAB = {config.vocab};\n"}  # all it has to know

@@ -72,7 +72,7 @@ def refuse_what_does_not_fit(parts: Callable[[int], list[MemoryPart]], context: 
     if fitting > 1:
         fix = f"A context of {fitting} would fit (-c {fitting})."
     elif room.limited and needed(context) <= room.on_gpu:
-        fix = f"Raise the limit: --memory-limit {ceil((needed(context) + CONTEXT_BYTES) / 2**20)}M."
+        fix = f"Raise the limit: --memory-limit {ceil((needed(context) + CONTEXT_BYTES + room.held) / 2**20)}M."
     else:
         fix = "Use a smaller model, or --device cpu."
     raise DoesNotFit(f"A context of {context} tokens needs {gib(needed(context))} ({listing}), and {room}.", fix)
