@@ -7,6 +7,8 @@ import pytest
 
 from random_models import random_tree
 from warpsmith.backend.base import LOGITS, Output, Want
+from warpsmith.backend.cuda.structures import MadeTree
+from warpsmith.backend.cuda.tree import TreeOnDevice
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import Tree
 from warpsmith.errors import BadRequest
@@ -48,6 +50,19 @@ def same_state(config: Config, a, b) -> bool:
         and np.array_equal(rows(a, a.keys), rows(b, b.keys))
         and np.array_equal(rows(a, a.values), rows(b, b.values))
     )
+
+
+def check_smaller_than_its_room(cuda, nodes: int, room: int) -> None:
+    """A tree on the device of so many nodes, launched for `room`: its rows are those of a tree the host gives."""
+    rng = np.random.default_rng(nodes)
+    tree, state = random_tree(rng, nodes, cuda.config.vocab), cuda.new_state(64)
+    cuda.prefill(state, rng.integers(0, cuda.config.vocab, 11))
+    expected = cuda.forward([(state, tree)], LOGITS).logits.numpy()
+    made = MadeTree(nodes=nodes)
+    made.tokens[:nodes], made.parents[:nodes] = tree.tokens.tolist(), tree.parents.tolist()
+    memory = cuda.device.upload(np.frombuffer(bytes(made), np.uint8))
+    cuda.launch(state, TreeOnDevice(memory.pointer, room), LOGITS)
+    np.testing.assert_array_equal(cuda.outputs.rows_of([nodes], LOGITS).logits.numpy(), expected)
 
 
 def check_decoded(cuda, count: int) -> None:

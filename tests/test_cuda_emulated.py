@@ -9,15 +9,20 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from device_checks import check_drawn, check_interleaved, check_verified, relative, same_state
+from device_checks import (
+    check_drawn,
+    check_interleaved,
+    check_smaller_than_its_room,
+    check_verified,
+    relative,
+    same_state,
+)
 from emulated_cases import BOUND, SHAPE, Case, backends, check_a_tree, ids, tensors_of
 from emulator.gpu import emulated_gpu
 from random_models import random_tree
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.build.profiles import load_profiles
-from warpsmith.backend.cuda.structures import MadeTree
-from warpsmith.backend.cuda.tree import TreeOnDevice
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
@@ -64,16 +69,7 @@ def test_a_node_depends_only_on_its_ancestors(pair, length: int, nodes: int) -> 
 @pytest.mark.parametrize("nodes", [1, 4, 6])
 def test_a_tree_on_the_device_may_be_smaller_than_its_room(pair, nodes: int) -> None:
     """Two warps publish its nodes, four at a time: of a small tree one of them has none."""
-    cuda, _ = pair
-    tree = random_tree(np.random.default_rng(nodes), nodes, SHAPE.vocab)
-    state = cuda.new_state(64)
-    cuda.prefill(state, ids(0, 11))
-    expected = cuda.forward([(state, tree)], LOGITS).logits.numpy()
-    made = MadeTree(nodes=nodes)
-    made.tokens[:nodes], made.parents[:nodes] = tree.tokens.tolist(), tree.parents.tolist()
-    memory = cuda.device.upload(np.frombuffer(bytes(made), np.uint8))
-    cuda.launch(state, TreeOnDevice(memory.pointer, 24), LOGITS)
-    assert np.array_equal(cuda.outputs.rows_of([nodes], LOGITS).logits.numpy(), expected)
+    check_smaller_than_its_room(pair[0], nodes, 24)
 
 
 def test_decoding_in_one_launch_equals_stepping(pair) -> None:

@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from device_checks import check_decoded, check_drawn, check_verified, distance, plain_run, relative, same_state
+from device_checks import (
+    check_decoded,
+    check_drawn,
+    check_smaller_than_its_room,
+    check_verified,
+    distance,
+    plain_run,
+    relative,
+    same_state,
+)
 from emulator.gpu import emulated_gpu
 from large_cases import CACHES, MIXED, SHAPE, bound_of, remember, rounded_caches, tensors_of
 from random_models import random_tree
@@ -177,6 +186,14 @@ def test_a_build_for_more_nodes_has_the_same_bits() -> None:
             np.testing.assert_array_equal(rows, plain_run(cuda, plain, tree.tokens[path]))
             cuda.commit(state, path)
             assert same_state(SHAPE, state, plain)
+        check_smaller_than_its_room(cuda, 3, 16)
+
+
+@pytest.mark.parametrize("nodes", [1, 5])
+def test_a_tree_on_the_device_may_be_smaller_than_its_room(
+    both: tuple[LargeBackend, ReferenceBackend], nodes: int
+) -> None:
+    check_smaller_than_its_room(both[0], nodes, 8)
 
 
 @pytest.mark.slow  # test_cuda_large_chips.py has a smaller one

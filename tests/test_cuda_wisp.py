@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from device_checks import check_smaller_than_its_room
 from warpsmith.backend.base import LOGITS, Backend, Want
 from warpsmith.backend.cpu import CpuBackend
 from warpsmith.backend.cuda import CudaBackend
@@ -181,6 +182,12 @@ def test_drafts_change_no_byte(wisp: Checkpoint, cuda: Backend, prompts: list[li
             accepted[draft.name] += drafted.stats.accepted_tokens
     print(f"trees of {nodes}: drafted tokens that became text: {accepted}")
     assert min(accepted.values()) > 0
+
+
+@pytest.mark.parametrize("room", [8, 16, 22, 64])
+def test_a_tree_on_the_device_may_be_smaller_than_its_room(cuda: Backend, room: int) -> None:
+    for nodes in range(1, min(room, cuda.largest_tree)):
+        check_smaller_than_its_room(cuda, nodes, min(room, cuda.largest_tree))
 
 
 def test_a_state_after_many_commits_is_the_one_decoding_leaves(cuda: Backend, prompts: list[list[int]]) -> None:
