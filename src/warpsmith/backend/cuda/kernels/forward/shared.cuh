@@ -103,8 +103,13 @@ constexpr int TILE_ROWS = NODES == 1 ? 8 : 16, QUERIES = QUERY_TILES * TILE_ROWS
               QUERY_ROWS = NODES == 1 ? GROUP : QUERIES;
 constexpr int FRESH_ROWS = NODES == 1 ? 1 : (NODES + 7) / 8 * 8;
 constexpr int KEY_ROW = HEAD_DIM / 2 + 16, VALUE_ROW = HEAD_DIM / 2, SCORE_ROW = KEYS + 8, SHARE_ROW = KEYS + 8;
-constexpr int ATTENTION_FLOATS = QUERY_ROWS * KEY_ROW + FRESH_ROWS * (KEY_ROW + VALUE_ROW) + QUERIES +
-                                 CHUNKS_AT_ONCE * (2 * KEYS * VALUE_ROW + QUERIES * (SCORE_ROW + SHARE_ROW / 2 + 1));
+// Queries of all walks of an item may lie where another has drafted keys and values; in larger builds they would take
+// too many registers on their way.
+constexpr int ROWS_FLOATS = QUERY_ROWS * KEY_ROW + FRESH_ROWS * (KEY_ROW + VALUE_ROW),
+              ROWS_AHEAD = ROWS_FLOATS / KEY_ROW,
+              TILES_FETCHED = NODES <= 24 ? smaller(TREE_TILES, (ROWS_AHEAD + 15) / 16) : QUERY_TILES;
+constexpr int ATTENTION_FLOATS =
+    ROWS_FLOATS + QUERIES + CHUNKS_AT_ONCE * (2 * KEYS * VALUE_ROW + QUERIES * (SCORE_ROW + SHARE_ROW / 2 + 1));
 // A build for one node has room for every stage's scratch side by side, and needs no barrier between them.
 constexpr int MIX_AT = NODES == 1 ? PRODUCT_FLOATS : 0;
 constexpr int MIX_FLOATS = larger(larger(DELTA_FLOATS, ATTENTION_FLOATS), SAMPLE_FLOATS);
