@@ -16,8 +16,8 @@ struct __align__(16) Step {
 };
 constexpr int WORKERS = WARPS / 2, WORKER_WARPS = WARPS / WORKERS, FETCHERS = WARPS / 2;    // see delta.cuh
 constexpr int PUBLISHERS = 2, DONE_GROUPS = (NODES + 3) / 4, NODE_TILES = (NODES + 7) / 8;  // see publish.cuh
-// How many of these have nodes to publish, four each at a time: a tree may be smaller than the build. Who has none takes
-// no part: it would go through all layers at once and arrive for those who are not done.
+// How many of these have nodes to publish, four each at a time: a tree may be smaller than the build. Who has none
+// takes no part: it would go through all layers at once and arrive for those who are not done.
 __device__ __forceinline__ int publishers_of(int nodes) { return min(PUBLISHERS, (nodes + 3) / 4); }
 constexpr int IN_ROWS = MOST_IN_TILES * WIDE;  // of a DeltaNet projection, an SM's at most
 
