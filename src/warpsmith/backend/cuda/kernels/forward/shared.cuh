@@ -115,6 +115,11 @@ constexpr int MIX_AT = NODES == 1 ? PRODUCT_FLOATS : 0;
 constexpr int MIX_FLOATS = larger(larger(DELTA_FLOATS, ATTENTION_FLOATS), SAMPLE_FLOATS);
 constexpr int SCRATCH_FLOATS = larger(PRODUCT_FLOATS, MIX_AT + MIX_FLOATS);
 constexpr int STATE_FLOATS = COLUMNS * STATE_DIM;
+// The LM head of a tree: where registers hold the activations of all its nodes beside two row tiles, and the scratch
+// the partial sums of these twice, activations are loaded once (see head.cuh).
+constexpr int HEAD_ROW_TILES = 2, HEAD_STRIDE = HEAD_ROW_TILES * WIDE + 4, HEAD_FLOATS = WARPS * NODES * HEAD_STRIDE;
+constexpr bool HEAD_HOLDS_NODES =
+    HELPED && NODE_TILES * chunks_of(HIDDEN) <= 12 && 2 * HEAD_FLOATS <= SCRATCH_FLOATS;
 
 constexpr int TREE_BARRIERS =
     NODES == 1 ? 0 : NODE_TILES + NODES * WORKER_WARPS + (HELPED ? DONE_GROUPS + 1 + NODE_TILES + 1 : 0);
