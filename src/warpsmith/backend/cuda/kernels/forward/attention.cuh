@@ -45,7 +45,7 @@ __device__ __forceinline__ int value_piece(int piece, int position) { return (pi
 // `fresh`: into shared memory.
 __device__ __forceinline__ void fetch_rows(const Block& b, const AttentionScratch& at, int kv_head, int first,
                                            int count, bool fresh) {
-    constexpr int EACH = (QUERY_TILES * TILE_NODES * GROUP + WARPS - 1) / WARPS,
+    constexpr int EACH = (TILES_FETCHED * TILE_NODES * GROUP + WARPS - 1) / WARPS,
                   DRAFTED = (2 * NODES + WARPS - 1) / WARPS;
     static_assert(WARPS % 2 == 0, "a warp has keys or values");
     // a warp's query i is of this node and head; its drafted row i is of node warp / 2 + i * WARPS / 2
@@ -241,6 +241,10 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
 #pragma unroll 1
     for (int i = 1; i <= AHEAD; i++) ask_for(split + i * STEP);
 
+    // Where no drafted keys take their room, queries of all walks are fetched for the first: the next need not wait.
+    const int all_nodes = min(all_tiles * TILE_NODES, b.nodes - first_tile * TILE_NODES);
+    const bool ahead = TILES_FETCHED > QUERY_TILES && !holds_new &&
+                       all_nodes / TILE_NODES * 16 + all_nodes % TILE_NODES * GROUP <= ROWS_AHEAD;
 #pragma unroll 1
     for (int tile0 = 0; tile0 < all_tiles; tile0 += QUERY_TILES) {
         const int tiles = min(QUERY_TILES, all_tiles - tile0), first_node = (first_tile + tile0) * TILE_NODES;
@@ -261,8 +265,13 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
                 if (over >= 0) keep_row(b, index, 0, made, packed);
             }
         } else {
-            fetch_rows(b, at, kv_head, first_node, min(tiles * TILE_NODES, b.nodes - first_node), holds_new);
-            if (tile0 == 0 || split + STEP < chunks) fetch_values(split, 0);  // else they are still here
+            const bool again = tile0 > 0 && split + STEP >= chunks;  // then the values are still here
+            const int here = min(tiles * TILE_NODES, b.nodes - first_node);
+            if (!ahead || tile0 == 0)
+                fetch_rows(b, at, kv_head, first_node, ahead ? all_nodes : here, holds_new);
+            else if (!again)
+                b.sync();  // values of the walk before may still be read
+            if (!again) fetch_values(split, 0);
         }
         b.sync();
 
@@ -293,7 +302,7 @@ __device__ __forceinline__ void attention_item(Block& b, int index, int kv_head,
                         for (int c = 0; c < 8; c++) key[c] = from[c * 4];
                     }
                     float s[4];
-                    score_tile(at.q + own_tile * 16 * KEY_ROW, key, b.lane, s);
+                    score_tile(at.q + (own_tile + (ahead ? tile0 : 0)) * 16 * KEY_ROW, key, b.lane, s);
                     if (committed && !(drafted && own == last_chunk)) {
                         put_all(to + own_chunk * SCORES + half * 8 + column * 2, s);
                         committed = false;

@@ -284,9 +284,8 @@ __device__ __forceinline__ void delta_tree(Block& b, int index, int block, const
         const int done = node;
         float* mine = rows + done * ROW_FLOATS;
         node = step.next;
-        next = b.s.steps[max(node, 0)];  // the next node's row is on its way while this one is worked on
+        next = b.s.steps[max(node, 0)];
         wait_for_row(node);
-        coming = Row(rows + max(node, 0) * ROW_FLOATS, parts, column);
         if (step.source >= 0) {  // a chain branches off, perhaps from another worker's
             barrier_wait(b.barriers.kept + 8 * (step.source * WORKER_WARPS + half), block_phase(b));
             with_kept_state(b, step.source, block, [&](const float4* from) {
@@ -301,6 +300,9 @@ __device__ __forceinline__ void delta_tree(Block& b, int index, int block, const
         const float fade = row.gates.x, rk = row.gates.z;
         const Outcome made(ks, qs, row.v, fade, row.gates.y, rk, row.gates.w, row.qk);
         const float write[2] = {made.write * rk, __shfl_xor_sync(~0u, made.write * rk, 4)};
+        // The next node's row comes while the state is updated. Asked for before the products, it would be waited for
+        // there.
+        coming = Row(rows + max(node, 0) * ROW_FLOATS, parts, column);
 #pragma unroll
         for (int c = 0; c < 2; c++)
 #pragma unroll

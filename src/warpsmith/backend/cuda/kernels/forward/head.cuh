@@ -15,7 +15,7 @@ __device__ __forceinline__ int own_logits(const Block& b) {
 //
 // One node: each warp keeps its best. A tree: every lane that finishes four rows of a token keeps the best of these, in
 // the place that the convolution has for them in other stages; what they have in common is found at the end.
-constexpr int RANKS = 4 * TILES_AT_ONCE;  // of a token
+constexpr int RANKS = 4 * (HEAD_HOLDS_NODES ? HEAD_ROW_TILES : TILES_AT_ONCE);  // of a token
 static_assert(NODES == 1 || RANKS * 4 <= ROW_STRIDE, "no room for the best of every lane");
 __device__ __forceinline__ u64& best_of_rank(const Block& b, int token, int rank) {
     return *(u64*)(b.scratch + KEPT_ROWS_AT + token * ROW_STRIDE + rank * 4);
@@ -25,20 +25,25 @@ __device__ __forceinline__ void begin_head(Block& b) {
         if (threadIdx.x < WARPS) b.s.best[threadIdx.x] = 0;
     } else {
         b.sync();  // partial sums of the stage before may lie there
+        if (HEAD_HOLDS_NODES) return;
 #pragma unroll 1
         for (int i = threadIdx.x; i < NODES * RANKS; i += CONSUMERS) best_of_rank(b, i / RANKS, i % RANKS) = 0;
     }
 }
 
-__device__ __forceinline__ void rank_logits(Block& b, bool live, int row, int token, int rank, float4 logits) {
+// The best of four rows of a token, and of an earlier one.
+__device__ __forceinline__ u64 best_logit(const Block& b, bool live, int row, int token, float4 logits, u64 best) {
     const float logit[4] = {logits.x, logits.y, logits.z, logits.w};
-    u64 best = 0;
 #pragma unroll
     for (int i = 0; i < 4; i++)
         if (live && row + i < VOCAB) {
             best = best_of(best, ranked(logit[i], row + i));
             if (b.r.want_logits) b.p.out_logits[(size_t)token * VOCAB + row + i] = logit[i];
         }
+    return best;
+}
+__device__ __forceinline__ void rank_logits(Block& b, bool live, int row, int token, int rank, float4 logits) {
+    u64 best = best_logit(b, live, row, token, logits, 0);
     if constexpr (SAMPLES)
         if (live && b.draw->sampled) *(float4*)(candidates(b).own + (row - first_logit(b))) = logits;
     if constexpr (NODES == 1) {
@@ -48,6 +53,61 @@ __device__ __forceinline__ void rank_logits(Block& b, bool live, int row, int to
         u64& kept = best_of_rank(b, token, rank);
         kept = best_of(kept, best);
     }
+}
+
+// A tree's logits where its activations stay in registers (see shared.cuh): two row tiles at a time, for all nodes. A
+// thread finishes four rows of one token and keeps the best of all it has seen.
+__device__ __forceinline__ void multiply_head(Block& b, const u32* x, const u32* x_squares) {
+    constexpr int CHUNKS = WIDE_CHUNKS, TILES = HEAD_ROW_TILES,
+                  REGISTERS = TILES * CHUNKS * HeadFormat::registers(WIDE);
+    static_assert(!HEAD_HOLDS_NODES || (NODES * RANKS <= CONSUMERS && NODES % 8 == 0), "a thread finishes one token");
+    b.phases ^= NORM_PHASE;
+    const auto look = [&](int first) { return NodeTile<CHUNKS>::Look(b, x_squares, first).came(); };
+    uint4 held[NODE_TILES][CHUNKS] = {};
+#pragma unroll
+    for (int i = 0; i < NODE_TILES; i++) {
+        if (i * 8 >= b.nodes) break;
+        NodeTile<CHUNKS> tile;
+        wait_until_there(b, i * 8, look);
+        tile.poll(b, x, x_squares, i * 8);
+        put_squares(b, i * 8, tile.square_sum());
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) held[i][c] = tile.a[c];
+    }
+    all_taken(b);
+    const int first = first_of(HEAD_TILES, b.sm), tiles = first_of(HEAD_TILES, b.sm + 1) - first;
+    const int token = min((int)threadIdx.x / RANKS, b.nodes - 1), rank = threadIdx.x % RANKS;
+    const bool finishes = threadIdx.x < b.nodes * RANKS;
+    float inverse = 0.0f;
+    u64 best = 0;
+#pragma unroll 1
+    for (int base = 0; base < tiles; base += TILES) {
+        u32 w[REGISTERS];
+        take_tiles<HeadFormat, CHUNKS, TILES>(b, tiles - base, w);
+        float* sums = b.scratch + b.phase(HALF_PHASE) * HEAD_FLOATS;
+#pragma unroll
+        for (int i = 0; i < NODE_TILES; i++) {
+            if (i * 8 >= b.nodes) break;
+            float* mine = sums + (b.warp * NODES + i * 8 + (b.lane & 3) * 2) * HEAD_STRIDE + (b.lane >> 2);
+            HeadFormat::multiply<TILES>(
+                w, held[i],
+                [&](int t, float4 sum) {
+                    mine[t * WIDE] = sum.x, mine[t * WIDE + 8] = sum.z;
+                    mine[HEAD_STRIDE + t * WIDE] = sum.y, mine[HEAD_STRIDE + t * WIDE + 8] = sum.w;
+                },
+                [](int) {});
+        }
+        b.sync();
+        if (base == 0) inverse = inverse_rms(b, token);
+        if (finishes) {
+            const float4 sum = sum_parts<WARPS>(sums + token * HEAD_STRIDE + rank * 4, NODES * HEAD_STRIDE);
+            best = best_logit(b, base + rank / 4 < tiles, (first + base) * WIDE + rank * 4, token,
+                              scaled(sum, inverse), best);
+        }
+        b.phases ^= HALF_PHASE;
+    }
+    b.sync();  // sums may lie there
+    if (finishes) best_of_rank(b, token, rank) = best;
 }
 
 __device__ __forceinline__ void end_head(Block& b, const float* norm_weight) {

@@ -55,6 +55,12 @@ __device__ __forceinline__ void project_in(Block& b) {
                                    : parts_of<MixIn>(b.layer());
     const u32* x = mlp ? b.node_tile(LAYER_PHASE, 0, MID_VALUES_AT) : b.node_tile(X_PHASE, 0, X_VALUES_AT);
     if (head) begin_head(b);
+    if constexpr (HEAD_HOLDS_NODES) {
+        if (head) {
+            multiply_head(b, x, x + (X_SQUARES_AT - X_VALUES_AT));
+            return;
+        }
+    }
     if (gather) ask_for_conv_weights(b, b.delta_index(), b.vectors(0));
     const auto where = [&](int tile, int quarter) {
         const int row = (first + tile) * WIDE + quarter * 4;
@@ -63,7 +69,7 @@ __device__ __forceinline__ void project_in(Block& b) {
     };
     const auto finish = [&](bool live, int tile, int token, int quarter, int place, float4 v, const float* kept) {
         const int row = (first + tile) * WIDE + quarter * 4;
-        if (b.is_head()) {
+        if (!HEAD_HOLDS_NODES && b.is_head()) {
             rank_logits(b, live, row, token, tile % TILES_AT_ONCE * 4 + quarter, v);
         } else if (b.is_mlp()) {
             publish_inner(b, live, tile == tiles - 1, token, quarter, place, v);

@@ -54,8 +54,14 @@ struct Ring {
 };
 
 // Copies on their way at a time: what is waited for must be the ring's last round. A tree's activations are held up by
-// more than one; beside the LM head, none come.
-constexpr int HEAD_IN_FLIGHT = smaller(IN_FLIGHT, RING_SLOTS), MOST_IN_FLIGHT = NODES > 8 ? 1 : HEAD_IN_FLIGHT;
+// more than one; beside the LM head, none come. But one at a time, the weights of a mixer's projections come too late
+// in BF16: of these and of what comes just before them two are on their way.
+constexpr int HEAD_IN_FLIGHT = smaller(IN_FLIGHT, RING_SLOTS), TREE_IN_FLIGHT = 1,
+              LATE_IN_FLIGHT = WideFormats::QUANTISED ? TREE_IN_FLIGHT : smaller(2, HEAD_IN_FLIGHT);
+__host__ __device__ constexpr int copies_in_flight(int slot) {
+    if (slot == HEAD || NODES <= 8) return HEAD_IN_FLIGHT;
+    return slot == MLP_OUT || slot == MIX_IN ? LATE_IN_FLIGHT : TREE_IN_FLIGHT;
+}
 
 struct Producer {
     Ring ring;
@@ -77,7 +83,7 @@ struct Producer {
     template <class Stage>
     __device__ bool stage(int layer) {
         typedef FormatsOf<Stage::TILE_ROWS> FormatsHere;
-        constexpr int ROWS = Stage::TILE_ROWS, IN_FLIGHT_HERE = Stage::SLOT == HEAD ? HEAD_IN_FLIGHT : MOST_IN_FLIGHT;
+        constexpr int ROWS = Stage::TILE_ROWS, IN_FLIGHT_HERE = copies_in_flight(Stage::SLOT);
         const bool recurrent = Stage::SLOT != HEAD && is_recurrent(layer);
         const StageParts parts = parts_of<Stage>(layer);
         const int who = sm(), chunks = chunks_of(Stage::k(recurrent));

@@ -16,8 +16,8 @@ struct __align__(16) Step {
 };
 constexpr int WORKERS = WARPS / 2, WORKER_WARPS = WARPS / WORKERS, FETCHERS = WARPS / 2;    // see delta.cuh
 constexpr int PUBLISHERS = 2, DONE_GROUPS = (NODES + 3) / 4, NODE_TILES = (NODES + 7) / 8;  // see publish.cuh
-// How many of these have nodes to publish, four each at a time: a tree may be smaller than the build. Who has none takes
-// no part: it would go through all layers at once and arrive for those who are not done.
+// How many of these have nodes to publish, four each at a time: a tree may be smaller than the build. Who has none
+// takes no part: it would go through all layers at once and arrive for those who are not done.
 __device__ __forceinline__ int publishers_of(int nodes) { return min(PUBLISHERS, (nodes + 3) / 4); }
 constexpr int IN_ROWS = MOST_IN_TILES * WIDE;  // of a DeltaNet projection, an SM's at most
 
@@ -103,13 +103,23 @@ constexpr int TILE_ROWS = NODES == 1 ? 8 : 16, QUERIES = QUERY_TILES * TILE_ROWS
               QUERY_ROWS = NODES == 1 ? GROUP : QUERIES;
 constexpr int FRESH_ROWS = NODES == 1 ? 1 : (NODES + 7) / 8 * 8;
 constexpr int KEY_ROW = HEAD_DIM / 2 + 16, VALUE_ROW = HEAD_DIM / 2, SCORE_ROW = KEYS + 8, SHARE_ROW = KEYS + 8;
-constexpr int ATTENTION_FLOATS = QUERY_ROWS * KEY_ROW + FRESH_ROWS * (KEY_ROW + VALUE_ROW) + QUERIES +
-                                 CHUNKS_AT_ONCE * (2 * KEYS * VALUE_ROW + QUERIES * (SCORE_ROW + SHARE_ROW / 2 + 1));
+// Queries of all walks of an item may lie where another has drafted keys and values; in larger builds they would take
+// too many registers on their way.
+constexpr int ROWS_FLOATS = QUERY_ROWS * KEY_ROW + FRESH_ROWS * (KEY_ROW + VALUE_ROW),
+              ROWS_AHEAD = ROWS_FLOATS / KEY_ROW,
+              TILES_FETCHED = NODES <= 24 ? smaller(TREE_TILES, (ROWS_AHEAD + 15) / 16) : QUERY_TILES;
+constexpr int ATTENTION_FLOATS =
+    ROWS_FLOATS + QUERIES + CHUNKS_AT_ONCE * (2 * KEYS * VALUE_ROW + QUERIES * (SCORE_ROW + SHARE_ROW / 2 + 1));
 // A build for one node has room for every stage's scratch side by side, and needs no barrier between them.
 constexpr int MIX_AT = NODES == 1 ? PRODUCT_FLOATS : 0;
 constexpr int MIX_FLOATS = larger(larger(DELTA_FLOATS, ATTENTION_FLOATS), SAMPLE_FLOATS);
 constexpr int SCRATCH_FLOATS = larger(PRODUCT_FLOATS, MIX_AT + MIX_FLOATS);
 constexpr int STATE_FLOATS = COLUMNS * STATE_DIM;
+// The LM head of a tree: where registers hold the activations of all its nodes beside two row tiles, and the scratch
+// the partial sums of these twice, activations are loaded once (see head.cuh).
+constexpr int HEAD_ROW_TILES = 2, HEAD_STRIDE = HEAD_ROW_TILES * WIDE + 4, HEAD_FLOATS = WARPS * NODES * HEAD_STRIDE;
+constexpr bool HEAD_HOLDS_NODES =
+    HELPED && NODE_TILES * chunks_of(HIDDEN) <= 12 && 2 * HEAD_FLOATS <= SCRATCH_FLOATS;
 
 constexpr int TREE_BARRIERS =
     NODES == 1 ? 0 : NODE_TILES + NODES * WORKER_WARPS + (HELPED ? DONE_GROUPS + 1 + NODE_TILES + 1 : 0);

@@ -53,11 +53,11 @@ __device__ __forceinline__ void take_fragments(Block& b, u32* w) {
         take_fragments<Format, ROWS, COUNT - SPAN * EACH>(b, w + SPAN * EACH * Format::registers(ROWS));
 }
 
-// Row tiles of a run, as many as go together; and one row tile's COUNT chunks. Registers that are not needed are zero:
-// left as they are, they would be taken all through the kernel.
-template <class Format, int CHUNKS>
-__device__ __forceinline__ void take_wide(Block& b, int tiles, u32 (&w)[wide_registers(CHUNKS)]) {
-    constexpr int EACH = CHUNKS * Format::registers(WIDE), TILES = tiles_at_once<Format>();
+// Row tiles: TILES, or `tiles` if these are fewer. Registers that are not needed are zero: left as they are, they would
+// be taken all through the kernel.
+template <class Format, int CHUNKS, int TILES>
+__device__ __forceinline__ void take_tiles(Block& b, int tiles, u32* w) {
+    constexpr int EACH = CHUNKS * Format::registers(WIDE);
     // A row tile's slots are given back when the next one's loads have been asked for, if the ring holds two.
     constexpr int SLOTS = (CHUNKS + Format::slot_chunks(WIDE) - 1) / Format::slot_chunks(WIDE);
     constexpr bool TWO = 2 * SLOTS <= RING_SLOTS;
@@ -78,8 +78,15 @@ __device__ __forceinline__ void take_wide(Block& b, int tiles, u32 (&w)[wide_reg
         }
     }
     if (TWO) b.ring.release(SLOTS, last & b.r.zero);
+}
+
+// Row tiles of a run, as many as go together; and one row tile's COUNT chunks.
+template <class Format, int CHUNKS>
+__device__ __forceinline__ void take_wide(Block& b, int tiles, u32 (&w)[wide_registers(CHUNKS)]) {
+    constexpr int TILES = tiles_at_once<Format>(), TAKEN = TILES * CHUNKS * Format::registers(WIDE);
+    take_tiles<Format, CHUNKS, TILES>(b, tiles, w);
 #pragma unroll
-    for (int i = TILES * EACH; i < wide_registers(CHUNKS); i++) w[i] = 0;
+    for (int i = TAKEN; i < wide_registers(CHUNKS); i++) w[i] = 0;
 }
 template <int CHUNKS>
 __device__ __forceinline__ void take_wide(Block& b, Run run, u32 (&w)[wide_registers(CHUNKS)]) {
