@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from random_models import SMALL
 from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.checkpoint.dflash import DFlashConfig, DraftFile, expected_shapes, open_draft
@@ -58,6 +59,10 @@ def draft_config(target: Config, **changes: Any) -> DFlashConfig:
         "target_depth": target.layers,
     }
     return DFlashConfig(**(settings | changes))
+
+
+FULL = draft_config(SMALL)  # attends to everything before it
+SLIDING = draft_config(SMALL, layers=3, windows=(7, None, 7), causal=(True, False, True))
 
 
 def random_weights(config: DFlashConfig, seed: int = 0) -> dict[str, np.ndarray]:

@@ -9,6 +9,8 @@ import pytest
 
 from draft_cases import Alone, OneBlock
 from random_drafts import (
+    FULL,
+    SLIDING,
     draft_config,
     draft_in_memory,
     random_weights,
@@ -24,11 +26,9 @@ from warpsmith.draft.dflash import DFlash
 from warpsmith.model.dflash import block_plan, context_plan
 
 BACKEND = ReferenceBackend(SMALL, random_tensors(SMALL))
-CONFIG = draft_config(SMALL)
-FIVE = draft_config(SMALL, layers=3, windows=(7, None, 7), causal=(True, False, True))
 
 
-def features_of(count: int, seed: int = 0, config: DFlashConfig = CONFIG) -> np.ndarray:
+def features_of(count: int, seed: int = 0, config: DFlashConfig = FULL) -> np.ndarray:
     rng = np.random.default_rng(seed)
     return rng.standard_normal((count, len(config.target_layers) * config.hidden)).astype(np.float32) * 2
 
@@ -36,7 +36,7 @@ def features_of(count: int, seed: int = 0, config: DFlashConfig = CONFIG) -> np.
 # -- the network ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [CONFIG, FIVE], ids=["two layers", "five"])
+@pytest.mark.parametrize("config", [FULL, SLIDING], ids=["two layers", "five"])
 def test_the_plans_name_every_tensor_and_no_other(config: DFlashConfig) -> None:
     stages = [*context_plan(config), *block_plan(config)]
     assert {name for stage in stages for name in stage.weights.values()} == set(expected_shapes(config))
@@ -66,8 +66,8 @@ def hidden_after(draft: Seen, features: np.ndarray, pieces: list[int]) -> np.nda
 
 
 SHAPES = {
-    "full": CONFIG,
-    "sliding and full": FIVE,
+    "full": FULL,
+    "sliding and full": SLIDING,
     "sliding, not causal": draft_config(SMALL, windows=(5, 9), causal=(False, False)),
     "causal": draft_config(SMALL, causal=(True, True)),
     "one feature, one layer": draft_config(SMALL, layers=1, target_layers=(2,)),
@@ -101,7 +101,7 @@ def test_a_rolling_cache_forgets_what_its_window_hides() -> None:
 
 
 def test_full_layers_see_as_far_as_their_cache() -> None:
-    file, features = draft_in_memory(CONFIG), features_of(90)
+    file, features = draft_in_memory(FULL), features_of(90)
     draft = Seen(DFlash(file, BACKEND, context_rows=32))
     bounded = hidden_after(draft, features, [50, 1, 7, 32])
     near = Seen(DFlash(file, BACKEND))
@@ -112,7 +112,7 @@ def test_full_layers_see_as_far_as_their_cache() -> None:
 
 
 def test_waiting_features_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    file, features = draft_in_memory(CONFIG), features_of(400)
+    file, features = draft_in_memory(FULL), features_of(400)
     expected = hidden_after(Seen(DFlash(file, BACKEND, context_rows=32)), features, [400])
     draft = Seen(DFlash(file, BACKEND, context_rows=32))
     for i in range(400):
@@ -130,7 +130,7 @@ def test_waiting_features_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_after_a_gap_the_rows_before_it_still_stand_where_they_stood() -> None:
-    file, features = draft_in_memory(FIVE), features_of(50, config=FIVE)
+    file, features = draft_in_memory(SLIDING), features_of(50, config=SLIDING)
     draft, expected = Seen(DFlash(file, BACKEND)), OneBlock(NumpyDraft(file, BACKEND, [7, 4096, 7]))
     draft.observe([1] * 30, 0, HostRows(features[:30]), None)
     draft.observe([1] * 9, 30, None, None)
@@ -138,17 +138,17 @@ def test_after_a_gap_the_rows_before_it_still_stand_where_they_stood() -> None:
     draft.catch_up(BACKEND.new_state(8))
     expected.append(HostRows(features[:30]), 0)
     expected.append(HostRows(features[30:]), 39)
-    rows = expected.fill(5, 59, FIVE.block - 1, Want("none", hidden=True)).hidden.numpy()
+    rows = expected.fill(5, 59, SLIDING.block - 1, Want("none", hidden=True)).hidden.numpy()
     assert draft.hidden(5, 59) == pytest.approx(rows, abs=2e-5)
 
 
 def test_going_back_to_a_snapshot() -> None:
-    file, features = draft_in_memory(FIVE), features_of(60, config=FIVE)
+    file, features = draft_in_memory(SLIDING), features_of(60, config=SLIDING)
     draft = Seen(DFlash(file, BACKEND))
     draft.observe([1] * 30, 0, HostRows(features[:30]), None)
     before = draft.snapshot()
     expected = hidden_after(Seen(DFlash(file, BACKEND)), features, [30, 10])
-    other = features_of(20, seed=9, config=FIVE)
+    other = features_of(20, seed=9, config=SLIDING)
     for _ in range(2):
         draft.observe([2] * 20, 30, HostRows(other), None)
         draft.catch_up(BACKEND.new_state(8))
@@ -161,7 +161,7 @@ def test_going_back_to_a_snapshot() -> None:
 
 
 def test_guesses_are_the_head_s_on_the_masked_rows() -> None:
-    draft = Seen(DFlash(draft_in_memory(CONFIG), BACKEND, nodes=20))
+    draft = Seen(DFlash(draft_in_memory(FULL), BACKEND, nodes=20))
     state = BACKEND.new_state(64)
     ids = [3, 1, 4, 1, 5, 9, 2, 6, 5]
     output = BACKEND.prefill(state, ids[:-1], draft.proposer.wants)

@@ -11,6 +11,8 @@ import pytest
 
 from random_drafts import (
     FORMATS,
+    FULL,
+    SLIDING,
     draft_config,
     draft_in_memory,
     gguf_metadata,
@@ -29,11 +31,9 @@ from warpsmith.model.config import SIZES
 from warpsmith.model.dflash import check_fits
 
 BACKEND = ReferenceBackend(SMALL, random_tensors(SMALL))
-CONFIG = draft_config(SMALL)
-FIVE = draft_config(SMALL, layers=3, windows=(7, None, 7), causal=(True, False, True))
 
 
-@pytest.mark.parametrize("config", [CONFIG, FIVE], ids=["full", "sliding"])
+@pytest.mark.parametrize("config", [FULL, SLIDING], ids=["full", "sliding"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_all_formats_hold_the_same_draft(format: str, config: DFlashConfig, tmp_path: Path) -> None:
     weights = random_weights(config)
@@ -50,11 +50,11 @@ def test_all_formats_hold_the_same_draft(format: str, config: DFlashConfig, tmp_
 
 
 def test_a_draft_is_found_by_its_directory_or_its_file(tmp_path: Path) -> None:
-    weights = random_weights(CONFIG)
-    directory = write_draft(tmp_path / "a", "safetensors", CONFIG, weights)
+    weights = random_weights(FULL)
+    directory = write_draft(tmp_path / "a", "safetensors", FULL, weights)
     assert open_draft(directory / "model.safetensors").config.layers == 2
     (tmp_path / "b").mkdir()
-    write_draft(tmp_path / "b" / "draft", "lucebox", CONFIG, weights)
+    write_draft(tmp_path / "b" / "draft", "lucebox", FULL, weights)
     assert open_draft(tmp_path / "b").config.layers == 2
     with pytest.raises(BadFile, match="no config"):
         open_draft(tmp_path)
@@ -62,7 +62,7 @@ def test_a_draft_is_found_by_its_directory_or_its_file(tmp_path: Path) -> None:
 
 
 def test_names_that_older_converters_gave_are_understood(tmp_path: Path) -> None:
-    weights = random_weights(CONFIG)
+    weights = random_weights(FULL)
     names = {
         "fc": "dflash_fc",
         "hidden_norm": "dflash_hidden_norm",
@@ -78,33 +78,35 @@ def test_names_that_older_converters_gave_are_understood(tmp_path: Path) -> None
             else gguf_name(name, "lucebox").replace("ffn_norm", "post_attention_norm")
         )
         tensors[stored] = ("F32", values)
-    write_gguf(tmp_path / "old.gguf", gguf_metadata(CONFIG, "lucebox"), tensors)
+    write_gguf(tmp_path / "old.gguf", gguf_metadata(FULL, "lucebox"), tensors)
     assert np.array_equal(open_draft(tmp_path / "old.gguf").tensors["fc.weight"].float32(), weights["fc.weight"])
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("said", [None, True, False])
 def test_causal_is_what_the_file_says_or_sliding_layers_only(format: str, said: bool | None, tmp_path: Path) -> None:
-    path = write_draft(tmp_path / "draft", format, FIVE, random_weights(FIVE), said_causal=said)
+    path = write_draft(tmp_path / "draft", format, SLIDING, random_weights(SLIDING), said_causal=said)
     assert open_draft(path).config.causal == ((True, False, True) if said is None else (said,) * 3)
 
 
 def test_causal_may_stand_in_the_inner_configuration(tmp_path: Path) -> None:
     inner = {"mask_token_id": 1, "target_layer_ids": [0, 2, 3], "causal": False}
-    path = write_draft(tmp_path / "d", "safetensors", FIVE, random_weights(FIVE), metadata={"dflash_config": inner})
+    path = write_draft(
+        tmp_path / "d", "safetensors", SLIDING, random_weights(SLIDING), metadata={"dflash_config": inner}
+    )
     assert open_draft(path).config.causal == (False,) * 3
 
 
 @pytest.mark.parametrize(("pattern", "slides"), [(0, "111"), (1, "000"), (2, "101"), (3, "110"), (None, "111")])
 def test_patterns_of_sliding_layers_may_be_numbers(pattern: int | None, slides: str, tmp_path: Path) -> None:
     changes = {"dflash.attention.sliding_window_pattern": pattern}
-    path = write_draft(tmp_path / "d", "llama.cpp", FIVE, random_weights(FIVE), metadata=changes)
+    path = write_draft(tmp_path / "d", "llama.cpp", SLIDING, random_weights(SLIDING), metadata=changes)
     assert "".join("01"[w is not None] for w in open_draft(path).config.windows) == slides
 
 
 def test_rope_base_is_found_where_new_configurations_keep_it(tmp_path: Path) -> None:
     changes = {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}
-    path = write_draft(tmp_path / "d", "safetensors", CONFIG, random_weights(CONFIG), metadata=changes)
+    path = write_draft(tmp_path / "d", "safetensors", FULL, random_weights(FULL), metadata=changes)
     assert open_draft(path).config.rope_theta == 5e6
 
 
@@ -139,7 +141,7 @@ def test_rope_base_is_found_where_new_configurations_keep_it(tmp_path: Path) -> 
 def test_a_file_that_cannot_be_a_draft_is_refused(
     format: str, changes: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    path = write_draft(tmp_path / "draft", format, CONFIG, random_weights(CONFIG), metadata=changes)
+    path = write_draft(tmp_path / "draft", format, FULL, random_weights(FULL), metadata=changes)
     with pytest.raises(BadFile, match=words) as caught:
         open_draft(path)
     assert caught.value.fix
@@ -148,12 +150,12 @@ def test_a_file_that_cannot_be_a_draft_is_refused(
 
 @pytest.mark.parametrize("extra", ["layers.0.attention_conv.base_kernel", "d2t", "dspark.markov.w1.weight"])
 def test_other_networks_are_not_mistaken_for_plain_dflash(extra: str, tmp_path: Path) -> None:
-    weights = random_weights(CONFIG) | {extra: np.ones((2, 2), np.float32)}
-    path = write_draft(tmp_path / "draft", "safetensors", CONFIG, weights)
+    weights = random_weights(FULL) | {extra: np.ones((2, 2), np.float32)}
+    path = write_draft(tmp_path / "draft", "safetensors", FULL, weights)
     with pytest.raises(BadFile, match="plain DFlash"):
         open_draft(path)
-    copy = random_weights(CONFIG) | {"embed_tokens.weight": np.ones((SMALL.vocab, SMALL.hidden), np.float32)}
-    assert open_draft(write_draft(tmp_path / "own", "safetensors", CONFIG, copy)).config.layers == 2
+    copy = random_weights(FULL) | {"embed_tokens.weight": np.ones((SMALL.vocab, SMALL.hidden), np.float32)}
+    assert open_draft(write_draft(tmp_path / "own", "safetensors", FULL, copy)).config.layers == 2
 
 
 @pytest.mark.parametrize(
@@ -173,7 +175,7 @@ def test_a_draft_of_another_model_is_refused_in_one_sentence(changes: dict[str, 
     assert caught.value.problem.count(".") == 1
     with pytest.raises(BadRequest, match=words):
         DFlash(draft_in_memory(config), BACKEND)
-    check_fits(CONFIG, SMALL)
+    check_fits(FULL, SMALL)
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -80,7 +80,7 @@ class CudaDraft(BlockDraft):
         stream = DraftStream(config, sms, stored)
         copied = copies_of(stream, tensors)
         rings = 2 * config.layers * config.kv_heads * max(capacity) * DIM * 2  # of one sequence
-        check_room(device, stream.stream_bytes + rings + STAGING_BYTES, config)
+        check_draft_fits(device, stream.stream_bytes + rings + STAGING_BYTES, config)
         lent = lend()
         self.layout = layout = DraftLayout(config, stream, lent.deal, max(capacity))
         constants = layout.constants(EMBEDDINGS.index(lent.embedding_type))
@@ -304,7 +304,7 @@ class CudaDraft(BlockDraft):
         self._kernel.launch(self.layout.sms, THREADS, memory.params, request, cooperative=True)
 
 
-def check_room(device: Device, needed: int, config: DFlashConfig) -> None:
+def check_draft_fits(device: Device, needed: int, config: DFlashConfig) -> None:
     if needed > (room := device.room()).free:
         raise DoesNotFit(
             f"The draft {config.source} needs {gib(needed)}, and {room}.", "Use --draft none or --draft ngram."
