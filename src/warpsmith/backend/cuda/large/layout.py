@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 import numpy as np
 
@@ -221,11 +222,13 @@ def kernel_tables(deals: Sequence[Deal]) -> tuple[np.ndarray, np.ndarray, np.nda
         stage = deal.stage
         stages[i, :3] = at, stage.tiles, len(deal.groups)
         table = deal.tables.astype(np.uint16).reshape(-1)
-        tiles.append(np.pad(table, (0, table.size % 2)))  # read two at a time
+        tiles.append(np.pad(table, (0, -table.size % 8)))  # read sixteen bytes at a time
         at += tiles[-1].size
-        starts = np.cumsum([0, *(p.tiles for p in stage.parts)])
-        ends = [int(starts[min(j, len(stage.parts))]) if j <= len(stage.parts) else 1 << 30 for j in (1, 2)]
-        types = [SLABS.index(stage.parts[min(j, len(stage.parts) - 1)].type) for j in range(3)]
+        # neighbours of one type are one part: an SM with rows of both need not pause between them
+        same = [(kind, sum(p.tiles for p in parts)) for kind, parts in groupby(stage.parts, key=lambda p: p.type)]
+        starts = np.cumsum([0, *(count for _, count in same)])
+        ends = [int(starts[j]) if j <= len(same) else 1 << 30 for j in (1, 2)]
+        types = [SLABS.index(same[min(j, len(same) - 1)][0]) for j in range(3)]
         for sm in range(sms):
             group = deal.groups[deal.group_of[sm]]
             tile, block = divmod(int(deal.first[sm]), group.blocks)
@@ -383,5 +386,5 @@ class LargeLayout(SlabStages):
             "DELTA_LAYERS": self.delta_layers, "KEY_TYPE": self.key_rows.number, "VALUE_TYPE": self.value_rows.number,
             "IN_RESULTS": self.most_results(0), "OUT_RESULTS": self.most_results(1),
             "MLP_IN_RESULTS": self.most_results(2), "MLP_OUT_RESULTS": self.most_results(3),
-            "TABLE_ENTRIES": 1 + max(deal.tables.size for deal in self.deals[:-1]),
+            "TABLE_ENTRIES": max(-(-deal.tables.size // 8) * 8 for deal in self.deals[:-1]),
         }  # fmt: skip

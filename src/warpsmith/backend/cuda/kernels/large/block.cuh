@@ -24,7 +24,8 @@ struct Block {
     u32 steps_done = 0;
     // the consumers' places in the ring and in the buffers of sums
     int slot = 0, buffer = 0;
-    u32 slot_phase = 0, buffer_phase = 0, ring_end = 0, slots = 0;  // slots: so far, of one node
+    u32 slot_phase = 0, buffer_phase = 0, ring_end = 0;
+    u32 slots = 0, issued = 0;  // of one node: slots so far, and how many copies are known to have been asked for
     int deltas = 0;  // DeltaNet layers before this one
     const float* vectors;
     const struct Draw* draw = nullptr;  // of a build that samples
@@ -38,6 +39,7 @@ struct Block {
     __device__ bool recurrent(int layer) const { return uniform(s.recurrent[layer >> 5] >> (layer & 31) & 1); }
     // Odd or even: how many stages came before the i-th of this token.
     __device__ u32 turn(int i) const { return (u32)(length - r.length + i) & 1; }
+    __device__ u32 layer_turn(int layer) const { return (u32)((length - r.length) * LAYERS + layer) & 1; }
     // Which row of what a tree leaves is a node's: of results, and of what a commit needs.
     __device__ int place(int node) const { return POLLED ? 0 : r.place[node]; }
     // Which row of features the first node has of the i-th layer: of a tree [layers][nodes], of tokens that are decoded
@@ -147,10 +149,10 @@ struct Sums {
     }
 };
 
-// The stage's table of tiles to shared memory, by one warp.
+// The stage's table of tiles to shared memory, by one warp; it is there after `copies_done` and a barrier.
 __device__ __forceinline__ void load_table(Block& b, const Stage& stage) {
-    const u32* from = (const u32*)(b.p.tiles + stage.tiles_at);
-    const int words = (stage.groups * (stage.tile_rows + 1) + 1) / 2;
-#pragma unroll 8
-    for (int i = b.lane; i < words; i += 32) ((u32*)b.s.tiles)[i] = __ldg(from + i);
+    const u16* from = b.p.tiles + stage.tiles_at;
+    const int entries = stage.groups * (stage.tile_rows + 1);
+#pragma unroll 4
+    for (int i = b.lane * 8; i < entries; i += 256) copy16(b.s.tiles + i, from + i);
 }

@@ -85,22 +85,24 @@ __device__ __forceinline__ void keep(float4* at, float4 v) {
 // What does not depend on the projection, by `threads` threads, of which this is number `thread`.
 __device__ __forceinline__ void ask_inputs(const Block& b, const DeltaShare& share, int thread, int threads) {
     const DeltaInputs in(b.scratch);
+    const float* history = b.p.history + (size_t)b.deltas * HISTORY * CONV_CHANNELS;
+    const bool has_head = thread < share.heads;
+    float a = 0.0f, dt = 0.0f;
+    if (has_head)
+        a = __ldg(b.vectors + A_AT + share.value_head(thread)), dt = __ldg(b.vectors + DT_AT + share.value_head(thread));
 #pragma unroll 1
-    for (int quad = thread; quad < INPUT_QUADS; quad += threads) in.rows[quad] = share.input_row(quad);
-#pragma unroll 1
-    for (int i = thread; i < CONVOLVED_QUADS * 7; i += threads) {
-        const int what = i % 7, quad = i / 7, row = share.input_row(quad);
-        if (row < 0) continue;
-        const int age = what - 3, slot = (b.length - age + HISTORY) % HISTORY;
-        const float* from =
-            what < 4 ? b.vectors + CONV_AT + (row + what) * 4
-                     : b.p.history + ((size_t)b.deltas * HISTORY + slot) * CONV_CHANNELS + row;
-        float* to = what < 4 ? in.conv + (quad * 4 + what) * 4 : in.history + ((age - 1) * CONVOLVED_QUADS + quad) * 4;
-        copy16(to, from);
+    for (int quad = thread; quad < INPUT_QUADS; quad += threads) {
+        const int row = share.input_row(quad);
+        in.rows[quad] = row;
+        if (row < 0 || quad >= CONVOLVED_QUADS) continue;
+#pragma unroll
+        for (int i = 0; i < 4; i++) copy16(in.conv + (quad * 4 + i) * 4, b.vectors + CONV_AT + (row + i) * 4);
+#pragma unroll
+        for (int age = 1; age < HISTORY; age++)
+            copy16(in.history + ((age - 1) * CONVOLVED_QUADS + quad) * 4,
+                   history + (b.length - age + HISTORY) % HISTORY * CONV_CHANNELS + row);
     }
-    if (thread < share.heads)
-        in.vectors[2 * thread] = __ldg(b.vectors + A_AT + share.value_head(thread)),
-                           in.vectors[2 * thread + 1] = __ldg(b.vectors + DT_AT + share.value_head(thread));
+    if (has_head) in.vectors[2 * thread] = a, in.vectors[2 * thread + 1] = dt;
 }
 
 // The projection. A thread has a quad of some nodes, and asks for all of them at once.
@@ -427,7 +429,7 @@ __device__ __noinline__ u32 delta_mix(int stage, int deltas, int length, const f
         if (!asked) ask_inputs(b, share, threadIdx.x, CONSUMERS);
         unit.store();
         unit.load(b, share, b.warp < share.units ? b.warp : 0);
-        copies_done();
+        if (!asked) copies_done();
         if (!POLLED && item == b.sm)
             b.wait_for_all();
         else if (!asked)

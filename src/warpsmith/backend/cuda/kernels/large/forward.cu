@@ -295,14 +295,19 @@ __device__ __forceinline__ void find_tables(Block& b) {
 #pragma unroll 1
     for (; begun(b, phase); phase ^= 1) {
         const int next = i == 4 * LAYERS ? 0 : i + 1;
+        // All copies are on their way at once: beside weights that stream, each takes microseconds.
         if (i < 4 * LAYERS) load_table(b, stage);
-        if (b.lane < (int)sizeof(Run) / 4)
-            ((int*)&b.s.runs[phase ^ 1])[b.lane] = ((const int*)&b.p.runs[next * SMS + b.sm])[b.lane];
+        if (b.lane < (int)sizeof(Run) / 16)
+            copy16((uint4*)&b.s.runs[phase ^ 1] + b.lane, (const uint4*)&b.p.runs[next * SMS + b.sm] + b.lane);
         stage = b.p.stages[next];
         ask_early(b, i);
-        reset_read_words(b, i);
+        if (!POLLED) reset_read_words(b, i);
         copies_done();
         arrive_for_warp(bars.tabled, b.lane);
+        if (POLLED && (i & 3) == OUT) {
+            reset_read_words(b, i);
+            arrive_for_warp(bars.cleared, b.lane);
+        }
         if (i == 0 && tokens > 0) report(b, tokens);
         if ((i & 3) == MLP_OUT) {  // a layer has ended
             const bool recurrent = b.recurrent(i >> 2);

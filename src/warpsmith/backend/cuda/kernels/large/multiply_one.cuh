@@ -118,7 +118,7 @@ struct OneMultiplier {
             const int says = AT_ONCE == 2 && (index | 1) < superblocks ? WARPS / 4 : WARPS / 2;
             b.begin_wait();
             // Who skips slots may be two turns ahead of a barrier, which shows only whether a turn is odd.
-            for (Watchdog dog; (int)(told(issued) - b.slots) < 0;) dog.check();
+            for (Watchdog dog; (int)(b.issued - b.slots) < 0; dog.check()) b.issued = told(issued);
             barrier_wait(full, phase);
             b.end_wait();
             slab[0].load(at, lane), slab[1].load(at + slab_bytes(TYPE), lane);

@@ -24,10 +24,10 @@ __device__ __forceinline__ void arrive_for_warp(u32 barrier, int lane) {
 }
 
 struct Barriers {
-    u32 full, empty, sums_full, sums_empty, begun, tabled;
+    u32 full, empty, sums_full, sums_empty, begun, tabled, cleared;
     __device__ explicit Barriers(u32 base)
         : full(base + BARRIERS_AT), empty(full + 8 * SLOTS), sums_full(empty + 8 * SLOTS),
-          sums_empty(sums_full + 8 * SUM_BUFFERS), begun(sums_empty + 8 * SUM_BUFFERS), tabled(begun + 8) {}
+          sums_empty(sums_full + 8 * SUM_BUFFERS), begun(sums_empty + 8 * SUM_BUFFERS), tabled(begun + 8), cleared(tabled + 8) {}
     __device__ void init() const {
         for (int i = 0; i < SLOTS; i++)
             barrier_init(full + 8 * i, COPY_LANES), barrier_init(empty + 8 * i, WARPS * LANES_ARRIVE);
@@ -36,6 +36,7 @@ struct Barriers {
             barrier_init(sums_empty + 8 * i, SUM_READERS * LANES_ARRIVE);
         }
         barrier_init(begun, THREADS_ARRIVE), barrier_init(tabled, (REDUCERS + 1) * LANES_ARRIVE);
+        barrier_init(cleared, LANES_ARRIVE);
     }
 };
 

@@ -80,7 +80,7 @@ struct Params {
     const u64* stream_start;  // [SMS]
     const Stage* stages;      // four a layer, then the head
     const Run* runs;          // [stages][SMS]
-    const u16* tiles;         // a stage's [groups][tile_rows + 1]: where results of a tile of rows begin
+    const u16* tiles;         // a stage's [groups][tile_rows + 1], from 16 bytes on: where results of a tile of rows begin
     const u8* recurrent;      // [LAYERS]
     const u8* embedding;      // the file's rows
     const float* vectors;
@@ -197,7 +197,7 @@ struct Shared {
     signed char ancestor[NODES][NODES];  // by depth
     alignas(16) Run runs[2];             // of this stage and the next, by turns
     u32 recurrent[4];                    // bits of layers
-    u16 tiles[TABLE_ENTRIES];            // of the stage whose sums are at work
+    alignas(16) u16 tiles[TABLE_ENTRIES];  // of the stage whose sums are at work
     volatile int stopped;
     int deepest;
     int drawn[SAMPLES ? MAX_STEPS : 1];  // tokens of this launch

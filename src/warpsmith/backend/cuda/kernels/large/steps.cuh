@@ -38,6 +38,7 @@ __device__ __forceinline__ void update_residual(Block& b, int next, const float*
         float square = 0.0f;
 #pragma unroll 1
         for (int piece = 0; piece < pieces; piece++) square += b.s.squares[piece][threadIdx.x];
+        if (POLLED && (next & 3) == MLP_IN) barrier_wait(Barriers(b.base).cleared, b.layer_turn(next >> 2));
         store4(square_words(b, next, threadIdx.x) + b.sm, __float_as_uint(square));
     }
 }

@@ -95,7 +95,7 @@ __device__ __forceinline__ void reset_words(const Block& b, u32* words, int coun
 }
 // Beside the products of a stage, by one warp: those that everybody has read by then.
 __device__ __forceinline__ void reset_read_words(const Block& b, int stage) {
-    if (POLLED ? (stage & 3) != OUT : stage == 0) return;
+    if (!POLLED && stage == 0) return;
     if (POLLED) {
         reset_words(b, layer_words(b, stage + 4), LAYER_WORDS, b.lane, 32);  // of the layer before
     } else {
