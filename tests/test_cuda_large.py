@@ -27,6 +27,7 @@ from large_cases import CACHES, MIXED, SHAPE, bound_of, remember, rounded_caches
 from random_models import random_tree
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.cuda.large.backend import LargeBackend
+from warpsmith.backend.cuda.large.formats import SLABS
 from warpsmith.backend.cuda.large.layout import GROUP_BLOCKS, LargeLayout, deal_groups, takes
 from warpsmith.backend.cuda.large.loading import changes
 from warpsmith.backend.cuda.large.rounds import rounds_of
@@ -91,6 +92,25 @@ def test_every_block_has_its_place_and_bytes_are_shared_out(size: str, recipe: s
         assert deal.tables.max() == deal.results
     slowest = sum(int(deal.nbytes.max()) for deal in layout.deals) * 132 / layout.stream_bytes
     assert slowest < (1.05 if size == "27B" else 1.12)
+
+
+def test_kernels_know_the_type_of_every_tile_and_pause_only_where_it_changes() -> None:
+    config = SIZES["27B"]
+    shapes = expected_shapes(config)
+    stored = {n: tensor_type("q4_k_m", n, shape, config.layers, config.tied).name for n, shape in shapes.items()}
+    layout = LargeLayout(config, 132, stored)
+    stages, runs, _ = layout.tables
+
+    changes_of = []
+    for number, stage in enumerate(layout.stages):
+        second, third, types = runs[number, 0, 6:9].tolist()
+        told = [types >> (0 if tile < second else 8 if tile < third else 16) & 255 for tile in range(stage.tiles)]
+        meant = [SLABS.index(part.type) for part in stage.parts for _ in range(part.tiles)]
+        changes_of.append([tile for tile in range(1, stage.tiles) if meant[tile] != meant[tile - 1]])
+        assert told == meant
+        assert [end for end in (second, third) if end < stage.tiles] == changes_of[-1]
+    assert {len(where) for where in changes_of} == {0, 1}  # both are there
+    assert (stages[:, 0] % 8 == 0).all()  # tables are read sixteen bytes at a time
 
 
 def test_what_is_held_as_another_type_is_told(caplog: pytest.LogCaptureFixture) -> None:
