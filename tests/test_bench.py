@@ -245,6 +245,7 @@ def test_the_command_in_every_format() -> None:
         ["--tree", "65"],
         ["-b", "65"],
         ["--top-p", "2"],
+        ["-p", "8", "-n", "0", "-c", "4"],
     ],
 )
 def test_nonsense_is_a_usage_error(flags: list[str]) -> None:

@@ -100,7 +100,10 @@ def main(args: argparse.Namespace) -> int:
     if args.draft not in ("auto", "none"):
         raise BadRequest("bench measures plain decoding.", "Leave --draft out, or use `bench spec`.")
     args.draft = "none"
-    args.ctx_size = max(2, *(test.context for test in tests))
+    needed = max(2, *(test.context for test in tests))
+    args.ctx_size = args.ctx_size or needed
+    if args.ctx_size < needed:
+        raise BadRequest(f"These tests take {needed} tokens of context, not {args.ctx_size}.", "Leave -c out.")
     with open_model(args) as llm:
         for test in tests:
             check_sampling(test.sampling or Sampling(), llm.config.vocab)
