@@ -88,8 +88,10 @@ __device__ __forceinline__ void ask_inputs(const Block& b, const DeltaShare& sha
     const float* history = b.p.history + (size_t)b.deltas * HISTORY * CONV_CHANNELS;
     const bool has_head = thread < share.heads;
     float a = 0.0f, dt = 0.0f;
-    if (has_head)
-        a = __ldg(b.vectors + A_AT + share.value_head(thread)), dt = __ldg(b.vectors + DT_AT + share.value_head(thread));
+    if (has_head) {
+        const int head = share.value_head(thread);
+        a = __ldg(b.vectors + A_AT + head), dt = __ldg(b.vectors + DT_AT + head);
+    }
 #pragma unroll 1
     for (int quad = thread; quad < INPUT_QUADS; quad += threads) {
         const int row = share.input_row(quad);
