@@ -27,7 +27,8 @@ struct Barriers {
     u32 full, empty, sums_full, sums_empty, begun, tabled, cleared;
     __device__ explicit Barriers(u32 base)
         : full(base + BARRIERS_AT), empty(full + 8 * SLOTS), sums_full(empty + 8 * SLOTS),
-          sums_empty(sums_full + 8 * SUM_BUFFERS), begun(sums_empty + 8 * SUM_BUFFERS), tabled(begun + 8), cleared(tabled + 8) {}
+          sums_empty(sums_full + 8 * SUM_BUFFERS), begun(sums_empty + 8 * SUM_BUFFERS), tabled(begun + 8),
+          cleared(tabled + 8) {}
     __device__ void init() const {
         for (int i = 0; i < SLOTS; i++)
             barrier_init(full + 8 * i, COPY_LANES), barrier_init(empty + 8 * i, WARPS * LANES_ARRIVE);

@@ -80,7 +80,7 @@ struct Params {
     const u64* stream_start;  // [SMS]
     const Stage* stages;      // four a layer, then the head
     const Run* runs;          // [stages][SMS]
-    const u16* tiles;         // a stage's [groups][tile_rows + 1], from 16 bytes on: where results of a tile of rows begin
+    const u16* tiles;         // a stage's [groups][tile_rows + 1], aligned: where results of a tile of rows begin
     const u8* recurrent;      // [LAYERS]
     const u8* embedding;      // the file's rows
     const float* vectors;
