@@ -41,8 +41,8 @@ from warpsmith.model.config import Config
 THREADS = 384
 COMMITTED_COLUMNS = 32  # of a DeltaNet layer's state, by a block of commit.cu
 SHORT_CONTEXT = 16384  # up to here one node's attention makes do with one chunk of values in shared memory
-# Copies of weights on their way to an SM. All that SMs exchange waits behind them: where an SM has few bytes of a layer,
-# one node is faster with two. With more bytes than that, memory would be idle between two.
+# Copies of weights on their way to an SM. All that SMs exchange waits behind them: where an SM has few bytes of a
+# layer, one node is faster with two. With more bytes than that, memory would be idle between two.
 IN_FLIGHT, FEW_IN_FLIGHT, FEW_BYTES = 4, 2, 1_400_000
 
 

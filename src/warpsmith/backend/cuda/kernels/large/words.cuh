@@ -7,8 +7,8 @@
 //
 // One node: layers have two places in turn. When an SM has the sums of squares for a layer's IN, which all SMs publish,
 // everybody has read all words of the layer before. They are then set back to NOT_YET beside the products of OUT and
-// what follows, and that is seen by all before the SM publishes the squares for MLP_IN (it waits for `cleared`), without
-// which nobody comes to the layer that has this place next.
+// what follows, and that is seen by all before the SM publishes the squares for MLP_IN (it waits for `cleared`),
+// without which nobody comes to the layer that has this place next.
 //
 // A tree: one place is enough, and less of the L2 cache. An SM makes the products of a stage when it has waited for the
 // sums of the stage before, with which all SMs arrive after they have read their words for it. Beside the products
