@@ -7,6 +7,7 @@
 // up. `fresh` is the rate at which the rest of a stage comes.
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <cuda_runtime.h>
 #include <vector>
 

@@ -39,6 +39,7 @@ struct Block {
     __device__ bool recurrent(int layer) const { return uniform(s.recurrent[layer >> 5] >> (layer & 31) & 1); }
     // Odd or even: how many stages came before the i-th of this token.
     __device__ u32 turn(int i) const { return (u32)(length - r.length + i) & 1; }
+    // The same of layers.
     __device__ u32 layer_turn(int layer) const { return (u32)((length - r.length) * LAYERS + layer) & 1; }
     // Which row of what a tree leaves is a node's: of results, and of what a commit needs.
     __device__ int place(int node) const { return POLLED ? 0 : r.place[node]; }
