@@ -62,15 +62,28 @@ def emulated(
 # -- how work is dealt -------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 80), st.integers(12, 160))
+@given(st.integers(1, 80), st.integers(12, 160), st.sampled_from([7, 8]))
 @settings(deadline=None)
-def test_groups_cover_k_and_every_sm_has_one(blocks: int, sms: int) -> None:
-    groups = deal_groups(blocks, sms)
+def test_groups_cover_k_and_every_sm_has_one(blocks: int, sms: int, most: int) -> None:
+    groups = deal_groups(blocks, sms, most)
 
     assert [g.first_block for g in groups] == np.cumsum([0, *(g.blocks for g in groups[:-1])]).tolist()
     assert sum(g.blocks for g in groups) == blocks
     assert sum(g.sms for g in groups) == sms
-    assert all(1 <= g.blocks <= GROUP_BLOCKS and g.sms >= 1 for g in groups)
+    assert len(groups) == -(-blocks // most)  # as many as the kernels count on
+    assert all(1 <= g.blocks <= most and g.sms >= 1 for g in groups)
+
+
+@pytest.mark.parametrize("size", ["27B", "9B", "4B", "2B", "0.8B"])
+def test_groups_are_small_where_that_makes_no_more_of_the_residual_stream_s(size: str) -> None:
+    config = SIZES[size]
+    layout = LargeLayout(config, 132, dict.fromkeys(expected_shapes(config), "Q4_K"))
+
+    assert layout.group_blocks == (8 if config.hidden in (2048, 4096) else 7)
+    assert layout.constants(24)["GROUP_BLOCKS"] == layout.group_blocks
+    # a draft's kernels, which multiply with the model's head, count on groups of up to eight
+    assert len(layout.deals[-1].groups) == -(-config.hidden // 256 // GROUP_BLOCKS)
+    assert max(group.blocks for deal in layout.deals for group in deal.groups) <= layout.group_blocks
 
 
 @pytest.mark.parametrize(("size", "recipe"), [("27B", "q4_k_m"), ("9B", "q6_k"), ("4B", "q4_k_m"), ("0.8B", "q8_0")])

@@ -17,7 +17,7 @@ from random_models import random_tree
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.cuda.build.compiler import compile_source, sources, target
 from warpsmith.backend.cuda.build.profiles import load_profiles
-from warpsmith.backend.cuda.large.backend import LargeBackend
+from warpsmith.backend.cuda.large.backend import IN_FLIGHT, LargeBackend
 from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.large.plan import variants_for
 from warpsmith.backend.reference import ReferenceBackend
@@ -51,7 +51,11 @@ def test_the_kernel_builds_for_every_chip(name: str, size: str, recipe: str, cac
     stored = {n: tensor_type(recipe, n, shape, config.layers, config.tied).name for n, shape in shapes.items()}
     layout = LargeLayout(config, chip.sms, stored, caches)
     for nodes in variants_for(chip.shared_memory):
-        own = {"IN_FLIGHT": 4, "SHARED_MEMORY": chip.shared_memory, "SAMPLES": int(nodes == 1 and layout.samples)}
+        own = {
+            "IN_FLIGHT": IN_FLIGHT[nodes > 1],
+            "SHARED_MEMORY": chip.shared_memory,
+            "SAMPLES": int(nodes == 1 and layout.samples),
+        }
         own["SHORT_CONTEXT"] = int(nodes == 1)
         try:
             architecture = target(chip.capability)

@@ -41,9 +41,9 @@ from warpsmith.model.config import Config
 THREADS = 384
 COMMITTED_COLUMNS = 32  # of a DeltaNet layer's state, by a block of commit.cu
 SHORT_CONTEXT = 16384  # up to here one node's attention makes do with one chunk of values in shared memory
-# Copies of weights on their way to an SM. All that SMs exchange waits behind them: where an SM has few bytes of a
-# layer, one node is faster with two. With more bytes than that, memory would be idle between two.
-IN_FLIGHT, FEW_IN_FLIGHT, FEW_BYTES = 4, 2, 1_400_000
+# Copies of weights on their way to an SM, for one node and for trees. All that SMs exchange waits behind them: where an
+# SM has few bytes of a layer, fewer are faster. With more bytes than that, memory would be idle between two.
+IN_FLIGHT, FEW_IN_FLIGHT, FEW_BYTES = (4, 5), (2, 4), 1_400_000
 
 
 class LargeBackend(CudaBackend):
@@ -150,9 +150,9 @@ class LargeBackend(CudaBackend):
 
     def _image(self, source: str, nodes: int = 1) -> bytes:
         samples = nodes == 1 and self.large.samples  # the build that decodes
-        few = nodes == 1 and self.large.stream_bytes < FEW_BYTES * self.config.layers * self.large.sms
+        few = self.large.stream_bytes < FEW_BYTES * self.config.layers * self.large.sms
         own = {
-            "IN_FLIGHT": FEW_IN_FLIGHT if few else IN_FLIGHT,
+            "IN_FLIGHT": (FEW_IN_FLIGHT if few else IN_FLIGHT)[nodes > 1],
             "SHARED_MEMORY": self.shared_memory,
             "SAMPLES": int(samples),
             "SHORT_CONTEXT": int(nodes == 1 and self.context <= SHORT_CONTEXT),

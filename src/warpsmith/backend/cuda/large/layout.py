@@ -22,7 +22,7 @@ from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.model.config import Config
 from warpsmith.model.weights import expected_shapes
 
-ROWS, BLOCK_K, GROUP_BLOCKS = 64, 256, 8
+ROWS, BLOCK_K, GROUP_BLOCKS, FEWER_GROUP_BLOCKS = 64, 256, 8, 7
 # An H200's SM takes 508 clocks for a superblock of 64 rows in Q4_K (9,472 bytes) and 653 in Q6_K (13,440), where a
 # stage has both: as if each had so many bytes more.
 SUPERBLOCK_COST = 4400
@@ -91,12 +91,14 @@ def takes(config: Config) -> bool:
     )
 
 
-def deal_groups(blocks: int, sms: int) -> list[Group]:
-    """Groups of at most GROUP_BLOCKS superblocks, and SMs for each in proportion."""
-    count = -(-blocks // GROUP_BLOCKS)
+def deal_groups(blocks: int, sms: int, most: int = GROUP_BLOCKS) -> list[Group]:
+    """Groups of at most so many superblocks, and SMs for each in proportion."""
+    count = -(-blocks // most)
     pairs = [blocks // 2 * (i + 1) // count - blocks // 2 * i // count for i in range(count)]
     sizes = [2 * n for n in pairs]  # even: both groups of warps have as much to do
     sizes[sizes.index(min(sizes))] += blocks % 2
+    if max(sizes) > most:
+        sizes = [blocks * (i + 1) // count - blocks * i // count for i in range(count)]
     shares = [1] * count
     for _ in range(sms - count):  # always where an SM has most to do
         shares[max(range(count), key=lambda i: sizes[i] / shares[i])] += 1
@@ -110,8 +112,8 @@ def deal_groups(blocks: int, sms: int) -> list[Group]:
 class Deal:
     """Who has what of a stage: a run of (tile, superblock) pairs for every SM, and where its results go."""
 
-    def __init__(self, stage: LargeStage, sms: int) -> None:
-        self.stage, self.groups = stage, deal_groups(stage.blocks, sms)
+    def __init__(self, stage: LargeStage, sms: int, group_blocks: int = GROUP_BLOCKS) -> None:
+        self.stage, self.groups = stage, deal_groups(stage.blocks, sms, group_blocks)
         self.first = np.zeros(sms, np.int64)
         self.count = np.zeros(sms, np.int64)
         self.tile = np.zeros(sms, np.int64)
@@ -149,6 +151,7 @@ class SlabStages:
     sms: int
     stored: Mapping[str, str]  # types of the tensors, as they are handed over
     rounded: str = ROUNDED  # what rows of different types that share tiles are handed over as
+    group_blocks: int = GROUP_BLOCKS
 
     @property
     def stages(self) -> list[LargeStage]:
@@ -178,7 +181,7 @@ class SlabStages:
 
     @cached_property
     def deals(self) -> list[Deal]:
-        return [Deal(stage, self.sms) for stage in self.stages]
+        return [Deal(stage, self.sms, self.group_blocks) for stage in self.stages]
 
     @cached_property
     def stage_start(self) -> np.ndarray:
@@ -249,6 +252,11 @@ class LargeLayout(SlabStages):
         self.key_rows, self.value_rows = (CACHE_ROWS[name] for name in cache_types)
         self.delta_layers, self.attention_layers = len(config.recurrent_layers), len(config.attention_layers)
         self.splits = 128 // config.kv_heads
+        # Fewer superblocks leave more room for weights on their way, where that does not cut the residual stream into
+        # more groups. (A draft that borrows the head counts on as many.)
+        blocks = config.hidden // BLOCK_K
+        if -(-blocks // FEWER_GROUP_BLOCKS) == -(-blocks // GROUP_BLOCKS):
+            self.group_blocks = FEWER_GROUP_BLOCKS
 
     @cached_property
     def stages(self) -> list[LargeStage]:
@@ -382,7 +390,7 @@ class LargeLayout(SlabStages):
             "HIDDEN": c.hidden, "FFN": c.ffn, "VOCAB": c.vocab, "LAYERS": c.layers, "HEADS": c.heads,
             "KV_HEADS": c.kv_heads, "KEY_HEADS": c.key_heads, "VALUE_HEADS": c.value_heads, "EPS": f"{c.eps!r}f",
             "SLAB_TYPE_MASK": mask, "EMBEDDING_TYPE": EMBEDDINGS.index(self.embedding_type),
-            "GROUP_BLOCKS": GROUP_BLOCKS, "SMS": self.sms, "NODES": nodes,
+            "GROUP_BLOCKS": self.group_blocks, "SMS": self.sms, "NODES": nodes,
             "DELTA_LAYERS": self.delta_layers, "KEY_TYPE": self.key_rows.number, "VALUE_TYPE": self.value_rows.number,
             "IN_RESULTS": self.most_results(0), "OUT_RESULTS": self.most_results(1),
             "MLP_IN_RESULTS": self.most_results(2), "MLP_OUT_RESULTS": self.most_results(3),

@@ -138,7 +138,7 @@ __device__ __forceinline__ void await_head_squares(const u32* at, Live live, flo
 // head (two threads have 64 k each, and half of its sums of squares). Squares are published after what they are of: who
 // has them first need not ask for everything again and again.
 __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, int stage, bool heads) {
-    static_assert(GROUP_BLOCKS * 4 * 8 == CONSUMERS, "a thread a tile of 64 k and token of an octet");
+    static_assert(GROUP_BLOCKS * 4 * 8 <= CONSUMERS, "a thread a tile of 64 k and token of an octet");
     constexpr int EACH_NODES = OCTETS * 8 / WARPS;
     const int in_octet = b.lane & 7, tile = b.warp * 4 + (b.lane >> 3);
     const auto live = [&](int octet) { return tile < run.blocks * 4 && octet * 8 + in_octet < b.nodes; };
