@@ -133,7 +133,7 @@ def test_what_is_held_as_another_type_is_told(caplog: pytest.LogCaptureFixture) 
 
     warn_of_changes(changes(layout, tensors))
 
-    embedding, woven = 480 * 512 * (2 - 18 / 32), 6 * 2560 * 512 * (4416 / 4096 - 18 / 32)
+    embedding, woven = 480 * 512 * (2 - 18 / 32), 6 * 3328 * 512 * (4416 / 4096 - 18 / 32)
     assert caplog.messages == [
         "2 tensors of type F32 are rounded to BF16.",
         f"6 tensors of type Q4_0 are held as Q8_0, which takes {woven / 2**20:.1f} MiB more than their file.",
@@ -142,7 +142,7 @@ def test_what_is_held_as_another_type_is_told(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_shape_that_superblocks_do_not_divide_is_not_taken() -> None:
-    assert not takes(dataclasses.replace(SHAPE, ffn=2592))
+    assert not takes(dataclasses.replace(SHAPE, ffn=3360))
     assert not takes(dataclasses.replace(SHAPE, heads=20, kv_heads=2))
     assert takes(SHAPE)
 

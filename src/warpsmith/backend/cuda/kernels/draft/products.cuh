@@ -83,9 +83,7 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Sourc
                              c = {bf16_low(late) * part, bf16_high(late) * part};
                 const u32 low = pack_half(a.x, a.y), high = pack_half(c.x, c.y);
                 *(u32*)(to + j * STEP_BYTES) = low, *(u32*)(to + j * STEP_BYTES + 128) = high;
-                if (MINS) {
-                        sum += fmaf(16.0f, c.x + c.y, a.x + a.y);
-                }
+                if (MINS) sum += fmaf(16.0f, c.x + c.y, a.x + a.y);
             }
             if (!MINS) continue;
             sum += __shfl_xor_sync(~0u, sum, 1);
