@@ -148,16 +148,19 @@ class LargeBackend(CudaBackend):
             self._kernels[size] = module.kernel("forward", self.shared_memory)
         return self._kernels[size]
 
-    def _image(self, source: str, nodes: int = 1) -> bytes:
-        samples = nodes == 1 and self.large.samples  # the build that decodes
+    def constants(self, nodes: int) -> dict[str, object]:
+        """What the kernels for so many nodes are built with."""
         few = self.large.stream_bytes < FEW_BYTES * self.config.layers * self.large.sms
         own = {
             "IN_FLIGHT": (FEW_IN_FLIGHT if few else IN_FLIGHT)[nodes > 1],
             "SHARED_MEMORY": self.shared_memory,
-            "SAMPLES": int(samples),
+            "SAMPLES": int(nodes == 1 and self.large.samples),  # the build that decodes
             "SHORT_CONTEXT": int(nodes == 1 and self.context <= SHORT_CONTEXT),
         }
-        return build(source, self.architecture, self.large.constants(nodes) | own | self.options)
+        return self.large.constants(nodes) | own | self.options
+
+    def _image(self, source: str, nodes: int = 1) -> bytes:
+        return build(source, self.architecture, self.constants(nodes))
 
     def params_for(self, state: CudaState) -> LargeParams:  # type: ignore[override]
         """Where everything is that the kernels use, this sequence's too."""

@@ -1,0 +1,88 @@
+"""How long passes of the activations-first kernels take in several versions, by turns in one process.
+
+PYTHONPATH=src python bench/lab/large_turns.py 27B FOLDER ... [--nodes 1 8 16 22] [--rounds 7] [--depth 520]
+
+A FOLDER has the files that a version changes, named as under kernels/ (large/delta.cuh). What is in the package runs
+beside them. Weights are loaded once. Prints medians in ms, and the best round; fails where a version's tokens differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from large_timing import milliseconds, random_model, some_tree
+
+from warpsmith.backend.base import ARGMAX
+from warpsmith.backend.cuda.build.compiler import compile_source, sources
+from warpsmith.backend.cuda.large.backend import LargeBackend
+from warpsmith.backend.cuda.memory.driver import Kernel
+from warpsmith.model.config import SIZES
+
+SOURCE, PASSES = "large/forward.cu", 6
+
+
+def versions(folders: list[Path]) -> dict[str, dict[str, str]]:
+    """The files that each version changes."""
+    changed = {
+        folder.name: {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.cu*")}
+        for folder in folders
+    }
+    return {"as it is": {}, **changed}
+
+
+def kernels(backend: LargeBackend, texts: dict[str, str], builds: list[int], pool: ThreadPoolExecutor) -> dict:
+    """Machine code of a version, on its way."""
+    headers = {name: text for name, text in texts.items() if name.endswith(".cuh")}
+    source = texts.get(SOURCE, sources()[SOURCE])
+    return {
+        nodes: pool.submit(compile_source, source, SOURCE, backend.architecture, backend.constants(nodes) | headers)
+        for nodes in builds
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", choices=SIZES)
+    parser.add_argument("folders", type=Path, nargs="*")
+    parser.add_argument("--type", default="q4_k_m")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 16, 22])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--depth", type=int, default=520)
+    given = parser.parse_args()
+    config, context = SIZES[given.size], given.depth + 1024
+    backend = LargeBackend(config, random_model(config, given.type), context=context, prompts=False)
+    builds = sorted({next(n for n in backend.variants if nodes <= n) for nodes in given.nodes})
+    with ThreadPoolExecutor() as pool:
+        images = {name: kernels(backend, texts, builds, pool) for name, texts in versions(given.folders).items()}
+    loaded: dict[str, dict[int, Kernel]] = {
+        name: {
+            nodes: backend.device.load(image.result()[0]).kernel("forward", backend.shared_memory)
+            for nodes, image in built.items()
+        }
+        for name, built in images.items()
+    }
+    state = backend.new_state(context)
+    for cache in (state.keys, state.values):
+        cache.clear()
+    state.length = given.depth
+    took: dict[tuple[str, int], list[float]] = {}
+    tokens: dict[int, list[int]] = {}
+    for _ in range(given.rounds):
+        for name, built in loaded.items():
+            backend._kernels = built
+            for nodes in given.nodes:
+                run = partial(backend.launch, state, some_tree(nodes, config.vocab), ARGMAX)
+                took.setdefault((name, nodes), []).append(milliseconds(backend, run, PASSES))
+                found = backend.outputs.of_trees([nodes], ARGMAX).argmax.tolist()
+                assert tokens.setdefault(nodes, found) == found, f"{name} chooses other tokens with {nodes} nodes"
+    for nodes in given.nodes:
+        times = (f"{name} {statistics.median(took[name, nodes]):.3f} ({min(took[name, nodes]):.3f})" for name in loaded)
+        print(f"{nodes} nodes: " + "  ".join(times), flush=True)
+
+
+if __name__ == "__main__":
+    main()
