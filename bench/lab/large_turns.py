@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -23,18 +23,19 @@ from warpsmith.backend.cuda.memory.driver import Kernel
 from warpsmith.model.config import SIZES
 
 SOURCE, PASSES = "large/forward.cu", 6
+Images = dict[int, "Future[tuple[bytes, str]]"]  # by nodes
 
 
 def versions(folders: list[Path]) -> dict[str, dict[str, str]]:
     """The files that each version changes."""
     changed = {
-        folder.name: {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.cu*")}
+        str(folder): {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.cu*")}
         for folder in folders
     }
     return {"as it is": {}, **changed}
 
 
-def kernels(backend: LargeBackend, texts: dict[str, str], builds: list[int], pool: ThreadPoolExecutor) -> dict:
+def kernels(backend: LargeBackend, texts: dict[str, str], builds: list[int], pool: ThreadPoolExecutor) -> Images:
     """Machine code of a version, on its way."""
     headers = {name: text for name, text in texts.items() if name.endswith(".cuh")}
     source = texts.get(SOURCE, sources()[SOURCE])

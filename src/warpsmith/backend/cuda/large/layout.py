@@ -94,11 +94,9 @@ def takes(config: Config) -> bool:
 def deal_groups(blocks: int, sms: int, most: int = GROUP_BLOCKS) -> list[Group]:
     """Groups of at most so many superblocks, and SMs for each in proportion."""
     count = -(-blocks // most)
-    pairs = [blocks // 2 * (i + 1) // count - blocks // 2 * i // count for i in range(count)]
-    sizes = [2 * n for n in pairs]  # even: both groups of warps have as much to do
-    sizes[sizes.index(min(sizes))] += blocks % 2
-    if max(sizes) > most:
-        sizes = [blocks * (i + 1) // count - blocks * i // count for i in range(count)]
+    unit = 2 - most % 2  # even sizes where the limit is: both groups of warps have as much to do
+    sizes = [unit * (blocks // unit * (i + 1) // count - blocks // unit * i // count) for i in range(count)]
+    sizes[sizes.index(min(sizes))] += blocks % unit
     shares = [1] * count
     for _ in range(sms - count):  # always where an SM has most to do
         shares[max(range(count), key=lambda i: sizes[i] / shares[i])] += 1
