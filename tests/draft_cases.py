@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from random_models import random_tensors, small_config
-from warpsmith.backend.base import Backend, BlockDraft, Output, State, Want
+from warpsmith.backend.base import Backend, Output, State, Want
+from warpsmith.backend.block_draft import BlockDraft
 from warpsmith.backend.cpu import CpuBackend
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.rows import Rows

@@ -30,7 +30,8 @@ from engine_cases import (
     twins,
 )
 from random_models import SMALL
-from warpsmith.backend.base import LOGITS, GrowingTree, Verified
+from warpsmith.backend.base import LOGITS
+from warpsmith.backend.block_draft import GrowingTree, Verified
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.draft.base import Context

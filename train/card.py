@@ -23,7 +23,8 @@ import numpy as np
 
 import warpsmith
 from train.data import KINDS, PROMPT_FILE
-from warpsmith.backend.base import Backend, BlockDraft, BlockMemory, Output, Want
+from warpsmith.backend.base import Backend, Output, Want
+from warpsmith.backend.block_draft import BlockDraft, BlockMemory
 from warpsmith.checkpoint.dflash import open_draft
 from warpsmith.draft.base import Proposer
 from warpsmith.draft.dflash import DFlash

@@ -11,7 +11,8 @@ from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
-from warpsmith.backend.base import GrowingTree, State, Want
+from warpsmith.backend.base import State, Want
+from warpsmith.backend.block_draft import GrowingTree
 from warpsmith.backend.rows import Rows
 from warpsmith.backend.tree import MAX_NODES, Tree
 

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 
-from warpsmith.backend.base import GrowingTree, State
+from warpsmith.backend.base import State
+from warpsmith.backend.block_draft import GrowingTree
 from warpsmith.backend.rows import Rows
 from warpsmith.draft.base import ALONE, Context, Draft, Memory, Others, Prices, Proposer, ScoredTree
 from warpsmith.draft.costs import Costs

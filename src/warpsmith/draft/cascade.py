@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from warpsmith.backend.base import GrowingTree, State, Want
+from warpsmith.backend.base import State, Want
+from warpsmith.backend.block_draft import GrowingTree
 from warpsmith.backend.rows import Rows
 from warpsmith.backend.tree import Tree
 from warpsmith.draft.base import ALONE, Context, Others, Proposer

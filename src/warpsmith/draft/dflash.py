@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from warpsmith.backend.base import Backend, BlockMemory, GrowingTree, State, Want
+from warpsmith.backend.base import Backend, State, Want
+from warpsmith.backend.block_draft import BlockMemory, GrowingTree
 from warpsmith.backend.reference.dflash import NumpyDraft
 from warpsmith.backend.rows import Rows
 from warpsmith.backend.tree import MAX_NODES

@@ -15,19 +15,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
-from warpsmith.backend.base import (
-    ARGMAX,
-    LOGITS,
-    GrowingTree,
-    Listener,
-    Output,
-    State,
-    Want,
-    drafted,
-    next_token,
-    walk,
-    wanted_for,
-)
+from warpsmith.backend.base import ARGMAX, LOGITS, Listener, Output, State, Want, drafted, next_token, walk, wanted_for
+from warpsmith.backend.block_draft import GrowingTree
 from warpsmith.backend.checks import check_tokens
 from warpsmith.backend.finite import NOT_FINITE, not_finite
 from warpsmith.backend.sampling import Sampling, choose

@@ -18,7 +18,8 @@ from time import perf_counter
 
 import numpy as np
 
-from warpsmith.backend.base import ARGMAX, LOGITS, Backend, GrowingTree, Output, Want
+from warpsmith.backend.base import ARGMAX, LOGITS, Backend, Output, Want
+from warpsmith.backend.block_draft import GrowingTree
 from warpsmith.draft.base import Others, Proposer
 from warpsmith.engine.capacity import plan
 from warpsmith.engine.loop import Generation

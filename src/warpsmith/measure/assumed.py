@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from warpsmith.backend.base import GrowingTree, State
+from warpsmith.backend.base import State
+from warpsmith.backend.block_draft import GrowingTree
 from warpsmith.backend.rows import Rows
 from warpsmith.draft.base import Context, Draft, ScoredTree
 from warpsmith.errors import BadRequest

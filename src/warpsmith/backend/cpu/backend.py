@@ -17,7 +17,6 @@ from warpsmith.backend.base import (
     PREFILL_CHUNK,
     Backend,
     Batch,
-    BlockDraft,
     Listener,
     MemoryPart,
     Output,
@@ -30,6 +29,7 @@ from warpsmith.backend.base import (
     take_drafted,
     wanted_for,
 )
+from warpsmith.backend.block_draft import BlockDraft
 from warpsmith.backend.checks import check_batch, check_chains, check_room, check_snapshot, check_tokens
 from warpsmith.backend.cores import team_of, usable_cores
 from warpsmith.backend.cpu import _cpu, loading

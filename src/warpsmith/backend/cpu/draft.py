@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from warpsmith.backend.base import BlockDraft, BlockMemory, Output, Want
+from warpsmith.backend.base import Output, Want
+from warpsmith.backend.block_draft import BlockDraft, BlockMemory
 from warpsmith.backend.cpu import _cpu, loading
 from warpsmith.backend.rows import HostRows, Rows
 from warpsmith.backend.tree import MAX_NODES

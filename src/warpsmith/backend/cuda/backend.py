@@ -15,7 +15,6 @@ from warpsmith.backend.base import (
     PREFILL_CHUNK,
     Backend,
     Batch,
-    BlockDraft,
     Listener,
     MemoryPart,
     Output,
@@ -28,6 +27,7 @@ from warpsmith.backend.base import (
     take_drafted,
     walk,
 )
+from warpsmith.backend.block_draft import BlockDraft
 from warpsmith.backend.candidates import candidates_needed, choose_among
 from warpsmith.backend.checks import check_batch, check_ids, check_room, check_tokens
 from warpsmith.backend.cuda.build.compiler import build, target

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from warpsmith.backend.base import Backend, BlockDraft, BlockMemory, Output, Want
+from warpsmith.backend.base import Backend, Output, Want
+from warpsmith.backend.block_draft import BlockDraft, BlockMemory
 from warpsmith.backend.reference.ops import rms_norm, rope, silu
 from warpsmith.backend.rows import HostRows, Rows
 from warpsmith.checkpoint.dflash import DraftFile

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from warpsmith.backend.base import BlockDraft, BlockMemory, GrowingTree, Output, Want
+from warpsmith.backend.base import Output, Want
+from warpsmith.backend.block_draft import BlockDraft, BlockMemory, GrowingTree
 from warpsmith.backend.cuda.build.compiler import build
 from warpsmith.backend.cuda.draft.formats import HELD, handed_over
 from warpsmith.backend.cuda.draft.layout import ABREAST, COLUMNS, DIM, DraftLayout, DraftStream

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from warpsmith.backend.base import Drafted, GrowingTree, State, Verified, Want
+from warpsmith.backend.base import Drafted, State, Want
+from warpsmith.backend.block_draft import GrowingTree, Verified
 from warpsmith.backend.checks import check_room
 from warpsmith.backend.cuda.build.compiler import build
 from warpsmith.backend.cuda.decoding import NOT_READY
