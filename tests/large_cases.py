@@ -40,13 +40,14 @@ BOUND = 0.015  # relative error of logits after three layers, with activations i
 QUANTISED_BOUND = 0.03
 
 
-def tensors_of(config: Config, types: dict[str, str]) -> dict[str, Tensor]:
-    """Random ones, in Q4_K where nothing else is said for a part of the name."""
+def tensors_of(config: Config, types: dict[str, str], times: dict[str, float] | None = None) -> dict[str, Tensor]:
+    """Random ones, in Q4_K where nothing else is said for a part of the name, some multiplied with a number."""
     tensors = random_tensors(config, 1)
     for name, tensor in tensors.items():
         if len(tensor.shape) == 2 and "conv1d" not in name:
             kind = TYPES[next((kind for part, kind in types.items() if part in name), "Q4_K")]
-            raw = quantize(kind, tensor.float32())
+            by = next((by for part, by in (times or {}).items() if part in name), 1.0)
+            raw = quantize(kind, tensor.float32() * np.float32(by))
             tensors[name] = Tensor(name, kind, tensor.shape, lambda raw=raw: raw)
     return tensors
 

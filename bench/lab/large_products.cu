@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int i = threadIdx.x; i < SHARED_AT / 4; i += THREADS) ((u32*)shared_memory())[i] = 0x01020304u * (i & 15);
     if (threadIdx.x == 0) shared.request.nodes = NODES, shared.request.length = 0;
     if (threadIdx.x < NODES)
-        shared.scale[threadIdx.x] = shared.inverse[0][threadIdx.x] = shared.inverse[1][threadIdx.x] = 1.0f;
+        shared.inverse[0][threadIdx.x] = shared.inverse[1][threadIdx.x] = 1.0f;
     __syncthreads();
     Block block;
     if (threadIdx.x == 0) {

@@ -338,10 +338,16 @@ class LargeLayout(SlabStages):
     def word_bytes(self, nodes: int) -> int:
         """What SMs poll for in the build for so many nodes (see kernels/large/words.cuh)."""
         c = self.config
-        sums = sum(self.most_results(kind) for kind in range(4)) * ROWS if nodes == 1 else 0
-        residual = c.hidden // 2 + -(-self.sms // 4) * 4
-        mixed = max(c.value_dim, c.heads * c.head_dim) // 2 + c.value_dim // 8
-        return (2 if nodes == 1 else 1) * 4 * (sums + nodes * (2 * residual + mixed + c.ffn // 2))
+        if nodes == 1:
+            sums, squares = sum(self.most_results(kind) for kind in range(4)) * ROWS, max(self.sms, c.hidden // 128)
+            block, places = BLOCK_K // 2, 2
+        else:
+            sums, squares = 0, c.hidden // 128
+            block, places = -(-nodes * (17 * 8 + 1) // 32) * 32, 1
+        residual = c.hidden // BLOCK_K * block + -(-nodes * squares // 4) * 4
+        mixed = max(c.heads * c.head_dim, c.value_dim) // BLOCK_K * block + nodes * c.value_dim // 8
+        mixed += nodes * c.value_dim // 2 if nodes > 1 else 0
+        return places * 4 * (sums + 2 * residual + mixed + c.ffn // BLOCK_K * block)
 
     @property
     def samples(self) -> bool:

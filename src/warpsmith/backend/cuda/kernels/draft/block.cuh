@@ -26,6 +26,7 @@ struct Block {
         : p(params), r(request), s(*(Shared*)(memory + SHARED_AT)), scratch(memory), base(shared_address(memory)),
           nodes(request.nodes), vectors(params.vectors) {}
 
+    __device__ float sum_factor(int which, int token) const { return s.scale[token] * s.inverse[which][token]; }
     __device__ void sync() const { sync_threads<CONSUMERS>(); }
 
     // All SMs have done what came before.

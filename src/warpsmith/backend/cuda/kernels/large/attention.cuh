@@ -74,8 +74,14 @@ struct Merge {
 #pragma unroll
         for (int j = 0; j < 4; j++)
             out[j] = pack_bf16(sum[2 * j] * inverse * gate[2 * j], sum[2 * j + 1] * inverse * gate[2 * j + 1]);
-        store_activations(operand_words(b, stage + 1), node, head * HEAD_DIM + b.lane * 8,
-                          uint4{out[0], out[1], out[2], out[3]});
+        const int k = head * HEAD_DIM + b.lane * 8;
+        u32* words = operand_words(b, stage + 1);
+        if constexpr (POLLED) {
+            store16(words + k / 2, out[0], out[1], out[2], out[3]);
+        } else {
+            const Fours<2> fours = {{{out[0], out[1]}, {out[2], out[3]}}};
+            publish_operands(words, node, k, fours, 1.0f, __reduce_max_sync(~0u, fours.largest()));
+        }
     }
 };
 

@@ -49,6 +49,10 @@ struct Block {
         return decoding() ? (size_t)i * MAX_STEPS + (length - r.length) : (size_t)i * (r.whole ? r.whole : nodes);
     }
     __device__ void sync() const { sync_threads<CONSUMERS>(); }
+    // Where factors of the sums of the group's i-th superblock are (see operands.cuh).
+    __device__ u32 back_at(int i) const { return base + i * BLOCK_BYTES + BACK_AT; }
+    // What a token's sums are multiplied with.
+    __device__ float sum_factor(int which, int token) const { return s.inverse[which][token] * OPERANDS_BACK; }
 
     // All SMs have done what came before.
     __device__ void wait_for_all() {
@@ -119,23 +123,23 @@ struct Sums {
         }
         return place;
     }
-    // A node's rows: the first two parts of every group, asked for at once.
-    static __device__ __forceinline__ void ask(Asked& a, const Place& place, int node) {
+    // A node's rows, or those `on` of the same tile further on: the first two parts of every group, asked for at once.
+    static __device__ __forceinline__ void ask(Asked& a, const Place& place, int node, int on = 0) {
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
-            const float* at = place.at[g] + node * ROWS;
+            const float* at = place.at[g] + node * ROWS + on;
             a.v[g][0] = __ldcg((const float4*)at);
             a.v[g][1] = place.parts[g] > 1 ? __ldcg((const float4*)(at + NODES * ROWS)) : float4{};
         }
     }
-    static __device__ __forceinline__ float4 total(const Asked& a, const Place& place, int node) {
+    static __device__ __forceinline__ float4 total(const Asked& a, const Place& place, int node, int on = 0) {
         float4 total = {};
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
             total = add(add(total, a.v[g][0]), a.v[g][1]);
 #pragma unroll 1
             for (int i = 2; i < place.parts[g]; i++)
-                total = add(total, __ldcg((const float4*)(place.at[g] + ((size_t)i * NODES + node) * ROWS)));
+                total = add(total, __ldcg((const float4*)(place.at[g] + ((size_t)i * NODES + node) * ROWS + on)));
         }
         return total;
     }

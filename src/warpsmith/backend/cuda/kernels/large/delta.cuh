@@ -54,17 +54,14 @@ struct DeltaUnit {
     }
 };
 
-// What a lane needs for a node: sixteen rows of q and k, two columns' values, numbers of its head, and where the states
-// before and after it are kept.
+// What a lane needs for a node: sixteen rows of q and k, two columns' values, numbers of its head.
 struct DeltaTurn {
     float4 q[4], k[4], norms;
     float2 v, gates;
-    int node, from, to;
-    __device__ __forceinline__ void load(const Block& b, u32 rows, int i, int own, int head) {
-        const Visit visit = b.s.visits[min(i, b.nodes - 1)];
-        from = uniform(visit.from + 1) - 1, to = uniform(visit.to + 1) - 1;
-        node = visit.node;
-        const u32 row = rows + node * (MIX_ROW * 4), at = row + (b.lane & 7) * 16;
+    u32 row;  // where the node's is
+    __device__ __forceinline__ void load(const Block& b, u32 from, int own, int head) {
+        row = from;
+        const u32 at = row + (b.lane & 7) * 16;
 #pragma unroll
         for (int j = 0; j < 4; j++) k[j] = float4_at(at + MIX_K * 4 + j * 128), q[j] = float4_at(at + j * 128);
         norms = float4_at(row + NORMS * 4);
@@ -93,19 +90,27 @@ __device__ __forceinline__ float sum_of_eight(float v) {
 
 // All nodes of a unit, one after the other: o and what is written to their rows.
 __device__ __forceinline__ void walk_states(const Block& b, const DeltaShare& share, int mine, DeltaUnit& unit) {
-    float* rows = (float*)b.scratch;
     const int head = (share.first + mine) / 16 - share.head, own = mine * 8 + (b.lane >> 3) * 2;
     float4* near = (float4*)(b.scratch + MIX_ROWS_BYTES + mine * UNIT_BYTES) + b.lane;
     float4* far = (float4*)(b.p.branch_state + (size_t)share.unit(mine) * KEPT_STATES * 8 * STATE_DIM) + b.lane;
     const auto place = [&](int i) {
         return i < MIX_PLACES ? near + i * (OWN_UNITS * UNIT_BYTES / 16) : far + i * (UNIT_BYTES / 16);
     };
-    const u32 rows_at = (u32)uniform((int)shared_address(rows));  // once: else it is worked out again and again
+    // Once, else they are worked out again and again: where rows and visits are, and which visits, a bit each, begin
+    // with a state that is fetched or end with one that is kept.
+    const u32 rows_at = (u32)uniform((int)shared_address(b.scratch)),
+              visits_at = (u32)uniform((int)shared_address(b.s.visits));
+    const auto visit = [&](int i) { return load_shared4(visits_at + min(i, b.nodes - 1) * 4); };
+    const auto row_of = [&](int i) { return rows_at + (visit(i) & 255) * (MIX_ROW * 4); };
+    const u32 fetched = __ballot_sync(~0u, (signed char)(visit(b.lane) >> 8) != HERE),
+              kept = __ballot_sync(~0u, (signed char)(visit(b.lane) >> 16) != NOWHERE);
+    u32 after = row_of(1);  // of the next node
     const auto step = [&](int i, const DeltaTurn& now, DeltaTurn& next) {
-        if (now.from != HERE) unit.fetch(place(now.from));
+        if (fetched >> i & 1) unit.fetch(place(visit(i) >> 8 & 255));
         const float ks[2] = {dot16(now.k, unit.s[0]), dot16(now.k, unit.s[1])},
                     qs[2] = {dot16(now.q, unit.s[0]), dot16(now.q, unit.s[1])};
-        next.load(b, rows_at, i + 1, own, head);
+        next.load(b, after, own, head);
+        after = row_of(i + 2);
         const float fade = now.gates.x, beta = now.gates.y, rk = now.norms.x, value[2] = {now.v.x, now.v.y};
         float out[2], scaled[2];
 #pragma unroll
@@ -118,15 +123,15 @@ __device__ __forceinline__ void walk_states(const Block& b, const DeltaShare& sh
         for (int c = 0; c < 2; c++)
 #pragma unroll
             for (int j = 0; j < 4; j++) unit.s[c][j] = update_state(unit.s[c][j], fade, now.k[j], scaled[c]);
-        if (now.to != NOWHERE) unit.keep(place(now.to));
+        if (kept >> i & 1) unit.keep(place(visit(i) >> 16 & 255));
         if (LANES_ARRIVE > 1) __syncwarp();  // for the race checker: all have read v before the sums above
         if ((b.lane & 7) == 0) {
-            float* row = rows + now.node * MIX_ROW;
-            *(float2*)(row + MIX_V + own) = {out[0], out[1]}, *(float2*)(row + WRITTEN + own) = {scaled[0], scaled[1]};
+            store_shared(now.row + (MIX_V + own) * 4, uint2{__float_as_uint(out[0]), __float_as_uint(out[1])});
+            store_shared(now.row + (WRITTEN + own) * 4, uint2{__float_as_uint(scaled[0]), __float_as_uint(scaled[1])});
         }
     };
     DeltaTurn even, odd;
-    even.load(b, rows_at, 0, own, head);
+    even.load(b, row_of(0), own, head);
 #pragma unroll 1
     for (int i = 0; i < b.nodes; i += 2) {
         step(i, even, odd);
@@ -149,7 +154,7 @@ __device__ __forceinline__ void write_results(const Block& b, int stage, const D
                      pack_bf16(o1.x * weight[1].x * z1.x, o1.y * weight[1].y * z1.y),
                      pack_bf16(o1.z * weight[1].z * z1.z, o1.w * weight[1].w * z1.w)};
     const float square = dot4(o0, o0) + dot4(o1, o1);
-    store_activations(operand_words(b, stage + 1), node, unit * 8, y);
+    store16(head_words(b, stage + 1, node) + unit * 4, y.x, y.y, y.z, y.w);
     store4(head_square_words(b, stage + 1, unit / 16, node) + unit % 16, __float_as_uint(square));
     if (!b.decoding()) {
         const size_t at = ((size_t)b.deltas * BLOCKS + unit / 2) * MAX_NODES + b.place(node);
@@ -201,5 +206,9 @@ __device__ __noinline__ u32 delta_mix(int stage, int deltas, int length, const f
     }
     b.mark();
     unit.store();
+    if constexpr (!POLLED) {
+        b.sync();  // who is done with its units does not poll beside those who are not
+        norm_heads(b, stage + 1);
+    }
     return b.steps_done;
 }

@@ -86,7 +86,10 @@ __device__ __forceinline__ void use_sums(Block& b, int done) {
         else
             add_to_residual<groups_of(ATTENTION_DIM)>(b, done, b.vectors + MLP_NORM, nullptr);
     } else if (kind == MLP_IN) {
-        activate(b, done);
+        if constexpr (POLLED)
+            activate_one(b, done);
+        else
+            activate(b, done);
     } else {
         float* feature = nullptr;
 #pragma unroll 1
@@ -123,11 +126,10 @@ __device__ __noinline__ u32 lead_to(int i, int length, int deltas, const float* 
     }
     if (!POLLED) b.sync();  // who has nothing more to do rests: polls would be in the way of the others
     const Run run = uniform_run(b.s.runs[b.turn(i)]);
-    const bool heads = kind == OUT && b.recurrent(i >> 2);
-    if (POLLED)
-        prepare_one(b, run, i, heads);
+    if constexpr (POLLED)
+        prepare_one(b, run, i, kind == OUT && b.recurrent(i >> 2));
     else
-        prepare_operands(b, run, i, heads);
+        prepare_operands(b, run, i);
     b.mark();
     return b.steps_done;
 }
@@ -162,8 +164,10 @@ __device__ __forceinline__ void forward_pass(Block& b, int token) {
         const Run run = uniform_run(b.s.runs[b.turn(i)]);
         if constexpr (POLLED)
             multiply_by<OneMultiplier>(b, run);
+        else if (uniform(b.s.scaled == i))
+            multiply_by<ScaledMultiplier>(b, run);
         else
-            multiply(b, run);
+            multiply_by<Multiplier>(b, run);
         b.mark();
     }
     b.steps_done = choose(b.draw, b.length, b.vectors, b.steps_done, token);
@@ -230,19 +234,15 @@ __device__ __forceinline__ void add_up(Block& b, int which) {
     u32 count = 0, phase = 0, uses = 0;
 #pragma unroll 1
     for (int i = 0; begun(b, phase); i = i == 4 * LAYERS ? 0 : i + 1, phase ^= 1) {
-        float by = 1.0f;
-        if constexpr (POLLED) {
-            measure_words(b, which, i);
-            by = b.s.scale[0] * b.s.inverse[which][0];  // before the consumers may go on
-        }
+        measure(b, which, i);
         const Run run = uniform_run(b.s.runs[phase]);
         arrive_for_warp(bars.tabled, b.lane);
         if (!POLLED && (i & 1)) wait_for_use(b, which, ++uses);
         if (POLLED && i < 4 * LAYERS) {
-            reduce_one<true>(b, which, run, count, by, (float*)sum_words(b, i));
+            reduce_one<true>(b, which, run, count, b.sum_factor(which, 0), (float*)sum_words(b, i));
         } else {
             if constexpr (POLLED)
-                reduce_one<false>(b, which, run, count, by, b.p.sums);
+                reduce_one<false>(b, which, run, count, b.sum_factor(which, 0), b.p.sums);
             else
                 reduce_tiles<false>(b, which, run, count, b.p.sums);
             if (b.lane == 0) add_release(b.p.counter, 1);
@@ -272,8 +272,8 @@ __device__ __forceinline__ void ask_early(const Block& b, int i) {
         const float* norm = b.vectors + (kind == OUT   ? MLP_NORM
                                          : recurrent ? DELTA_VECTORS + MIX_NORM
                                                      : ATTENTION_VECTORS + MIX_NORM);
-        const int at = (first_of(PIECES, b.sm) + b.lane) * 8;
-        if (at < first_of(PIECES, b.sm + 1) * 8) prefetch(norm + at);
+        const int span = b.lane / 8 * SMS + b.sm, at = b.lane % 8 * 32;
+        if (span < SPANS * b.nodes && at < SPAN) prefetch(norm + span / b.nodes * SPAN + at);
     } else if (kind == IN && recurrent) {
         const DeltaShare share(b.sm);
         const float* states = b.p.delta + (size_t)b.deltas * VALUE_DIM * STATE_DIM + b.lane * 32;
@@ -345,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) {
         Barriers(block.base).init();
         *(u32*)(block.scratch + ISSUED_AT) = 0;
-        block.s.stopped = 0;
+        block.s.stopped = 0, block.s.scaled = -1;
         block.s.runs[0] = params.runs[blockIdx.x];
 #ifdef PROFILE
         block.s.marks = 0;

@@ -83,9 +83,9 @@ struct PartWalk {
 
 // Products are queued and end in order. Four sets of registers hold operands, each of 64 k: those of a superblock are
 // made while products of it are on their way; where products do not queue, one set does. The next superblock is loaded
-// before the sums of this one are waited for.
-template <int TYPE>
-struct Multiplier : PartWalk<TYPE> {
+// before the sums of this one are waited for. SCALED: superblocks have scales of their own (see large/operands.cuh).
+template <int TYPE, bool SCALED>
+struct AnyMultiplier : PartWalk<TYPE> {
     typedef Slab<TYPE> Here;
     typedef PartWalk<TYPE> Part;
     using Part::b, Part::SUMS, Part::index, Part::lane, Part::empty, Part::total, Part::ended;
@@ -118,6 +118,16 @@ struct Multiplier : PartWalk<TYPE> {
             make_and_queue<NUMBER + 1>(acc, operands);
         }
     }
+    // By powers of two.
+    __device__ __forceinline__ void scale_back(float (&acc)[SUMS], float (&mins)[SUMS], int place) const {
+        const u32 at = b.back_at(place) + (lane & 3) * 8;
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) {
+            const float by = load_shared_float(at + i / 4 * 32 + (i & 1) * 4);
+            acc[i] *= by;
+            if (Here::MINS) mins[i] *= by;
+        }
+    }
     // A superblock whose words are loaded. Its slot is given back once they have landed, or, where words are loaded one
     // after another, after the last one.
     __device__ __forceinline__ void superblock() {
@@ -133,10 +143,12 @@ struct Multiplier : PartWalk<TYPE> {
         make_and_queue<0>(acc, operands);
         if constexpr (!Here::EARLY) arrive_for_warp(empty, lane);
         const float4 f = slab.factors();
+        const int place = index - this->tile_first;
         index += 2;
         if (this->more()) this->load(slab);
         this->pass_tiles();
         products_done<0>();
+        if constexpr (SCALED) scale_back(acc, mins, place);
 #pragma unroll
         for (int i = 0; i < SUMS; i++) {
             total[i] = fmaf(i & 2 ? f.z : f.x, acc[i], total[i]);
@@ -155,6 +167,11 @@ struct Multiplier : PartWalk<TYPE> {
         this->pass_rest();
     }
 };
+
+template <int TYPE>
+using Multiplier = AnyMultiplier<TYPE, false>;
+template <int TYPE>
+using ScaledMultiplier = AnyMultiplier<TYPE, true>;
 
 // All parts of a run, by what multiplies one.
 template <template <int> class By>
@@ -200,8 +217,8 @@ __device__ __forceinline__ void reduce_tiles(Block& b, int which, const Run& run
             const int token = o * 8 + q * 2;
             const bool first = token < b.nodes, second = token + 1 < b.nodes;
             float by[2] = {};
-            if (first) by[0] = b.s.scale[token] * b.s.inverse[which][token];
-            if (second) by[1] = b.s.scale[token + 1] * b.s.inverse[which][token + 1];
+            if (first) by[0] = b.sum_factor(which, token);
+            if (second) by[1] = b.sum_factor(which, token + 1);
             float4 x[4], y[4];
 #pragma unroll
             for (int quarter = 0; quarter < 4; quarter++)

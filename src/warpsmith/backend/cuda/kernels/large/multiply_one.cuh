@@ -91,13 +91,14 @@ struct OneMultiplier {
         }
     }
     // Lane 4 g + q: row g + 8 (q mod 2) of slab q / 2.
-    __device__ __forceinline__ void store(const float (&acc)[2][4], const float (&mins)[2][4]) {
+    __device__ __forceinline__ void store(const float (&acc)[2][4], const float (&mins)[2][4], float back) {
         const float4 f[2] = {slab[0].factors(), slab[1].factors()};
         const bool second = lane & 2, late = lane & 1;
         const auto own = [&](float a, float b, float c, float d) { return second ? late ? d : c : late ? b : a; };
         const float4 sums = {own(acc[0][0], acc[0][2], acc[1][0], acc[1][2]),
                              own(mins[0][0], mins[0][2], mins[1][0], mins[1][2]),
-                             own(f[0].x, f[0].z, f[1].x, f[1].z), own(f[0].y, f[0].w, f[1].y, f[1].w)};
+                             own(f[0].x, f[0].z, f[1].x, f[1].z) * back,
+                             own(f[0].y, f[0].w, f[1].y, f[1].w) * back};
         b.begin_wait();
         barrier_wait(bars.sums_empty + 8 * group, b.buffer_phase ^ 1);
         b.end_wait();
@@ -141,7 +142,7 @@ struct OneMultiplier {
             }
             tile<3>(acc, operands);
             if constexpr (!Here::EARLY) give_back(empty, says);
-            store(acc, mins);
+            store(acc, mins, load_shared_float(operands + BACK_AT));
             index += ONE_GROUPS;
             if (index < superblocks)
 #pragma unroll

@@ -3,13 +3,12 @@
 // Maths: sums[row][node] = sum over k of W[row][k] a[node][k], for the rows and the superblocks of K that are this
 // SM's. K is cut into groups of at most GROUP_BLOCKS superblocks. A group's (tile of 64 rows, superblock) pairs, tile
 // by tile, are dealt to SMs by their bytes; where an SM begins or ends inside a tile, its results are parts of that
-// tile. Activations of the group are in shared memory in fp16, times a power of two that is the token's own (of its
-// largest value in the group), so nothing overflows and a token's numbers depend on it alone. They stay there while the
-// weights pass by. Eight warps are two groups of four: a group has every second superblock of 64 rows, a warp 16 of the
+// tile. Activations of the group are in shared memory in fp16 (see operands.cuh), and stay there while the weights pass
+// by. Eight warps are two groups of four: a group has every second superblock of 64 rows, a warp 16 of the
 // rows. Sums of a tile stay in registers, then two further warps add both groups' up and write them to memory. Bytes:
-// the weights, once; 10 bytes a k and node (read 2, write and read 4); 4 a result.
+// the weights, once; of a tree 4 bytes a k and node (read 2, keep 2); 4 a result.
 #pragma once
-#include "large/words.cuh"
+#include "large/operands.cuh"
 #include "large/ring.cuh"
 
 // --- activations ----------------------------------------------------------------------------------------------------
@@ -18,7 +17,18 @@
 // they are a DeltaNet's output with 1 / rms of its head (`heads`).
 __device__ __forceinline__ bool normed(int stage) { return (stage & 1) == 0; }
 
-// Of one node: a thread has eight k. The same operations in the same order.
+// 1 / rms of a head from its squares: every lane the same, of those that have come.
+__device__ __forceinline__ float head_factor(const uint4 (&squares)[4]) {
+    float square = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float4 f = floats(squares[j]);
+        square += (f.x + f.y) + (f.z + f.w);
+    }
+    return inverse_root(square / STATE_DIM + EPS);
+}
+
+// Of one node: a thread has eight k, a warp a superblock.
 __device__ __forceinline__ void prepare_one(Block& b, const Run& run, int stage, bool heads) {
     const int k = threadIdx.x * 8, head = run.first_block * 2 + k / 128;
     const bool live = k < run.blocks * BLOCK_K;
@@ -33,202 +43,89 @@ __device__ __forceinline__ void prepare_one(Block& b, const Run& run, int stage,
             for (Watchdog dog; !(came4(v[0]) & came4(v[1]) & came4(v[2]) & came4(v[3])); dog.check())
 #pragma unroll
                 for (int j = 0; j < 4; j++) v[j] = load16(squares + j * 4);
-            float square = 0.0f;
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const float4 f = floats(v[j]);
-                square += (f.x + f.y) + (f.z + f.w);
-            }
-            by = inverse_root(square / STATE_DIM + EPS);
+            by = head_factor(v);
         }
         for (Watchdog dog; !came4(raw); raw = load16(at)) dog.check();
     }
-    const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
-    u32 top = 0;
-#pragma unroll
-    for (int j = 0; j < 4; j++) top = max(top, max(words[j] & 0x7fffu, words[j] >> 16 & 0x7fffu));
-    top = __reduce_max_sync(~0u, __float_as_uint(__uint_as_float(top << 16) * by));
-    if (b.lane == 0) b.s.exponent[b.warp][0] = (u8)(top >> 23);
-    b.sync();
-    u32 exponent = 10;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) exponent = max(exponent, (u32)b.s.exponent[w][0]);
-    const float to_half = __uint_as_float((263 - exponent) << 23);  // the largest becomes 512 to 1024
-    if (threadIdx.x == 0) b.s.scale[0] = __uint_as_float((exponent + 15) << 23);
-    const float full = to_half * by, part = full * 0.0625f;
+    const Fours<2> fours = {{{raw.x, raw.y}, {raw.z, raw.w}}};
+    const BlockScale scale(__reduce_max_sync(~0u, __float_as_uint(__uint_as_float(fours.largest()) * by)));
+    const OperandQuad first(raw.x, raw.y, scale.full * by), second(raw.z, raw.w, scale.full * by);
     const int tile = k / 64, q = k % 64 / 16, odd = k / 8 & 1;
-    uint4 out;
-    float sum[2];
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-        const u32 early = words[2 * j], late = words[2 * j + 1];
-        const float2 a = {bf16_low(early) * full, bf16_high(early) * full},
-                     c = {bf16_low(late) * part, bf16_high(late) * part};
-        const u32 low = pack_half(a.x, a.y), high = pack_half(c.x, c.y);
-        if (j == 0)
-            out.x = low, out.y = high;
-        else
-            out.z = low, out.w = high;
-        sum[j] = fmaf(16.0f, c.x + c.y, a.x + a.y);
-    }
     u8* to = b.scratch + tile / 4 * BLOCK_BYTES;
-    if (live) *(uint4*)(to + (tile % 4 * 2 + odd) * 64 + q * 16) = out;
-    float total = 0.0f + sum[0] + sum[1];  // the first eight k of sixteen
-    total = __shfl_xor_sync(~0u, total, 1) + sum[0] + sum[1];
-    total += __shfl_xor_sync(~0u, total, 2);
-    if (live && (threadIdx.x & 3) == 1) {  // block 2 (tile mod 4) + q / 2 of the superblock
-        u16* sums = (u16*)(to + 512 + tile % 4 * 8) + q / 2;
-        const u32 rounded = pack_half(total, 0.0f);
-        sums[0] = (u16)rounded, sums[2] = (u16)pack_half(total - unpack_half(rounded).x, 0.0f);
+    float sum = first.sum + second.sum;
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    const uint2 sums = block_sums(sum, __shfl_xor_sync(~0u, sum, 4));
+    b.sync();  // others may still multiply what is there
+    if (live) {
+        *(uint4*)(to + (tile % 4 * 2 + odd) * 64 + q * 16) = {first.low, first.high, second.low, second.high};
+        if (k % 64 == 0) *(uint2*)(to + 512 + tile % 4 * 8) = sums;
+        if (b.lane == 0) *(float*)(to + BACK_AT) = scale.back;
     }
     b.sync();
     if (threadIdx.x < THREADS_ARRIVE) barrier_arrive(Barriers(b.base).begun);
 }
 
-// Sums of squares of some nodes' residual streams, once they have come: a lane those of some SMs.
-template <int EACH_NODES>
-__device__ __forceinline__ void await_squares(const Block& b, int stage, float (&square)[EACH_NODES]) {
-    constexpr int EACH_SMS = (SMS + 31) / 32;
-    u32 squares[EACH_NODES][EACH_SMS];
-    for (Watchdog dog;; dog.check()) {
-        bool all = true;
-#pragma unroll
-        for (int n = 0; n < EACH_NODES; n++)
-#pragma unroll
-            for (int i = 0; i < EACH_SMS; i++) {
-                const int node = n * WARPS + b.warp, sm = i * 32 + b.lane;
-                squares[n][i] = node < b.nodes && sm < SMS ? load4(square_words(b, stage, node) + sm) : 0;
-            }
-#pragma unroll
-        for (int n = 0; n < EACH_NODES; n++)
-#pragma unroll
-            for (int i = 0; i < EACH_SMS; i++) all = all & squares[n][i] != NOT_YET;
-        if (everywhere(all)) break;
-    }
-#pragma unroll
-    for (int n = 0; n < EACH_NODES; n++)
-#pragma unroll
-        for (int i = 0; i < EACH_SMS; i++) square[n] += __uint_as_float(squares[n][i]);
-}
-
-// Half of a DeltaNet head's, of a token of every octet: eight, in two sums. `live(octet)`: whether there is one.
-template <class Live>
-__device__ __forceinline__ void await_head_squares(const u32* at, Live live, float (&square)[OCTETS][2]) {
-    uint4 v[OCTETS][2] = {};
-    for (Watchdog dog;; dog.check()) {
-        bool all = true;
-#pragma unroll
-        for (int octet = 0; octet < OCTETS; octet++)
-            if (live(octet)) v[octet][0] = load16(at + octet * 128), v[octet][1] = load16(at + octet * 128 + 4);
-#pragma unroll
-        for (int octet = 0; octet < OCTETS; octet++) all = all & came4(v[octet][0]) & came4(v[octet][1]);
-        if (everywhere(all)) break;
-    }
+// A tree's group of K as it was published. A warp has a superblock, a lane 64 k of one token of every octet.
+__device__ __forceinline__ void prepare_operands(Block& b, const Run& run, int stage) {
+    static_assert(GROUP_BLOCKS <= WARPS, "a warp a superblock");
+    constexpr int SUMS = OCTETS * 16, EACH_SUMS = (SUMS + 31) / 32;  // of sixteen bytes
+    const bool mine = b.warp < run.blocks;
+    const u8* block = (const u8*)(operand_words(b, stage) + (run.first_block + b.warp) * BLOCK_WORDS);
+    const u32 to = b.base + b.warp * BLOCK_BYTES;
+    const int lane_at = (b.lane >> 3) * 4 * STEP_BYTES + (b.lane & 7) * 16;
+    const u8* from = block + lane_at;
+    // Sixteen bytes of a lane: i / 2 of four steps, one of its halves.
+    const auto place = [](int octet, int i) { return i / 2 * STEP_BYTES + octet * 256 + i % 2 * 128; };
+    const auto sums_place = [&](int i) { return 16 * STEP_BYTES + (i * 32 + b.lane) * 16; };
+    const auto live = [&](int octet) { return mine && octet * 8 + (b.lane & 7) < b.nodes; };
+    const auto has_sums = [&](int i) {
+        const int at = i * 32 + b.lane;
+        return mine && at < SUMS && at / 16 * 8 + at % 8 < b.nodes;
+    };
+    const bool has_back = mine && b.lane < b.nodes;
+    const u32* back_at = (const u32*)(block + BACK_AT) + b.lane;
+    uint4 raw[OCTETS][8], sums[EACH_SUMS] = {};
+    u32 back = __float_as_uint(1.0f);
 #pragma unroll
     for (int octet = 0; octet < OCTETS; octet++)
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const float4 f = floats(v[octet][i]);
-            square[octet][i] = (f.x + f.y) + (f.z + f.w);
-        }
-}
-
-// The group's activations as fp16 operands. A thread has 64 k of one token of every octet, which lie in memory as they
-// will in shared memory. They are multiplied with 1 / rms of the residual stream (a warp some nodes) or of a DeltaNet
-// head (two threads have 64 k each, and half of its sums of squares). Squares are published after what they are of: who
-// has them first need not ask for everything again and again.
-__device__ __forceinline__ void prepare_operands(Block& b, const Run& run, int stage, bool heads) {
-    static_assert(GROUP_BLOCKS * 4 * 8 <= CONSUMERS, "a thread a tile of 64 k and token of an octet");
-    constexpr int EACH_NODES = OCTETS * 8 / WARPS;
-    const int in_octet = b.lane & 7, tile = b.warp * 4 + (b.lane >> 3);
-    const auto live = [&](int octet) { return tile < run.blocks * 4 && octet * 8 + in_octet < b.nodes; };
-    float square[EACH_NODES] = {}, head_square[OCTETS][2] = {};
-    if (normed(stage)) await_squares(b, stage, square);
-    if (heads)
-        await_head_squares(head_square_words(b, stage, run.first_block * 2 + tile / 2, in_octet) + (tile & 1) * 8, live,
-                           head_square);
-    uint4 raw[OCTETS][8];  // [step, half]
-    const u8* rows =
-        (const u8*)operand_words(b, stage) + (run.first_block * 4 + tile) * (4 * STEP_BYTES) + in_octet * 16;
-    const auto ask = [&](int octet, int i) { return load16(rows + i / 2 * STEP_BYTES + octet * 256 + i % 2 * 128); };
-#pragma unroll
-    for (int octet = 0; octet < OCTETS; octet++)
-#pragma unroll
-        for (int i = 0; i < 8; i++) raw[octet][i] = live(octet) ? ask(octet, i) : uint4{};
-#pragma unroll
-    for (int n = 0; n < EACH_NODES; n++) {
-        const float inverse = normed(stage) ? inverse_root(warp_sum(square[n]) / HIDDEN + EPS) : 1.0f;
-        if (b.lane < REDUCERS) b.s.inverse[b.lane][n * WARPS + b.warp] = inverse;
-    }
-    float by[OCTETS];
+        for (int i = 0; i < 8; i++)
+            raw[octet][i] = live(octet) ? __ldcg((const uint4*)(from + place(octet, i))) : uint4{};
+    if (has_back) back = load4(back_at);
 #pragma unroll
     for (int octet = 0; octet < OCTETS; octet++) {
-        by[octet] = 1.0f;
-        if (heads) {
-            const float first = head_square[octet][0], second = head_square[octet][1];
-            // in order: the second thread goes on where the first ended, and tells it the sum
-            const float all = __shfl_xor_sync(~0u, first + second, 8) + first + second,
-                        of_other = __shfl_xor_sync(~0u, all, 8);
-            by[octet] = inverse_root((tile & 1 ? all : of_other) / STATE_DIM + EPS);
-        }
-        u32 pairs, top;
         for (Watchdog dog;; dog.check()) {
-            pairs = 0;
+            u32 most = 0;
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 const uint4 v = raw[octet][i];
-                pairs = largest_bf16(largest_bf16(largest_bf16(largest_bf16(pairs, v.x), v.y), v.z), v.w);
+                most = max(max(max(most, v.x), max(v.y, v.z)), v.w);
             }
-            if (everywhere((pairs & 0x7fffu) <= 0x7f80u && pairs >> 16 <= 0x7f80u)) break;
-            // what has not come is a NaN, but not every NaN has not come
-            bool all = true;
+            if (everywhere(most != NOT_YET)) break;
 #pragma unroll
             for (int i = 0; i < 8; i++)
-                if (!came4(raw[octet][i])) all = false, raw[octet][i] = ask(octet, i);
-            if (everywhere(all)) break;
+                if (!came4(raw[octet][i])) raw[octet][i] = load16(from + place(octet, i));
         }
-        top = __float_as_uint(__uint_as_float(max(pairs << 16, pairs & 0xffff0000u)) * by[octet]);
-        top = max(top, __shfl_xor_sync(~0u, top, 8));
-        top = max(top, __shfl_xor_sync(~0u, top, 16));
-        if (b.lane < 8) b.s.exponent[b.warp][octet * 8 + in_octet] = (u8)(top >> 23);
+        if (mine)
+#pragma unroll
+            for (int i = 0; i < 8; i++) store_shared(to + lane_at + place(octet, i), raw[octet][i]);
+        if (octet == 0)  // there are registers for these now
+#pragma unroll
+            for (int i = 0; i < EACH_SUMS; i++)
+                if (has_sums(i)) sums[i] = load16(block + sums_place(i));
     }
-    b.sync();
 #pragma unroll
-    for (int octet = 0; octet < OCTETS; octet++) {
-        const int token = octet * 8 + in_octet;
-        u32 exponent = 10;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) exponent = max(exponent, (u32)b.s.exponent[w][token]);
-        const float to_half = __uint_as_float((263 - exponent) << 23);  // the largest becomes 512 to 1024
-        if (threadIdx.x < 8) b.s.scale[token] = __uint_as_float((exponent + 15) << 23);
-        const float full = to_half * by[octet], part = full * 0.0625f;
-        u8* to = b.scratch + (tile / 4 * 17 + tile % 4 * 4) * STEP_BYTES + octet * 256 + in_octet * 16;
-        float sum[4] = {};
-#pragma unroll
-        for (int step = 0; step < 4; step++) {
-            const uint4 u = raw[octet][step * 2], v = raw[octet][step * 2 + 1];
-            const u32 early[4] = {u.x, u.y, u.z, u.w}, late[4] = {v.x, v.y, v.z, v.w};
-            u32 low[4], high[4];
-#pragma unroll
-            for (int q = 0; q < 4; q++) {
-                // exact but for numbers that become subnormal: their sums may be taken before
-                const float2 a = {bf16_low(early[q]) * full, bf16_high(early[q]) * full},
-                             c = {bf16_low(late[q]) * part, bf16_high(late[q]) * part};
-                low[q] = pack_half(a.x, a.y), high[q] = pack_half(c.x, c.y);
-                sum[q] += fmaf(16.0f, c.x + c.y, a.x + a.y);
-            }
-            if (tile < run.blocks * 4) {
-                *(uint4*)(to + step * STEP_BYTES) = {low[0], low[1], low[2], low[3]};
-                *(uint4*)(to + step * STEP_BYTES + 128) = {high[0], high[1], high[2], high[3]};
-            }
-        }
-        if (tile < run.blocks * 4) {  // both blocks of 32
-            const float even = sum[0] + sum[1], odd = sum[2] + sum[3];
-            const u32 rounded = pack_half(even, odd);
-            const float2 back = unpack_half(rounded);
-            u32* sums = (u32*)(b.scratch + (tile / 4 * 17 + 16) * STEP_BYTES + octet * 256 + in_octet * 16) + tile % 4;
-            sums[0] = rounded, sums[32] = pack_half(even - back.x, odd - back.y);
-        }
+    for (int i = 0; i < EACH_SUMS; i++) {
+        for (Watchdog dog; !everywhere(came4(sums[i])); dog.check())
+            if (has_sums(i)) sums[i] = load16(block + sums_place(i));
+        if (mine && i * 32 + b.lane < SUMS) store_shared(to + sums_place(i), sums[i]);
+    }
+    for (Watchdog dog; !everywhere(back != NOT_YET); dog.check())
+        if (has_back) back = load4(back_at);
+    if (mine && b.lane < NODES) {
+        store_shared(to + BACK_AT + b.lane * 4, back);
+        if (back != __float_as_uint(1.0f)) b.s.scaled = stage;
     }
     show_to_products();
     b.sync();
@@ -237,26 +134,55 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, int s
 
 #include "large/multiply_one.cuh"
 
-// 1 / rms of the one node's residual stream, as `measure_residual`.
-__device__ __forceinline__ void measure_words(Block& b, int which, int stage) {
+// The sum of squares of one node's residual stream, once all have come: a lane has some of them.
+__device__ __forceinline__ float square_of_one(const u32* words) {
+    constexpr int EACH = (SQUARES + 31) / 32;
+    const int lane = threadIdx.x & 31;
+    u32 got[EACH];
+    for (Watchdog dog;; dog.check()) {
+        u32 most = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) got[i] = i * 32 + lane < SQUARES ? load4(words + i * 32 + lane) : 0;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) most = max(most, got[i]);
+        if (everywhere(most != NOT_YET)) break;
+    }
+    float square = 0.0f;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) square += __uint_as_float(got[i]);
+    return warp_sum(square);
+}
+// Of every node of a tree, a lane one: the same sums in the same order, as many asked for at once as there is room for.
+__device__ __forceinline__ float square_of_each(const u32* words) {
+    constexpr int AT_ONCE = SQUARES <= 48 ? SQUARES : 32;
+    float square[32] = {};
+#pragma unroll
+    for (int first = 0; first < SQUARES; first += AT_ONCE) {
+        u32 got[AT_ONCE];
+        for (Watchdog dog;; dog.check()) {
+            u32 most = 0;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) got[i] = first + i < SQUARES ? load4(words + (first + i) * NODES) : 0;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) most = max(most, got[i]);
+            if (everywhere(most != NOT_YET)) break;
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) square[i % 32] += __uint_as_float(got[i]);
+    }
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2)
+#pragma unroll
+        for (int i = 0; i < 32; i += 2 * step) square[i] += square[i + step];
+    return square[0];
+}
+// 1 / rms of every node's residual stream, or 1 where activations are not of that.
+__device__ __forceinline__ void measure(Block& b, int which, int stage) {
     float inverse = 1.0f;
     if (normed(stage)) {
-        constexpr int EACH = (SMS + 31) / 32;
-        const u32* words = square_words(b, stage, 0);
-        u32 got[EACH];
-        for (Watchdog dog;; dog.check()) {
-            bool all = true;
-#pragma unroll
-            for (int i = 0; i < EACH; i++) got[i] = i * 32 + b.lane < SMS ? load4(words + i * 32 + b.lane) : 0;
-#pragma unroll
-            for (int i = 0; i < EACH; i++) all = all & got[i] != NOT_YET;
-            if (everywhere(all)) break;
-        }
-        float square = 0.0f;
-#pragma unroll
-        for (int i = 0; i < EACH; i++) square += __uint_as_float(got[i]);
-        inverse = inverse_root(warp_sum(square) / HIDDEN + EPS);
+        const u32* words = square_words(b, stage, min(b.lane, b.nodes - 1));
+        inverse = inverse_root((POLLED ? square_of_one(words) : square_of_each(words)) / HIDDEN + EPS);
     }
-    if (b.lane == 0) b.s.inverse[which][0] = inverse;
+    if (b.lane < NODES) b.s.inverse[which][b.lane] = inverse;
     __syncwarp();
 }

@@ -40,8 +40,8 @@ constexpr int DELTA_ROWS = GATES_AT + up(2 * VALUE_HEADS, ROWS),
               ATTENTION_IN_ROWS = VALUES_AT + up(KV_HEADS * HEAD_DIM, ROWS);
 constexpr int RESIDUAL_ROWS = up(HIDDEN, ROWS), MLP_ROWS = up(2 * FFN, ROWS);
 
-// Who has which part of the residual stream: pieces of 8 rows, dealt in order.
-constexpr int PIECES = HIDDEN / 8, OWN_PIECES = (PIECES + SMS - 1) / SMS;
+// What an SM has of the residual stream: spans of 128 rows, a warp's; of a tree a superblock of a node, two warps'.
+constexpr int SPAN = POLLED ? 128 : BLOCK_K, SPANS = HIDDEN / SPAN, OWN_SPANS = (SPANS * NODES + SMS - 1) / SMS;
 __device__ __forceinline__ int first_of(int all, int sm) { return (int)((unsigned)all * (unsigned)sm / SMS); }
 
 // Vectors: the small F32 weights, layer after layer.
@@ -117,8 +117,11 @@ struct Params {
 
 // --- a thread block's shared memory ---------------------------------------------------------------------------------
 // Activations of a group of superblocks: 16 steps of 16 k, then the sums of 32 k (rounded, rests):
-// [octet][half][token][8] fp16 (of one node: see multiply_one.cuh).
-constexpr int STEP_BYTES = NODES * 32, BLOCK_BYTES = 17 * STEP_BYTES, OPERAND_BYTES = GROUP_BLOCKS * BLOCK_BYTES;
+// [octet][half][token][8] fp16 (of one node: see multiply_one.cuh); then factors of a token's sums in f32. A tree's
+// products read 128 bytes at a time.
+constexpr int STEP_BYTES = NODES * 32, BACK_AT = 17 * STEP_BYTES,
+              BLOCK_BYTES = up(BACK_AT + NODES * 4, POLLED ? 16 : 128), OPERAND_BYTES = GROUP_BLOCKS * BLOCK_BYTES;
+constexpr float OPERANDS_BACK = 0x1p24f;  // weights are integers times 2^-24
 // DeltaNet: an SM has units of 8 value columns whose heads share a key head. A row a node: q, k and v after the
 // convolution, silu(z), what is written, gates; then their inputs before it (which may go when it is done), with its
 // weights and the inputs before the tree.
@@ -185,11 +188,10 @@ static_assert(NODES < 1 << KEPT_STATES, "too few places for states");
 struct Shared {
     Params params;  // here, since functions would fetch them from memory
     Request request;
-    alignas(16) float residual[NODES][OWN_PIECES * 8];
-    float scale[NODES];    // of a token's sums
+    alignas(16) float residual[OWN_SPANS][SPAN];
     float inverse[REDUCERS][NODES];  // 1 / rms of its residual stream, if the stage's activations are `normed`
-    u8 exponent[WARPS][NODES];
-    float squares[OWN_PIECES][NODES];
+    u32 largest[2][WARPS];  // of a span, by turns
+    int scaled;             // the last stage with a superblock that has a scale of its own
     unsigned long long best[NODES];
     int token[NODES], depth[NODES];
     signed char path[NODES][4];          // a node and its ancestors; -1, -2, ...: committed tokens, newest first

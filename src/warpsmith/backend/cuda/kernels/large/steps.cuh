@@ -5,42 +5,62 @@
 #include "large/products.cuh"
 #include "large/sampling.cuh"
 
-// --- the residual stream: every SM has some pieces of 8 rows
-// ----------------------------------------------------------
+// --- the residual stream --------------------------------------------------------------------------------------------
 
-// Publish what the next projection reads: rows times the next norm's weight, and this SM's sum of squares. `update`
-// gives four rows' new values for a node, from the old ones; `next` is that projection's stage.
+// Activations of so many k, or the residual stream, dealt to SMs in spans (see SPAN) and to warps: 128 k of a node, a
+// lane four, from `k` on. `slot`: how many spans this SM has before.
+template <int K>
+struct Spans {
+    static constexpr int AT_ONCE = WARPS * 128 / SPAN;
+    const Block& b;
+    int slot, number;
+    __device__ __forceinline__ explicit Spans(const Block& block)
+        : b(block), slot(block.warp * 128 / SPAN), number(slot * SMS + block.sm) {}
+    __device__ __forceinline__ bool more() const { return number < K / SPAN * b.nodes; }
+    __device__ __forceinline__ void next() { slot += AT_ONCE, number += AT_ONCE * SMS; }
+    __device__ __forceinline__ int node() const { return number % b.nodes; }
+    __device__ __forceinline__ int in_span() const { return b.warp * 128 % SPAN + b.lane * 4; }
+    __device__ __forceinline__ int k() const { return number / b.nodes * SPAN + in_span(); }
+};
+
+// Half of a superblock of a node, by one of two warps, which tell each other their largest value.
+__device__ __forceinline__ void publish_half(Block& b, u32* words, int node, int k, uint2 four, int turn,
+                                             float by = 1.0f) {
+    const Fours<1> fours = {{{four.x, four.y}}};
+    const u32 most = __reduce_max_sync(~0u, __float_as_uint(__uint_as_float(fours.largest()) * by));
+    if (b.lane == 0) b.s.largest[turn][b.warp] = most;
+    sync_some<64>(4 + b.warp / 2);
+    publish_operands(words, node, k, fours, by, max(most, b.s.largest[turn][b.warp ^ 1]));
+}
+
+__device__ __forceinline__ void tell_square(const Block& b, int next, int node, int which, float square) {
+    if (POLLED && (next & 3) == MLP_IN) barrier_wait(Barriers(b.base).cleared, b.layer_turn(next >> 2));
+    if (b.lane == 0) store4(square_words(b, next, node) + which * NODES, __float_as_uint(square));
+}
+
+// Publish what the next projection reads: rows times the next norm's weight, and sums of squares. `update` gives four
+// rows' new values for a node, from the old ones; `next` is that projection's stage.
 template <class Update>
 __device__ __forceinline__ void update_residual(Block& b, int next, const float* norm, float* feature, Update update) {
-    const int first = first_of(PIECES, b.sm), pieces = first_of(PIECES, b.sm + 1) - first, count = pieces * b.nodes * 2;
+    u32* words = x_words(b, next);
+    int turn = 0;
 #pragma unroll 1
-    for (int at = 0; at < count; at += CONSUMERS) {
-        const int i = at + threadIdx.x, node = i / 2 / pieces, piece = i / 2 - node * pieces,
-                  row = piece * 8 + (i & 1) * 4;
-        const bool live = i < count;
-        float square = 0.0f;
-        if (live) {
-            const int k = first * 8 + row;
-            const float4 w = __ldg((const float4*)(norm + k));
-            float* own = &b.s.residual[node][row];
-            const float4 x = update(*(const float4*)own, node, k);
-            *(float4*)own = x;
-            if (feature) *(float4*)(feature + (size_t)b.place(node) * HIDDEN + k) = x;
-            const uint2 out = {pack_bf16(x.x * w.x, x.y * w.y), pack_bf16(x.z * w.z, x.w * w.w)};
-            store_activations(x_words(b, next), node, k, out);
-            square = fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, x.w * x.w)));
-        }
-        square += __shfl_xor_sync(~0u, square, 1);
-        if (live && (i & 1) == 0) b.s.squares[piece][node] = square;
+    for (Spans<HIDDEN> own(b); own.more(); own.next(), turn ^= 1) {
+        const int node = own.node(), k = own.k();
+        const float4 w = __ldg((const float4*)(norm + k));
+        float4* kept = (float4*)&b.s.residual[own.slot][own.in_span()];
+        const float4 x = update(*kept, node, k);
+        *kept = x;
+        if (feature) *(float4*)(feature + (size_t)b.place(node) * HIDDEN + k) = x;
+        const uint2 out = {pack_bf16(x.x * w.x, x.y * w.y), pack_bf16(x.z * w.z, x.w * w.w)};
+        if constexpr (POLLED)
+            store8(words + k / 2, out.x, out.y);
+        else
+            publish_half(b, words, node, k, out, turn);
+        const float square = warp_sum(fmaf(x.x, x.x, fmaf(x.y, x.y, fmaf(x.z, x.z, x.w * x.w))));
+        tell_square(b, next, node, k / 128, square);
     }
-    b.sync();
-    if (threadIdx.x < b.nodes) {
-        float square = 0.0f;
-#pragma unroll 1
-        for (int piece = 0; piece < pieces; piece++) square += b.s.squares[piece][threadIdx.x];
-        if (POLLED && (next & 3) == MLP_IN) barrier_wait(Barriers(b.base).cleared, b.layer_turn(next >> 2));
-        store4(square_words(b, next, threadIdx.x) + b.sm, __float_as_uint(square));
-    }
+    if (POLLED && b.warp == 0 && b.sm >= SPANS) tell_square(b, next, 0, b.sm, 0.0f);
 }
 
 // --- the embedding ---------------------------------------------------------------------------------------------------
@@ -53,24 +73,83 @@ __device__ __forceinline__ void embed(Block& b) {
     });
 }
 
-// --- the MLP's inner activation: silu(gate) * up. Rows come eight of the gate, then their eight of up
-// ------------------
+// --- a DeltaNet's output --------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void activate(Block& b, int stage) {
-    auto sums = sums_of<HIDDEN_GROUPS>(b, stage, MLP_ROWS);
-    const int first = first_of(FFN / 8, b.sm), pieces = first_of(FFN / 8, b.sm + 1) - first,
-              count = pieces * b.nodes * 2;
+// A tree's heads, normed by all SMs: a warp has a head of a node.
+__device__ __forceinline__ void norm_heads(Block& b, int stage) {
+    u32* words = operand_words(b, stage);
+    int turn = 0;
+#pragma unroll 1
+    for (Spans<VALUE_DIM> own(b); own.more(); own.next(), turn ^= 1) {
+        const int node = own.node(), k = own.k();
+        const u32 *squares_at = head_square_words(b, stage, k / STATE_DIM, node),
+                  *values_at = head_words(b, stage, node) + k / 2;
+        uint4 squares[4];
+        uint2 values;
+        for (Watchdog dog;; dog.check()) {
+            values = load8(values_at);
+#pragma unroll
+            for (int j = 0; j < 4; j++) squares[j] = load16(squares_at + j * 4);
+            const bool all = came4(squares[0]) & came4(squares[1]) & came4(squares[2]) & came4(squares[3]);
+            if (everywhere(all & values.x != NOT_YET & values.y != NOT_YET)) break;
+        }
+        publish_half(b, words, node, k, values, turn, head_factor(squares));
+    }
+}
+
+// --- the MLP's inner activation: silu(gate) * up. Rows come eight of the gate, then their eight of up ---------------
+
+struct InnerSums {
+    typedef decltype(sums_of<HIDDEN_GROUPS>(*(const Block*)nullptr, 0, MLP_ROWS)) From;
+    const From from;
+    __device__ __forceinline__ InnerSums(const Block& b, int stage)
+        : from(sums_of<HIDDEN_GROUPS>(b, stage, MLP_ROWS)) {}
+
+    struct Asked {
+        typename From::Place place;  // of gates
+        typename From::Asked gate, up;
+    };
+    // Of k .. k + 3.
+    __device__ __forceinline__ void ask(Asked& a, int node, int k) const {
+        a.place = from.place(k / 8 * 16 + k % 8);
+        from.ask(a.gate, a.place, node), from.ask(a.up, a.place, node, 8);
+    }
+    __device__ __forceinline__ uint2 activation(Asked& a, int node) const {
+        const float4 gate = from.total(a.gate, a.place, node), up = from.total(a.up, a.place, node, 8);
+        return {pack_bf16(silu(gate.x) * up.x, silu(gate.y) * up.y),
+                pack_bf16(silu(gate.z) * up.z, silu(gate.w) * up.w)};
+    }
+};
+
+// Of one node a thread has four rows of some.
+__device__ __forceinline__ void activate_one(Block& b, int stage) {
+    const InnerSums sums(b, stage);
+    const int first = first_of(FFN / 8, b.sm) * 2, count = first_of(FFN / 8, b.sm + 1) * 2 - first;
 #pragma unroll 2
     for (int i = threadIdx.x; i < count; i += CONSUMERS) {
-        const int node = i / 2 / pieces, piece = first + i / 2 - node * pieces, in = (i & 1) * 4;
-        typename decltype(sums)::Asked asked[2];
-        const auto gates = sums.place(piece * 16 + in), ups = sums.place(piece * 16 + 8 + in);
-        sums.ask(asked[0], gates, node), sums.ask(asked[1], ups, node);
-        const float4 gate = sums.total(asked[0], gates, node), up = sums.total(asked[1], ups, node);
-        const int k = piece * 8 + in;
-        const uint2 out = {pack_bf16(silu(gate.x) * up.x, silu(gate.y) * up.y),
-                           pack_bf16(silu(gate.z) * up.z, silu(gate.w) * up.w)};
-        store_activations(operand_words(b, stage + 1), node, k, out);
+        const int k = (first + i) * 4;
+        InnerSums::Asked asked;
+        sums.ask(asked, 0, k);
+        const uint2 out = sums.activation(asked, 0);
+        store8(operand_words(b, stage + 1) + k / 2, out.x, out.y);
+    }
+}
+
+// Sums of the next span are on their way while this one is published.
+__device__ __forceinline__ void activate(Block& b, int stage) {
+    const InnerSums sums(b, stage);
+    u32* words = operand_words(b, stage + 1);
+    InnerSums::Asked asked;
+    Spans<FFN> own(b);
+    if (own.more()) sums.ask(asked, own.node(), own.k());
+    int turn = 0;
+#pragma unroll 1
+    for (; own.more(); turn ^= 1) {
+        const int node = own.node(), k = own.k();
+        const uint2 out = sums.activation(asked, node);
+        own.next();
+        if (own.more()) sums.ask(asked, own.node(), own.k());
+        publish_half(b, words, node, k, out, turn);
     }
 }
 
@@ -116,12 +195,13 @@ __device__ __forceinline__ void rank_logits(Block& b) {
     if (threadIdx.x < b.nodes) b.p.best[threadIdx.x * SMS + b.sm] = b.s.best[threadIdx.x];
     if (b.r.want_hidden) {
         const float* norm = b.vectors;
-        const int own = first_of(PIECES, b.sm), rows = (first_of(PIECES, b.sm + 1) - own) * 8;
 #pragma unroll 1
-        for (int i = threadIdx.x; i < b.nodes * rows; i += CONSUMERS) {
-            const int node = i / rows, row = i % rows, k = own * 8 + row;
-            const float x = b.s.residual[node][row] * b.s.inverse[0][node];
-            b.p.out_hidden[(size_t)b.place(node) * HIDDEN + k] = x * __ldg(norm + k);
+        for (Spans<HIDDEN> own(b); own.more(); own.next()) {
+            const float4 x = *(const float4*)&b.s.residual[own.slot][own.in_span()],
+                         w = __ldg((const float4*)(norm + own.k()));
+            const float by = b.s.inverse[0][own.node()];
+            *(float4*)(b.p.out_hidden + (size_t)b.place(own.node()) * HIDDEN + own.k()) = {
+                x.x * by * w.x, x.y * by * w.y, x.z * by * w.z, x.w * by * w.w};
         }
     }
 }

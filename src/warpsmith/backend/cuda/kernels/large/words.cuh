@@ -22,14 +22,20 @@
 
 enum { IN, OUT, MLP_IN, MLP_OUT };  // a layer's products; the head is an IN
 
-// Where a layer's words lie: sums of its stages; the residual stream for IN and for MLP_IN, its squares
-// [NODES][SQUARES] behind it; the mixer's output, squares of DeltaNet heads [VALUE_HEADS][NODES][16] behind it; the
-// inner activation. Activations are pairs of bf16 (see activation_at).
-constexpr int SUM_ROWS = POLLED ? ROWS : 0, SQUARES = up(SMS, 4), X_WORDS = NODES * (HIDDEN / 2 + SQUARES),
-              OUT_AT = IN_RESULTS * SUM_ROWS, MLP_IN_AT = OUT_AT + OUT_RESULTS * SUM_ROWS,
-              MLP_OUT_AT = MLP_IN_AT + MLP_IN_RESULTS * SUM_ROWS, X_AT = MLP_OUT_AT + MLP_OUT_RESULTS * SUM_ROWS,
-              Y_AT = X_AT + 2 * X_WORDS, Y_SQUARES_AT = Y_AT + NODES * larger(VALUE_DIM, ATTENTION_DIM) / 2,
-              H_AT = Y_SQUARES_AT + NODES * VALUE_DIM / 8, LAYER_WORDS = H_AT + NODES * FFN / 2,
+// Where a layer's words lie: sums of its stages; the residual stream for IN and for MLP_IN, its squares, those of 128
+// rows each, [SQUARES][NODES] behind it (of one node every SM says something: 0 if it has no rows); the mixer's output;
+// a DeltaNet's before its heads are normed, [NODES][VALUE_DIM] (of one node in the mixer's place), and squares of its
+// heads [VALUE_HEADS][NODES][16]; the inner activation. Activations of one node and what is not normed yet are pairs of
+// bf16, in order; others are operands (see operands.cuh).
+constexpr int BLOCK_WORDS = BLOCK_BYTES / 4;
+__host__ __device__ constexpr int activation_words(int k) { return POLLED ? k / 2 : k / BLOCK_K * BLOCK_WORDS; }
+constexpr int SUM_ROWS = POLLED ? ROWS : 0, SQUARES = POLLED ? larger(SMS, HIDDEN / 128) : HIDDEN / 128,
+              X_WORDS = activation_words(HIDDEN) + up(NODES * SQUARES, 4), OUT_AT = IN_RESULTS * SUM_ROWS,
+              MLP_IN_AT = OUT_AT + OUT_RESULTS * SUM_ROWS, MLP_OUT_AT = MLP_IN_AT + MLP_IN_RESULTS * SUM_ROWS,
+              X_AT = MLP_OUT_AT + MLP_OUT_RESULTS * SUM_ROWS, Y_AT = X_AT + 2 * X_WORDS,
+              HEADS_AT = Y_AT + (POLLED ? 0 : activation_words(larger(VALUE_DIM, ATTENTION_DIM))),
+              HEAD_SQUARES_AT = HEADS_AT + NODES * (POLLED ? larger(VALUE_DIM, ATTENTION_DIM) : VALUE_DIM) / 2,
+              H_AT = HEAD_SQUARES_AT + NODES * VALUE_DIM / 8, LAYER_WORDS = H_AT + activation_words(FFN),
               PLACES = POLLED ? 2 : 1;
 
 __device__ __forceinline__ u32* layer_words(const Block& b, int stage) {
@@ -47,11 +53,14 @@ __device__ __forceinline__ u32* x_words(const Block& b, int stage) {
     return layer_words(b, stage) + X_AT + ((stage & 3) == MLP_IN ? X_WORDS : 0);
 }
 __device__ __forceinline__ u32* square_words(const Block& b, int stage, int node) {
-    return x_words(b, stage) + NODES * HIDDEN / 2 + node * SQUARES;
+    return x_words(b, stage) + activation_words(HIDDEN) + node;
 }
-// The squares of a DeltaNet head, for OUT.
+// A node's values of a DeltaNet for OUT before their heads are normed, and squares of a head.
+__device__ __forceinline__ u32* head_words(const Block& b, int stage, int node) {
+    return layer_words(b, stage) + HEADS_AT + node * (VALUE_DIM / 2);
+}
 __device__ __forceinline__ u32* head_square_words(const Block& b, int stage, int head, int node) {
-    return layer_words(b, stage) + Y_SQUARES_AT + (head * NODES + node) * 16;
+    return layer_words(b, stage) + HEAD_SQUARES_AT + (head * NODES + node) * 16;
 }
 // What a stage multiplies.
 __device__ __forceinline__ u32* operand_words(const Block& b, int stage) {
@@ -59,31 +68,6 @@ __device__ __forceinline__ u32* operand_words(const Block& b, int stage) {
     return kind == OUT       ? layer_words(b, stage) + Y_AT
            : kind == MLP_OUT ? layer_words(b, stage) + H_AT
                              : x_words(b, stage);
-}
-
-// Where a node's activations k .. k + 3, a multiple of 4, lie among those that a stage multiplies: in the order of its
-// operands (see OPERAND_BYTES), so that they are taken sixteen bytes at a time, whole lines a warp, and left as they
-// lie. The first two are one word; the other two belong to the other half of a product's K, 128 bytes on. One node's
-// are in order.
-__device__ __forceinline__ int activation_at(int node, int k) {
-    if (NODES == 1) return k / 2;
-    return k / 64 * (NODES * 32) + k / 4 % 4 * (NODES * 8) + node / 8 * 64 + node % 8 * 4 + k % 64 / 16;
-}
-__device__ __forceinline__ void store_activations(u32* words, int node, int k, uint2 four) {
-    words += activation_at(node, k);
-    if (NODES == 1)
-        store8(words, four.x, four.y);
-    else
-        store4(words, four.x), store4(words + 32, four.y);
-}
-// Eight, from a multiple of 8 on.
-__device__ __forceinline__ void store_activations(u32* words, int node, int k, uint4 eight) {
-    if (NODES == 1) {
-        store16(words + activation_at(node, k), eight.x, eight.y, eight.z, eight.w);
-    } else {
-        store_activations(words, node, k, uint2{eight.x, eight.y});
-        store_activations(words, node, k + 4, uint2{eight.z, eight.w});
-    }
 }
 
 // Every SM some of them, by `threads` threads, of which this is number `thread`.
@@ -137,21 +121,21 @@ struct SumWords {
         }
         return place;
     }
-    static __device__ __forceinline__ void ask(Asked& a, const Place& place, int) {
+    static __device__ __forceinline__ void ask(Asked& a, const Place& place, int, int on = 0) {
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
-            a.v[g][0] = load16(place.at[g]), a.v[g][1] = {};
-            if (place.parts[g] > 1) a.v[g][1] = load16(place.at[g] + ROWS);
+            a.v[g][0] = load16(place.at[g] + on), a.v[g][1] = {};
+            if (place.parts[g] > 1) a.v[g][1] = load16(place.at[g] + ROWS + on);
         }
     }
     // Once they have come.
-    static __device__ __forceinline__ float4 total(Asked& a, const Place& place, int node) {
+    static __device__ __forceinline__ float4 total(Asked& a, const Place& place, int node, int on = 0) {
         for (Watchdog dog;; dog.check()) {
             bool all = true;
 #pragma unroll
             for (int g = 0; g < GROUPS; g++) all = all & came4(a.v[g][0]) & came4(a.v[g][1]);
             if (all) break;
-            ask(a, place, node);
+            ask(a, place, node, on);
         }
         float4 total = {};
 #pragma unroll
@@ -159,8 +143,9 @@ struct SumWords {
             total = add(add(total, floats(a.v[g][0])), floats(a.v[g][1]));
 #pragma unroll 1
             for (int i = 2; i < place.parts[g]; i++) {
-                uint4 more = load16(place.at[g] + i * ROWS);
-                for (Watchdog dog; !came4(more); more = load16(place.at[g] + i * ROWS)) dog.check();
+                const u32* at = place.at[g] + i * ROWS + on;
+                uint4 more = load16(at);
+                for (Watchdog dog; !came4(more); more = load16(at)) dog.check();
                 total = add(total, floats(more));
             }
         }
