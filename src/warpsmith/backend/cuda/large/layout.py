@@ -321,7 +321,7 @@ class LargeLayout(SlabStages):
         c = self.config
         parts = nodes * c.heads * (self.splits + 2)
         return {
-            "counter": 128 * (2 + c.key_heads),
+            "counter": 2 * 128,
             "words": max(self.word_bytes(1), self.word_bytes(nodes)),
             "sums": self.results * nodes * ROWS * 4,
             "queries": nodes * c.heads * HEAD_DIM * 2,
@@ -346,7 +346,8 @@ class LargeLayout(SlabStages):
             block, places = -(-nodes * (17 * 8 + 1) // 32) * 32, 1
         residual = c.hidden // BLOCK_K * block + -(-nodes * squares // 4) * 4
         mixed = max(c.heads * c.head_dim, c.value_dim) // BLOCK_K * block + nodes * c.value_dim // 8
-        mixed += nodes * c.value_dim // 2 if nodes > 1 else 0
+        if nodes > 1:  # a DeltaNet's before its heads are normed, and q and k
+            mixed += nodes * (c.value_dim // 2 + 2 * c.key_heads * STATE_DIM)
         return places * 4 * (sums + 2 * residual + mixed + c.ffn // BLOCK_K * block)
 
     @property

@@ -13,7 +13,7 @@
 
 // A warp merges the parts of a node's head, a lane eight dimensions: first its gates, which are there before the parts.
 struct Merge {
-    static constexpr int AT_ONCE = NODES == 1 ? 16 : 8, EACH = (PARTS + 31) / 32;
+    static constexpr int AT_ONCE = 16, EACH = (PARTS + 31) / 32;
     float gate[8];
 
     template <class Projection>

@@ -188,7 +188,7 @@ __device__ __noinline__ u32 delta_mix(int stage, int deltas, int length, const f
         b.sync();
         if (item == b.sm) b.mark();
         if constexpr (QK_SHARED)
-            share_convolutions(b, share);
+            share_convolutions(b, stage + 1, share);
         else
             delta_convolutions(b, share);
         b.sync();

@@ -215,21 +215,19 @@ __device__ __forceinline__ void delta_convolutions(Block& b, const DeltaShare& s
 
 // The same where SMs share the work: a thread four channels of a node; then all SMs of the key head have its q and k.
 // What others do not wait for is made while they are waited for.
-__device__ __forceinline__ void share_convolutions(Block& b, const DeltaShare& share) {
-    static_assert(KEY_HEADS < 32, "counters");
+__device__ __forceinline__ void share_convolutions(Block& b, int stage, const DeltaShare& share) {
     constexpr int VALUE_QUADS = CONVOLVED_QUADS - QK_QUADS, GATED = INPUT_QUADS - CONVOLVED_QUADS;
     float* rows = (float*)b.scratch;
-    float* mixed = (float*)b.p.parts + (size_t)share.key_head * NODES * MIX_V;
     const DeltaInputs in(b.scratch);
     if (!share.units) return;
 #pragma unroll 1
     for (int i = threadIdx.x; i < QK_QUADS * b.nodes; i += CONSUMERS) {
         const int node = i / QK_QUADS, quad = i % QK_QUADS, channel = share.channel_of(quad);
-        if (channel >= 0) *(float4*)(mixed + node * MIX_V + channel) = convolve(b, in, node, quad);
+        if (channel < 0) continue;
+        const float4 v = convolve(b, in, node, quad);
+        store16(qk_words(b, stage, share.key_head, node) + channel, __float_as_uint(v.x), __float_as_uint(v.y),
+                __float_as_uint(v.z), __float_as_uint(v.w));
     }
-    b.sync();
-    u32* counter = b.p.counter + 32 * (1 + share.key_head);
-    if (threadIdx.x == 0) add_release(counter, 1);
 #pragma unroll 1
     for (int i = CONSUMERS - 1 - threadIdx.x; i < VALUE_QUADS * b.nodes; i += CONSUMERS) {
         const int node = i / VALUE_QUADS, quad = QK_QUADS + i % VALUE_QUADS;
@@ -241,20 +239,23 @@ __device__ __forceinline__ void share_convolutions(Block& b, const DeltaShare& s
         const int node = i / GATED, quad = CONVOLVED_QUADS + i % GATED;
         if (in.rows[quad] >= 0) gate_quad(b, in, node, quad);
     }
-    if (threadIdx.x == 0) {
-        const u32 all = ((b.length - b.r.length) * DELTA_LAYERS + b.deltas + 1) * KEY_PARTS;
-        Watchdog dog;
-        while ((int)(load_acquire(counter) - all) < 0) dog.check();
-    }
-    __syncwarp();
-    b.sync();
+    b.sync();  // who has nothing more to do does not poll beside the others
     constexpr int EACH = (NODES + WARPS - 1) / WARPS;
+    uint4 got[2][EACH];
+    for (Watchdog dog;; dog.check()) {
+        bool all = true;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const u32* from = qk_words(b, stage, share.key_head, min(b.warp + i * WARPS, b.nodes - 1)) + b.lane * 4;
+            got[0][i] = load16(from), got[1][i] = load16(from + MIX_K);
+        }
+#pragma unroll
+        for (int i = 0; i < EACH; i++) all = all & came4(got[0][i]) & came4(got[1][i]);
+        if (everywhere(all)) break;
+    }
     float4 q[EACH], k[EACH];
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        const float4* from = (const float4*)(mixed + min(b.warp + i * WARPS, b.nodes - 1) * MIX_V) + b.lane;
-        q[i] = __ldcg(from), k[i] = __ldcg(from + MIX_K / 4);
-    }
+    for (int i = 0; i < EACH; i++) q[i] = floats(got[0][i]), k[i] = floats(got[1][i]);
     const int live = (b.nodes - b.warp + WARPS - 1) / WARPS;
     norm_nodes(b, q, k, live, [&](int i) { return rows + (b.warp + i * WARPS) * MIX_ROW; });
     if (!b.decoding())

@@ -221,7 +221,7 @@ __device__ __forceinline__ bool begun(const Block& b, u32 phase) {
 // still read these where a stage needs nothing of every SM, as the squares of the residual stream are. They have read
 // them when they have begun the stage, and by then consumers have filled a buffer of sums or two.
 __device__ __forceinline__ void wait_for_use(const Block& b, int which, u32 uses) {
-    u32* counter = b.p.counter + 32 * (1 + KEY_HEADS);
+    u32* counter = b.p.counter + 32;
     if (b.lane == 0) {
         if (which == 0) add_release(counter, 1);
         for (Watchdog dog; (int)(load_acquire(counter) - uses * SMS) < 0;) dog.check();

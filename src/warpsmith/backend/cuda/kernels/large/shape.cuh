@@ -91,11 +91,11 @@ struct Params {
     u8* values;  // and of VALUE_ROW
     long long context;
     // between SMs
-    u32* counter;        // arrivals; 32 words on, and so on, those of SMs that share a key head; of SMs that used sums
+    u32* counter;        // arrivals; 32 words on those of SMs that used sums
     u32* words;          // see words.cuh
     float* sums;         // [tile][NODES][64]
     u32* queries;        // fp16 [NODES][HEADS][256]
-    u32* parts;          // fp16 [NODES][HEADS][PARTS][256]; a DeltaNet's q and k [KEY_HEADS][NODES][256] f32
+    u32* parts;          // fp16 [NODES][HEADS][PARTS][256]
     float2* part_stats;  // [NODES][HEADS][PARTS] {maximum, sum}
     u64* best;           // [NODES][SMS]
     // what a commit needs

@@ -24,9 +24,10 @@ enum { IN, OUT, MLP_IN, MLP_OUT };  // a layer's products; the head is an IN
 
 // Where a layer's words lie: sums of its stages; the residual stream for IN and for MLP_IN, its squares, those of 128
 // rows each, [SQUARES][NODES] behind it (of one node every SM says something: 0 if it has no rows); the mixer's output;
-// a DeltaNet's before its heads are normed, [NODES][VALUE_DIM] (of one node in the mixer's place), and squares of its
-// heads [VALUE_HEADS][NODES][16]; the inner activation. Activations of one node and what is not normed yet are pairs of
-// bf16, in order; others are operands (see operands.cuh).
+// a DeltaNet's before its heads are normed, [NODES][VALUE_DIM] (of one node in the mixer's place), squares of its heads
+// [VALUE_HEADS][NODES][16], its q and k if they are exchanged, [KEY_HEADS][NODES][256] f32; the inner activation.
+// Activations of one node and what is not normed yet are pairs of bf16, in order; others are operands (see
+// operands.cuh).
 constexpr int BLOCK_WORDS = BLOCK_BYTES / 4;
 __host__ __device__ constexpr int activation_words(int k) { return POLLED ? k / 2 : k / BLOCK_K * BLOCK_WORDS; }
 constexpr int SUM_ROWS = POLLED ? ROWS : 0, SQUARES = POLLED ? larger(SMS, HIDDEN / 128) : HIDDEN / 128,
@@ -35,8 +36,9 @@ constexpr int SUM_ROWS = POLLED ? ROWS : 0, SQUARES = POLLED ? larger(SMS, HIDDE
               X_AT = MLP_OUT_AT + MLP_OUT_RESULTS * SUM_ROWS, Y_AT = X_AT + 2 * X_WORDS,
               HEADS_AT = Y_AT + (POLLED ? 0 : activation_words(larger(VALUE_DIM, ATTENTION_DIM))),
               HEAD_SQUARES_AT = HEADS_AT + NODES * (POLLED ? larger(VALUE_DIM, ATTENTION_DIM) : VALUE_DIM) / 2,
-              H_AT = HEAD_SQUARES_AT + NODES * VALUE_DIM / 8, LAYER_WORDS = H_AT + activation_words(FFN),
-              PLACES = POLLED ? 2 : 1;
+              QK_AT = HEAD_SQUARES_AT + NODES * VALUE_DIM / 8,
+              H_AT = QK_AT + (QK_SHARED ? KEY_HEADS * NODES * 2 * STATE_DIM : 0),
+              LAYER_WORDS = H_AT + activation_words(FFN), PLACES = POLLED ? 2 : 1;
 
 __device__ __forceinline__ u32* layer_words(const Block& b, int stage) {
     return b.p.words + (stage >> 2 & PLACES - 1) * LAYER_WORDS;
@@ -61,6 +63,10 @@ __device__ __forceinline__ u32* head_words(const Block& b, int stage, int node) 
 }
 __device__ __forceinline__ u32* head_square_words(const Block& b, int stage, int head, int node) {
     return layer_words(b, stage) + HEAD_SQUARES_AT + (head * NODES + node) * 16;
+}
+// A node's q and k for the mixer before OUT.
+__device__ __forceinline__ u32* qk_words(const Block& b, int stage, int key_head, int node) {
+    return layer_words(b, stage) + QK_AT + (key_head * NODES + node) * (2 * STATE_DIM);
 }
 // What a stage multiplies.
 __device__ __forceinline__ u32* operand_words(const Block& b, int stage) {
