@@ -41,33 +41,44 @@ FILES = [("27B", "q4_k_m", ("f16", "f16")), ("27B", "q4_k_m", ("q4_0", "q4_0")),
 BUILDS = [(chip, *file) for chip in CHIPS for file in FILES]
 
 
+def spilled(name: str, size: str, recipe: str, caches: tuple[str, str], nodes: int) -> list[int]:
+    """Bytes that functions of the kernel put aside and fetch back; none where the driver makes its machine code."""
+    chip, config = load_profiles()[name], SIZES[size]
+    shapes, architecture = expected_shapes(config), target(chip.capability)
+    stored = {n: tensor_type(recipe, n, shape, config.layers, config.tied).name for n, shape in shapes.items()}
+    layout = LargeLayout(config, chip.sms, stored, caches)
+    constants = layout.constants(nodes) | {
+        "IN_FLIGHT": IN_FLIGHT[nodes > 1],
+        "SHARED_MEMORY": chip.shared_memory,
+        "SAMPLES": int(nodes == 1 and layout.samples),
+        "SHORT_CONTEXT": int(nodes == 1),
+    }
+    try:
+        _, log = compile_source(
+            sources()["large/forward.cu"], "large/forward.cu", architecture, constants, ("--ptxas-options=-v",)
+        )
+    except NoDevice as error:
+        pytest.skip(str(error))
+    found = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
+    print(f"{name}, {size} {recipe}, {nodes} nodes: {found}")
+    assert found or architecture.startswith("compute"), log
+    return found
+
+
 @pytest.mark.parametrize(
     ("name", "size", "recipe", "caches"),
     BUILDS[:1] + [pytest.param(*each, marks=pytest.mark.slow) for each in BUILDS[1:]],
 )
 def test_the_kernel_builds_for_every_chip(name: str, size: str, recipe: str, caches: tuple[str, str]) -> None:
-    chip, config = load_profiles()[name], SIZES[size]
-    shapes = expected_shapes(config)
-    stored = {n: tensor_type(recipe, n, shape, config.layers, config.tied).name for n, shape in shapes.items()}
-    layout = LargeLayout(config, chip.sms, stored, caches)
-    for nodes in variants_for(chip.shared_memory):
-        own = {
-            "IN_FLIGHT": IN_FLIGHT[nodes > 1],
-            "SHARED_MEMORY": chip.shared_memory,
-            "SAMPLES": int(nodes == 1 and layout.samples),
-        }
-        own["SHORT_CONTEXT"] = int(nodes == 1)
-        try:
-            architecture = target(chip.capability)
-            constants = layout.constants(nodes) | own
-            _, log = compile_source(
-                sources()["large/forward.cu"], "large/forward.cu", architecture, constants, ("--ptxas-options=-v",)
-            )
-        except NoDevice as error:
-            pytest.skip(str(error))
-        spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
-        print(f"{name}, {size} {recipe}, {nodes} nodes: {spilled}")
-        assert architecture.startswith("compute") or (spilled and max(spilled) <= MOST_SPILLED), log
+    for nodes in variants_for(load_profiles()[name].shared_memory):
+        assert max(spilled(name, size, recipe, caches, nodes), default=0) <= MOST_SPILLED
+
+
+@pytest.mark.parametrize("nodes", [1, 24])
+def test_on_an_h200_a_stage_needs_nothing_from_the_stack(nodes: int) -> None:
+    """There is hardly an L1 cache beside 227 KB of shared memory: with a few words of stack that every stage uses a tree
+    of 22 nodes took more than a tenth longer. Two words are the number of tokens so far."""
+    assert max(spilled("h200", "27B", "q4_k_m", ("f16", "f16"), nodes)) <= 8
 
 
 # -- what it computes: emulated, and on a GPU --------------------------------------------------------------------------

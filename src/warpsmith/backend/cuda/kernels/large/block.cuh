@@ -37,6 +37,17 @@ struct Block {
 
     __device__ bool decoding() const { return r.steps > 0; }
     __device__ bool recurrent(int layer) const { return uniform(s.recurrent[layer >> 5] >> (layer & 31) & 1); }
+    // What follows is of this layer: its vectors, and how many DeltaNets come before it. Worked out from the layer, since
+    // numbers that are kept from stage to stage end up in memory.
+    __device__ void enter(int layer) {
+        deltas = 0;
+#pragma unroll
+        for (int word = 0; word < (LAYERS + 31) / 32; word++) {
+            const int here = layer - word * 32;  // layers of this word that come before
+            deltas += __popc(s.recurrent[word] & (here >= 32 ? ~0u : (1u << max(here, 0)) - 1));
+        }
+        vectors = p.vectors + (size_t)deltas * DELTA_VECTORS + (size_t)(layer - deltas) * ATTENTION_VECTORS;
+    }
     // Odd or even: how many stages came before the i-th of this token.
     __device__ u32 turn(int i) const { return (u32)(length - r.length + i) & 1; }
     // The same of layers.

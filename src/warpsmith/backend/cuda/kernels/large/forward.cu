@@ -102,9 +102,10 @@ __device__ __forceinline__ void use_sums(Block& b, int done) {
 
 // From the products before number `i` to its operands: apart from the products, so that the compiler has all registers
 // for either. Returns the steps done so far.
-__device__ __noinline__ u32 lead_to(int i, int length, int deltas, const float* vectors, u32 steps_done) {
+__device__ __noinline__ u32 lead_to(int i, int length, u32 steps_done) {
     Block b;
-    b.length = length, b.deltas = deltas, b.vectors = vectors, b.steps_done = steps_done;
+    b.length = length, b.steps_done = steps_done;
+    b.enter(max(i - 1, 0) >> 2);
     const int kind = i & 3;
     if (i > 0) barrier_wait(Barriers(b.base).tabled, b.turn(i - 1));
     if (kind == OUT) {
@@ -135,9 +136,10 @@ __device__ __noinline__ u32 lead_to(int i, int length, int deltas, const float* 
 }
 
 // The launch's `token`-th token, or one for every node, once the head's products are made.
-__device__ __noinline__ u32 choose(const Draw* draw, int length, const float* vectors, u32 steps_done, int token) {
+__device__ __noinline__ u32 choose(const Draw* draw, int length, u32 steps_done, int token) {
     Block b;
-    b.length = length, b.vectors = vectors, b.steps_done = steps_done, b.draw = draw;
+    b.length = length, b.steps_done = steps_done, b.draw = draw;
+    b.enter(LAYERS);
     barrier_wait(Barriers(b.base).tabled, b.turn(4 * LAYERS));
     b.wait_for_all();
     reset_all_words(b);
@@ -153,14 +155,9 @@ __device__ __noinline__ u32 choose(const Draw* draw, int length, const float* ve
 }
 
 __device__ __forceinline__ void forward_pass(Block& b, int token) {
-    b.vectors = b.p.vectors, b.deltas = 0;
 #pragma unroll 1
     for (int i = 0; i <= 4 * LAYERS; i++) {
-        b.steps_done = lead_to(i, b.length, b.deltas, b.vectors, b.steps_done);
-        if (i > 0 && (i & 3) == 0) {  // a layer has ended
-            const bool recurrent = b.recurrent(i / 4 - 1);
-            b.vectors += recurrent ? DELTA_VECTORS : ATTENTION_VECTORS, b.deltas += recurrent;
-        }
+        b.steps_done = lead_to(i, b.length, b.steps_done);
         const Run run = uniform_run(b.s.runs[b.turn(i)]);
         if constexpr (POLLED)
             multiply_by<OneMultiplier>(b, run);
@@ -170,7 +167,7 @@ __device__ __forceinline__ void forward_pass(Block& b, int token) {
             multiply_by<Multiplier>(b, run);
         b.mark();
     }
-    b.steps_done = choose(b.draw, b.length, b.vectors, b.steps_done, token);
+    b.steps_done = choose(b.draw, b.length, b.steps_done, token);
 }
 
 __device__ __forceinline__ void consume(Block& b) {
