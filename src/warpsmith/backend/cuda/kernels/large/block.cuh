@@ -37,8 +37,8 @@ struct Block {
 
     __device__ bool decoding() const { return r.steps > 0; }
     __device__ bool recurrent(int layer) const { return uniform(s.recurrent[layer >> 5] >> (layer & 31) & 1); }
-    // What follows is of this layer: its vectors, and how many DeltaNets come before it. Worked out from the layer, since
-    // numbers that are kept from stage to stage end up in memory.
+    // What follows is of this layer: its vectors, and how many DeltaNets come before it. They are worked out from the
+    // layer, since numbers that are kept from stage to stage end up in memory.
     __device__ void enter(int layer) {
         deltas = 0;
 #pragma unroll
