@@ -71,19 +71,15 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, Sourc
         for (int i = octet; i < EACH; i += OCTETS) {
             const int tile = i / OCTETS * WARPS + b.warp;
             if (tile >= tiles) continue;
-            const float full = to_half, part = full * 0.0625f;
             u8* to = b.scratch + (tile / 4 * 17 + tile % 4 * 4) * STEP_BYTES + octet * 256 + in_octet * 16 + q * 4;
             float sum = 0.0f;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 const uint4 v = raw[i][j / 2];
                 const u32 early = j & 1 ? v.z : v.x, late = j & 1 ? v.w : v.y;
-                // exact but for numbers that become subnormal: their sums may be taken before
-                const float2 a = {bf16_low(early) * full, bf16_high(early) * full},
-                             c = {bf16_low(late) * part, bf16_high(late) * part};
-                const u32 low = pack_half(a.x, a.y), high = pack_half(c.x, c.y);
-                *(u32*)(to + j * STEP_BYTES) = low, *(u32*)(to + j * STEP_BYTES + 128) = high;
-                if (MINS) sum += fmaf(16.0f, c.x + c.y, a.x + a.y);
+                const OperandQuad quad(early, late, to_half);
+                *(u32*)(to + j * STEP_BYTES) = quad.low, *(u32*)(to + j * STEP_BYTES + 128) = quad.high;
+                if (MINS) sum += quad.sum;
             }
             if (!MINS) continue;
             sum += __shfl_xor_sync(~0u, sum, 1);

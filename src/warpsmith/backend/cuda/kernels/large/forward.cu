@@ -306,11 +306,8 @@ __device__ __forceinline__ void find_tables(Block& b) {
             arrive_for_warp(bars.cleared, b.lane);
         }
         if (i == 0 && tokens > 0) report(b, tokens);
-        if ((i & 3) == MLP_OUT) {  // a layer has ended
-            const bool recurrent = b.recurrent(i >> 2);
-            b.vectors += recurrent ? DELTA_VECTORS : ATTENTION_VECTORS, b.deltas += recurrent;
-        }
-        if (next == 0) b.vectors = b.p.vectors, b.deltas = 0, b.length++, tokens++;
+        if ((i & 3) == MLP_OUT || next == 0) b.enter(next >> 2);
+        if (next == 0) b.length++, tokens++;
         i = next;
     }
     report(b, tokens);

@@ -23,20 +23,6 @@ struct BlockScale {
     }
 };
 
-// Four values k .. k + 3: the words of both halves, and what they add up to.
-struct OperandQuad {
-    u32 low, high;
-    float sum;
-    __device__ __forceinline__ OperandQuad(u32 early, u32 late, float full) {
-        // exact but for numbers that become subnormal: their sums may be taken before
-        const float part = full * 0.0625f;
-        const float2 a = {bf16_low(early) * full, bf16_high(early) * full},
-                     c = {bf16_low(late) * part, bf16_high(late) * part};
-        low = pack_half(a.x, a.y), high = pack_half(c.x, c.y);
-        sum = fmaf(16.0f, c.x + c.y, a.x + a.y);
-    }
-};
-
 // Sums of two blocks of 32, rounded, and the rests.
 __device__ __forceinline__ uint2 block_sums(float even, float odd) {
     const u32 rounded = pack_half(even, odd);

@@ -44,6 +44,20 @@ __device__ __forceinline__ float4 row_factors(u32 low, u32 high) {
     return {a.x, a.y, b.x, b.y};
 }
 
+// Activations k .. k + 3, multiplied with `full`: the words of both halves, and what they add up to.
+struct OperandQuad {
+    u32 low, high;
+    float sum;
+    __device__ __forceinline__ OperandQuad(u32 early, u32 late, float full) {
+        // exact but for numbers that become subnormal: their sums may be taken before
+        const float part = full * 0.0625f;
+        const float2 a = {bf16_low(early) * full, bf16_high(early) * full},
+                     c = {bf16_low(late) * part, bf16_high(late) * part};
+        low = pack_half(a.x, a.y), high = pack_half(c.x, c.y);
+        sum = fmaf(16.0f, c.x + c.y, a.x + a.y);
+    }
+};
+
 // A lane's part of a slab. `factors` are d and dmin of rows g, g + 8; TERMS: operands a product of 16 k takes.
 template <int TYPE>
 struct Slab;
