@@ -220,6 +220,20 @@ def test_activations_may_be_far_from_one() -> None:
         np.testing.assert_array_equal(got[path], plain_run(cuda, plain, tree.tokens[path]))
 
 
+def test_units_that_two_warps_share_have_the_bits_of_plain_decoding() -> None:
+    """SMs with five and with six units of a DeltaNet's states: eight warps walk them in halves."""
+    config = dataclasses.replace(SHAPE, value_heads=2)
+    with emulated(config, MIXED) as (cuda, _):
+        state, plain, rng = cuda.new_state(64), cuda.new_state(64), np.random.default_rng(5)
+        for _ in range(2):
+            tree = random_tree(rng, 8, config.vocab)
+            path = tree.path(7)
+            rows = cuda.forward([(state, tree)], LOGITS).logits.numpy()[path]
+            np.testing.assert_array_equal(rows, plain_run(cuda, plain, tree.tokens[path]))
+            cuda.commit(state, path)
+            assert same_state(config, state, plain)
+
+
 @pytest.mark.slow
 def test_a_build_for_more_nodes_has_the_same_bits() -> None:
     """Where SMs that share a key head convolve a part of its q and k each."""

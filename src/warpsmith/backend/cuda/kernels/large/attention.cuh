@@ -98,7 +98,9 @@ __device__ __noinline__ u32 attention_mix(int stage, int deltas, int length, con
     for (int item = b.sm; item < items.all || item == b.sm; item += SMS) {
         KeyWalk walk(b, layer, items, min(item, items.all - 1));
         const bool some = item < items.all && walk.steps > 0;
-        RowFactors factors(b, b.length, b.warp < GROUP);
+        const int row = b.warp * SMS + b.sm, node = min(row / ATTENTION_ROWS, b.nodes - 1);  // of a tree
+        RowFactors factors(b, alone ? b.length : uniform(node_position(b, node)),
+                           alone ? b.warp < GROUP : row % ATTENTION_ROWS < HEADS);
         b.sync();  // what the scratch holds may still be read
         if (some) walk.begin();
         if (item == b.sm) {

@@ -159,7 +159,7 @@ struct KeyWalk {
     }
 
     // Rows of a tree, each by one warp of all SMs. Of a node alone every SM makes the queries that it needs itself, and
-    // where these positions are the node's own its key and value. `by`: for the warp's first row, if it is alone.
+    // where these positions are the node's own its key and value. `by`: for the warp's first row.
     template <class Projection>
     __device__ __forceinline__ void make_rows(int layer, const Projection& sums, RowFactors& by, bool alone) const {
         const int tasks = alone ? GROUP + (node < 0 ? 0 : 2) : b.nodes * ATTENTION_ROWS,
@@ -170,7 +170,7 @@ struct KeyWalk {
             const int row = !alone         ? task % ATTENTION_ROWS
                             : task < GROUP ? kv_head * GROUP + task
                                            : HEADS + (task - GROUP) * KV_HEADS + kv_head;
-            if (!alone || task != begin) by = RowFactors(b, uniform(node_position(b, of)), row < HEADS);
+            if (task != begin) by = RowFactors(b, uniform(node_position(b, of)), row < HEADS);
             float v[8];
             make_row(b, sums, of, row, by, v);
             if (row >= HEADS)

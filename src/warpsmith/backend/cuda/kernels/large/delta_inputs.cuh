@@ -33,6 +33,7 @@ struct DeltaShare {
         const int in = first + mine;
         return (key_head + in / 16 * KEY_HEADS) * 16 + in % 16;
     }
+    __device__ int number() const { return key_head * KEY_UNITS + first; }  // of the first unit, as units are dealt
     __device__ int row(int channel) const {
         if (channel >= MIX_V) return 2 * KEY_DIM + unit((channel - MIX_V) / 8) * 8 + channel % 8;
         return (channel < MIX_K ? 0 : KEY_DIM - STATE_DIM) + key_head * STATE_DIM + channel;

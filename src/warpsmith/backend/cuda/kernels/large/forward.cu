@@ -341,6 +341,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         *(u32*)(block.scratch + ISSUED_AT) = 0;
         block.s.stopped = 0, block.s.scaled = -1;
         block.s.runs[0] = params.runs[blockIdx.x];
+#ifdef EVERY_LANE_ARRIVES
+        for (int i = 0; i < WARPS / 2; i++) barrier_init(shared_address(&block.s.pairs[i]), 64);
+        for (int i = 0; i < WARPS; i++) block.s.meetings[i] = 0;
+#endif
 #ifdef PROFILE
         block.s.marks = 0;
 #endif

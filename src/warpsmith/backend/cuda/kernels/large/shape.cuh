@@ -128,6 +128,8 @@ constexpr float OPERANDS_BACK = 0x1p24f;  // weights are integers times 2^-24
 constexpr int MIX_UNITS = VALUE_DIM / 8, KEY_UNITS = VALUE_HEADS / KEY_HEADS * 16, KEY_SMS = SMS / KEY_HEADS,
               KEY_PARTS = larger(1, KEY_SMS < KEY_UNITS ? KEY_SMS : KEY_UNITS),
               OWN_UNITS = (KEY_UNITS + KEY_PARTS - 1) / KEY_PARTS, OWN_HEADS = (OWN_UNITS + 14) / 16 + 1;
+// Units that would leave some warps without work are walked in halves.
+constexpr bool SPLIT_UNITS = !POLLED && OWN_UNITS > WARPS / 2 && OWN_UNITS < WARPS;
 // With many nodes, SMs that share a key head convolve a part of its q and k each, and exchange them.
 constexpr bool QK_SHARED = NODES > 8 && KEY_PARTS > 1;
 constexpr int QK_QUADS = QK_SHARED ? (STATE_DIM / 2 + KEY_PARTS - 1) / KEY_PARTS : STATE_DIM / 2;
@@ -191,6 +193,10 @@ struct Shared {
     alignas(16) float residual[OWN_SPANS][SPAN];
     float inverse[REDUCERS][NODES];  // 1 / rms of its residual stream, if the stage's activations are `normed`
     u32 largest[2][WARPS];  // of a span, by turns
+#ifdef EVERY_LANE_ARRIVES
+    alignas(8) u64 pairs[WARPS / 2];  // see sync_pair
+    u32 meetings[WARPS];
+#endif
     int scaled;             // the last stage with a superblock that has a scale of its own
     unsigned long long best[NODES];
     int token[NODES], depth[NODES];

@@ -23,13 +23,28 @@ struct Spans {
     __device__ __forceinline__ int k() const { return number / b.nodes * SPAN + in_span(); }
 };
 
+// Warps 2 i and 2 i + 1 wait for each other. The race checker takes no notice of barriers of the whole block any more
+// where there are such of pairs: for it they are others.
+__device__ __forceinline__ void sync_pair(Block& b) {
+#ifdef EVERY_LANE_ARRIVES
+    const u32 barrier = shared_address(&b.s.pairs[b.warp / 2]), turn = b.s.meetings[b.warp] & 1;
+    barrier_arrive(barrier);
+    barrier_wait(barrier, turn);
+    __syncwarp();
+    if (b.lane == 0) b.s.meetings[b.warp]++;
+    __syncwarp();
+#else
+    sync_some<64>(4 + b.warp / 2);
+#endif
+}
+
 // Half of a superblock of a node, by one of two warps, which tell each other their largest value.
 __device__ __forceinline__ void publish_half(Block& b, u32* words, int node, int k, uint2 four, int turn,
                                              float by = 1.0f) {
     const Fours<1> fours = {{{four.x, four.y}}};
     const u32 most = __reduce_max_sync(~0u, __float_as_uint(__uint_as_float(fours.largest()) * by));
     if (b.lane == 0) b.s.largest[turn][b.warp] = most;
-    sync_some<64>(4 + b.warp / 2);
+    sync_pair(b);
     publish_operands(words, node, k, fours, by, max(most, b.s.largest[turn][b.warp ^ 1]));
 }
 
