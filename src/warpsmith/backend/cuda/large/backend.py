@@ -39,7 +39,7 @@ from warpsmith.errors import BadRequest
 from warpsmith.model.config import Config
 
 THREADS = 384
-COMMITTED_COLUMNS = 32  # of a DeltaNet layer's state, by a block of commit.cu
+COMMITTED_COLUMNS = 64  # of a DeltaNet layer's state, by a block of commit.cu
 SHORT_CONTEXT = 16384  # up to here one node's attention makes do with one chunk of values in shared memory
 # Copies of weights on their way to an SM, for one node and for trees. All that SMs exchange waits behind them: where an
 # SM has few bytes of a layer, fewer are faster. With more bytes than that, memory would be idle between two.

@@ -1,16 +1,16 @@
 // Makes a path of the last forward pass part of the committed past, by the same operations as decoding it would have.
 //
-// Grid: one block of 256 threads for 32 value columns of every DeltaNet layer, then one a key head of every attention
+// Grid: one block of 256 threads for 64 value columns of every DeltaNet layer, then one a key head of every attention
 // layer. DeltaNet: replay k and write of each node on the path, four nodes asked for at once, and keep the last
 // convolution inputs. Attention: move keys and values. Bytes: the DeltaNet states twice.
 #include "common/commit.cuh"
 #include "large/delta.cuh"
 
-constexpr int OWN = 4, SHARES = VALUE_DIM / (8 * OWN);  // columns of a warp, blocks of a layer
+constexpr int OWN = 8, SHARES = VALUE_DIM / (8 * OWN);  // columns of a warp, blocks of a layer
 constexpr int AT_ONCE = 4;                              // nodes
 static_assert(STATE_DIM % (8 * OWN) == 0 && COLUMNS % OWN == 0, "a block has one key head, a warp one fade");
 
-extern "C" __global__ void __launch_bounds__(256, 3)
+extern "C" __global__ void __launch_bounds__(256, 2)
     commit(const __grid_constant__ Params p, const __grid_constant__ Commit c) {
     const Path& path = c.made ? *c.made : c.path;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, count = path.count;
@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(256, 3)
         const float* keys = p.pending_key + (layer * KEY_HEADS + key_head) * MAX_NODES * STATE_DIM;
 #pragma unroll 1
         for (int first = 0; first < count; first += AT_ONCE) {
-            float4 key[AT_ONCE], write[AT_ONCE];
+            float4 key[AT_ONCE], write[AT_ONCE][OWN / 4];
             float fade[AT_ONCE];
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
@@ -34,14 +34,20 @@ extern "C" __global__ void __launch_bounds__(256, 3)
                           node = __shfl_sync(~0u, at < 32 ? nodes[0] : nodes[1], at % 32);
                 key[i] = ((const float4*)(keys + node * STATE_DIM))[lane];
                 fade[i] = p.pending_fade[block * MAX_NODES + node];
-                write[i] = *(const float4*)(p.pending_write + (block * MAX_NODES + node) * COLUMNS + column % COLUMNS);
+                const float* writes = p.pending_write + (block * MAX_NODES + node) * COLUMNS + column % COLUMNS;
+#pragma unroll
+                for (int j = 0; j < OWN / 4; j++) write[i][j] = ((const float4*)writes)[j];
             }
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
                 if (first + i >= count) break;
-                const float by[OWN] = {write[i].x, write[i].y, write[i].z, write[i].w};
 #pragma unroll
-                for (int j = 0; j < OWN; j++) s[j] = update_state(s[j], fade[i], key[i], by[j]);
+                for (int j = 0; j < OWN / 4; j++) {
+                    s[j * 4] = update_state(s[j * 4], fade[i], key[i], write[i][j].x);
+                    s[j * 4 + 1] = update_state(s[j * 4 + 1], fade[i], key[i], write[i][j].y);
+                    s[j * 4 + 2] = update_state(s[j * 4 + 2], fade[i], key[i], write[i][j].z);
+                    s[j * 4 + 3] = update_state(s[j * 4 + 3], fade[i], key[i], write[i][j].w);
+                }
             }
         }
 #pragma unroll

@@ -24,8 +24,9 @@ struct DeltaColumns {
     int first, count;
 
     __device__ __forceinline__ void load(const Block& b, const DeltaShare& share, int walker) {
-        const int whole = SPLIT_UNITS ? max(2 * share.units - WARPS, 0) : share.units;  // who walks both halves
-        first = walker + min(walker, whole), count = walker < whole ? 2 : first < 2 * share.units;
+        const int whole = max(2 * share.units - WARPS, 0);  // warps that have both halves, if units are split
+        first = SPLIT_UNITS ? walker + min(walker, whole) : 2 * walker;
+        count = !SPLIT_UNITS || walker < whole ? 2 : first < 2 * share.units;
         const int column = share.unit(first / 2) * 8 + first % 2 * 4 + (b.lane >> 3);
         at = (float4*)(b.p.delta + ((size_t)b.deltas * VALUE_DIM + column) * STATE_DIM) + (b.lane & 7);
 #pragma unroll
@@ -92,10 +93,11 @@ __device__ __forceinline__ void walk_states(const Block& b, const DeltaShare& sh
     // a state that is kept, or one that is fetched for the next.
     const u32 rows_at = (u32)uniform((int)shared_address(b.scratch)),
               visits_at = (u32)uniform((int)shared_address(b.s.visits));
-    const auto visit = [&](int i) { return load_shared4(visits_at + min(i, b.nodes - 1) * 4); };
+    const auto visit = [&](int i) { return POLLED ? 0 : load_shared4(visits_at + min(i, b.nodes - 1) * 4); };
     const auto row_of = [&](u32 visit) { return rows_at + (visit & 255) * (MIX_ROW * 4); };
-    const u32 kept = __ballot_sync(~0u, (signed char)(visit(b.lane) >> 16) != NOWHERE),
-              fetched = __ballot_sync(~0u, b.lane < b.nodes && (signed char)(visit(b.lane) >> 8) != HERE) >> 1;
+    const auto visits_that = [&](bool is_one) { return POLLED ? 0 : __ballot_sync(~0u, b.lane < b.nodes && is_one); };
+    const u32 kept = visits_that((signed char)(visit(b.lane) >> 16) != NOWHERE),
+              fetched = visits_that((signed char)(visit(b.lane) >> 8) != HERE) >> 1;
     // In a row: a column's value, its gates; what a lane stores, one of the results of its eight lanes.
     const int own_column = own.first * 4 + (b.lane >> 3), head = (share.first * 2 + own.first) / 32 - share.head;
     const u32 values_at = (MIX_V + own_column) * 4, gates_at = (GATES + head * 2) * 4;
@@ -189,7 +191,7 @@ __device__ __noinline__ u32 delta_mix(int stage, int deltas, int length, const f
         b.sync();  // what the scratch holds may still be read
         const bool asked = POLLED && item == b.sm;  // by another warp, while the projection was made
         if (!asked) ask_inputs(b, share, threadIdx.x, CONSUMERS);
-        own.load(b, share, b.warp);
+        own.load(b, share, SPLIT_UNITS || b.warp < share.units ? b.warp : 0);
         weights.load(b, share, b.warp < share.units ? b.warp : 0);
         if (!asked) copies_done();
         if (!POLLED && item == b.sm)
