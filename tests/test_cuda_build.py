@@ -185,6 +185,12 @@ def test_no_line_of_a_kernel_is_longer_than_120_columns() -> None:
         assert not [line for line in text.splitlines() if len(line) > 120], name
 
 
+def test_no_number_is_made_uniform_on_one_side_of_a_condition() -> None:
+    """ptxas 13.0 has put such a reduction under a predicate that it had not set: rows of a tree had other positions."""
+    for name, text in sources().items():
+        assert not re.search(r"\?[^;{}]*\buniform\(", re.sub(r"//.*", "", text)), name
+
+
 def test_compiling_changes_nothing_else() -> None:
     """NVRTC writes its log into memory we give it; an empty log is one byte, and Python has one object for each."""
     compile_source(sources()["weights/stream.cu"], "weights/stream.cu", "sm_90", {})

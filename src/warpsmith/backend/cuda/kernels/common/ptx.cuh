@@ -377,7 +377,8 @@ __device__ __forceinline__ void load_once16(u32* v, const u8* at) {
                  : "l"(at));
 }
 
-// The same number in every lane, which the compiler then knows: it may keep it in a register of the whole warp.
+// The same number in every lane, which the compiler then knows: it may keep it in a register of the whole warp. Not for
+// one side of a conditional expression: ptxas 13.0 has put it under a predicate that it had not set.
 __device__ __forceinline__ int uniform(int v) { return (int)__reduce_max_sync(~0u, (unsigned)v); }
 
 // True when it is in every lane. Polling until then keeps the warp together.

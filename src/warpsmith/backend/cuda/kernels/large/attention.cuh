@@ -99,7 +99,7 @@ __device__ __noinline__ u32 attention_mix(int stage, int deltas, int length, con
         KeyWalk walk(b, layer, items, min(item, items.all - 1));
         const bool some = item < items.all && walk.steps > 0;
         const int row = b.warp * SMS + b.sm, node = min(row / ATTENTION_ROWS, b.nodes - 1);  // of a tree
-        RowFactors factors(b, alone ? b.length : uniform(node_position(b, node)),
+        RowFactors factors(b, uniform(alone ? b.length : node_position(b, node)),
                            alone ? b.warp < GROUP : row % ATTENTION_ROWS < HEADS);
         b.sync();  // what the scratch holds may still be read
         if (some) walk.begin();

@@ -73,7 +73,7 @@ struct KeyWalk {
         const int own = max(item - items.own_at, 0), batch = item % items.batches, pair = item / items.batches,
                   split = pair / KV_HEADS;
         node = shared ? -1 : min(own / (KV_HEADS * items.whole), b.nodes - 1);
-        own_end = shared ? 0 : uniform(node_position(b, node)) + 1;
+        own_end = uniform(shared ? 0 : node_position(b, node) + 1);
         kv_head = shared ? pair % KV_HEADS : own % KV_HEADS;
         first_row = shared ? batch * (QUERY_TILES * 16) : node * GROUP;
         rows = shared ? min(QUERY_TILES * 16, b.nodes * GROUP - first_row) : GROUP;
