@@ -222,7 +222,7 @@ def test_activations_may_be_far_from_one() -> None:
 
 def test_units_that_two_warps_share_have_the_bits_of_plain_decoding() -> None:
     """SMs with five and with six units of a DeltaNet's states: eight warps walk them in halves."""
-    config = dataclasses.replace(SHAPE, value_heads=2, layers=1, recurrent=(True,), ffn=512)
+    config = dataclasses.replace(SHAPE, value_heads=2, layers=2, recurrent=(True, False), ffn=512)
     with emulated(config, MIXED) as (cuda, _):
         state, plain = cuda.new_state(64), cuda.new_state(64)
         tree = random_tree(np.random.default_rng(5), 8, config.vocab)
