@@ -52,6 +52,15 @@ def same_state(config: Config, a, b) -> bool:
     )
 
 
+def check_last_path(cuda, state, plain, tree: Tree) -> None:
+    """Rows on the way to a tree's last node, and what committing it leaves, are to the bit those of plain decoding."""
+    path = tree.path(len(tree) - 1)
+    rows = cuda.forward([(state, tree)], LOGITS).logits.numpy()[path]
+    np.testing.assert_array_equal(rows, plain_run(cuda, plain, tree.tokens[path]))
+    cuda.commit(state, path)
+    assert same_state(cuda.config, state, plain)
+
+
 def check_smaller_than_its_room(cuda, nodes: int, room: int) -> None:
     """A tree on the device of so many nodes, launched for `room`: its rows are those of a tree the host gives."""
     rng = np.random.default_rng(nodes)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from device_checks import (
     check_decoded,
     check_drawn,
+    check_last_path,
     check_smaller_than_its_room,
     check_verified,
     distance,
@@ -198,14 +199,8 @@ def test_features_and_logits_are_those_of_the_reference(both: tuple[LargeBackend
 
 def test_a_tree_s_rows_are_those_of_plain_decoding(both: tuple[LargeBackend, ReferenceBackend]) -> None:
     cuda, _ = both
-    state, plain = cuda.new_state(64), cuda.new_state(64)
-    rng = np.random.default_rng(1)
-    tree = random_tree(rng, 8, SHAPE.vocab)
-    path = tree.path(7)
-    rows = cuda.forward([(state, tree)], LOGITS).logits.numpy()[path]
-    np.testing.assert_array_equal(rows, plain_run(cuda, plain, tree.tokens[path]))
-    cuda.commit(state, path)
-    assert same_state(SHAPE, state, plain)
+    tree = random_tree(np.random.default_rng(1), 8, SHAPE.vocab)
+    check_last_path(cuda, cuda.new_state(64), cuda.new_state(64), tree)
 
 
 def test_activations_may_be_far_from_one() -> None:
@@ -224,13 +219,8 @@ def test_units_that_two_warps_share_have_the_bits_of_plain_decoding() -> None:
     """SMs with five and with six units of a DeltaNet's states: eight warps walk them in halves."""
     config = dataclasses.replace(SHAPE, value_heads=2, layers=2, recurrent=(True, False), ffn=512)
     with emulated(config, MIXED) as (cuda, _):
-        state, plain = cuda.new_state(64), cuda.new_state(64)
         tree = random_tree(np.random.default_rng(5), 8, config.vocab)
-        path = tree.path(7)
-        rows = cuda.forward([(state, tree)], LOGITS).logits.numpy()[path]
-        np.testing.assert_array_equal(rows, plain_run(cuda, plain, tree.tokens[path]))
-        cuda.commit(state, path)
-        assert same_state(config, state, plain)
+        check_last_path(cuda, cuda.new_state(64), cuda.new_state(64), tree)
 
 
 @pytest.mark.slow
@@ -239,12 +229,7 @@ def test_a_build_for_more_nodes_has_the_same_bits() -> None:
     with emulated(SHAPE, MIXED, variants=(1, 16)) as (cuda, _):
         state, plain, rng = cuda.new_state(128), cuda.new_state(128), np.random.default_rng(3)
         for _ in range(2):
-            tree = random_tree(rng, 14, SHAPE.vocab)
-            path = tree.path(13)
-            rows = cuda.forward([(state, tree)], LOGITS).logits.numpy()[path]
-            np.testing.assert_array_equal(rows, plain_run(cuda, plain, tree.tokens[path]))
-            cuda.commit(state, path)
-            assert same_state(SHAPE, state, plain)
+            check_last_path(cuda, state, plain, random_tree(rng, 14, SHAPE.vocab))
         check_smaller_than_its_room(cuda, 3, 16)
 
 

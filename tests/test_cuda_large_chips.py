@@ -10,11 +10,17 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from device_checks import check_decoded, check_drawn, check_interleaved, plain_run, relative, same_state
+from device_checks import (
+    check_decoded,
+    check_drawn,
+    check_interleaved,
+    check_last_path,
+    relative,
+)
 from emulator.gpu import emulated_gpu
 from large_cases import CACHES, MIXED, SHAPE, bound_of, remember, rounded_caches, tensors_of
 from random_models import random_tree
-from warpsmith.backend.base import LOGITS, Want
+from warpsmith.backend.base import Want
 from warpsmith.backend.cuda.build.compiler import compile_source, sources, target
 from warpsmith.backend.cuda.build.profiles import load_profiles
 from warpsmith.backend.cuda.large.backend import IN_FLIGHT, LargeBackend
@@ -125,28 +131,17 @@ def test_it_computes_what_the_reference_does(small: tuple[LargeBackend, Referenc
 
 def test_a_tree_s_rows_are_those_of_plain_decoding(small: tuple[LargeBackend, ReferenceBackend]) -> None:
     cuda, reference = small
-    rng = np.random.default_rng(1)
-    tree = random_tree(rng, 8, SHAPE.vocab)
-    path, length = tree.path(7), 126
-    state, plain = cuda.new_state(256), cuda.new_state(256)
+    length, state, plain = 126, cuda.new_state(256), cuda.new_state(256)
     for each in (state, plain):
         remember(cuda, each, reference, reference.new_state(256), length, np.random.default_rng(length))
-    rows = cuda.forward([(state, tree)], LOGITS).logits.numpy()[path]
-    np.testing.assert_array_equal(rows, plain_run(cuda, plain, tree.tokens[path]))
-    cuda.commit(state, path)
-    assert same_state(SHAPE, state, plain)
+    check_last_path(cuda, state, plain, random_tree(np.random.default_rng(1), 8, SHAPE.vocab))
 
 
 def test_a_tree_of_22_nodes_runs_in_several_launches(small: tuple[LargeBackend, ReferenceBackend]) -> None:
     cuda, _ = small
     assert cuda.largest_launch < 22 <= cuda.largest_tree
-    state, plain = cuda.new_state(256), cuda.new_state(256)
     tree = random_tree(np.random.default_rng(2), 22, SHAPE.vocab)
-    path = tree.path(21)
-    rows = cuda.forward([(state, tree)], LOGITS).logits.numpy()[path]
-    np.testing.assert_array_equal(rows, plain_run(cuda, plain, tree.tokens[path]))
-    cuda.commit(state, path)
-    assert same_state(SHAPE, state, plain)
+    check_last_path(cuda, cuda.new_state(256), cuda.new_state(256), tree)
 
 
 @pytest.mark.slow  # test_cuda_large.py has the like

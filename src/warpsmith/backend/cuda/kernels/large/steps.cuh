@@ -23,8 +23,8 @@ struct Spans {
     __device__ __forceinline__ int k() const { return number / b.nodes * SPAN + in_span(); }
 };
 
-// Warps 2 i and 2 i + 1 wait for each other. The race checker takes no notice of barriers of the whole block any more
-// where there are such of pairs: for it they are others.
+// Warps 2 i and 2 i + 1 wait for each other. The race checker loses the block's barrier where pairs have one like it:
+// in its build they meet at an mbarrier.
 __device__ __forceinline__ void sync_pair(Block& b) {
 #ifdef EVERY_LANE_ARRIVES
     const u32 barrier = shared_address(&b.s.pairs[b.warp / 2]), turn = b.s.meetings[b.warp] & 1;
