@@ -399,5 +399,6 @@ class LargeLayout(SlabStages):
             "DELTA_LAYERS": self.delta_layers, "KEY_TYPE": self.key_rows.number, "VALUE_TYPE": self.value_rows.number,
             "IN_RESULTS": self.most_results(0), "OUT_RESULTS": self.most_results(1),
             "MLP_IN_RESULTS": self.most_results(2), "MLP_OUT_RESULTS": self.most_results(3),
+            "MOST_PARTS": max(int(np.diff(deal.tables, axis=1).max()) for deal in self.deals),
             "TABLE_ENTRIES": max(-(-deal.tables.size // 8) * 8 for deal in self.deals[:-1]),
         }  # fmt: skip

@@ -13,7 +13,8 @@
 
 // A warp merges the parts of a node's head, a lane eight dimensions: first its gates, which are there before the parts.
 struct Merge {
-    static constexpr int AT_ONCE = 16, EACH = (PARTS + 31) / 32;
+    static constexpr int AT_ONCE = 12, EACH = (PARTS + 31) / 32;
+    static_assert(AT_ONCE % EACH == 0, "it is known which of a lane's parts is next");
     float gate[8];
 
     template <class Projection>
@@ -36,10 +37,10 @@ struct Merge {
             for (int i = 0; i < AT_ONCE; i++)
                 v[i] = __ldcg(parts + place(min(first + i, count - 1)) * (HEAD_DIM / 8));
         };
-        // What a part weighs, a lane some parts.
+        // What a part weighs, a lane EACH parts.
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            const int which = i * 32 + b.lane;
+            const int which = b.lane * EACH + i;
             stats[i] = which < count ? __ldcg(b.p.part_stats + at + place(which)) : float2{MINUS_INFINITY, 0.0f};
         }
         ask(0);
@@ -51,12 +52,9 @@ struct Merge {
         for (int i = 0; i < EACH; i++) shares[i] = power_of_2(stats[i].x - peak) * stats[i].y;
 #pragma unroll 1
         for (int first = 0;;) {
-            float here = shares[0];
-#pragma unroll
-            for (int i = 1; i < EACH; i++) here = first >= i * 32 ? shares[i] : here;
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
-                const float share = __shfl_sync(~0u, here, (first + i) & 31);  // 0 past the last one
+                const float share = __shfl_sync(~0u, shares[i % EACH], (first + i) / EACH);  // 0 past the last one
                 weight += share;
                 const u32 words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
 #pragma unroll
@@ -85,19 +83,25 @@ struct Merge {
     }
 };
 
+// What all attention layers do for a token, or for a tree: by one thread, when it begins.
+__device__ __forceinline__ void prepare_items(Block& b) {
+    const AttentionItems items(b);
+    b.s.items = items;
+    b.s.first_item = AttentionItem(b, items, min(b.sm, items.all - 1));
+}
+
 // An attention layer's mixer, apart from the rest: the compiler would give the products worse code beside it. It waits
 // for the projection's sums. Returns the steps done so far.
 __device__ __noinline__ u32 attention_mix(int stage, int deltas, int length, const float* vectors, u32 steps_done) {
     Block b;
     b.deltas = deltas, b.length = length, b.vectors = vectors, b.steps_done = steps_done;
-    const AttentionItems items(b);
-    const int layer = stage >> 2;
+    const int layer = stage >> 2, all = uniform(b.s.items.all);
     const auto sums = sums_of<HIDDEN_GROUPS>(b, stage, ATTENTION_IN_ROWS);
     const bool alone = b.nodes == 1;
 #pragma unroll 1
-    for (int item = b.sm; item < items.all || item == b.sm; item += SMS) {
-        KeyWalk walk(b, layer, items, min(item, items.all - 1));
-        const bool some = item < items.all && walk.steps > 0;
+    for (int item = b.sm; item < all || item == b.sm; item += SMS) {
+        KeyWalk walk(b, layer, item == b.sm ? b.s.first_item : AttentionItem(b, b.s.items, item));
+        const bool some = item < all && walk.steps > 0;
         const int row = b.warp * SMS + b.sm, node = min(row / ATTENTION_ROWS, b.nodes - 1);  // of a tree
         RowFactors factors(b, uniform(alone ? b.length : node_position(b, node)),
                            alone ? b.warp < GROUP : row % ATTENTION_ROWS < HEADS);
@@ -130,9 +134,10 @@ __device__ __noinline__ u32 attention_mix(int stage, int deltas, int length, con
     b.wait_for_all();
     b.mark();
 #pragma unroll 1
-    for (int task = first; task < tasks; task += WARPS * SMS) {
-        if (task != first) merge.take_gates(b, sums, task);
+    for (int task = first; task < tasks;) {
         merge.run(b, stage, task);
+        task += WARPS * SMS;
+        if (task < tasks) merge.take_gates(b, sums, task);
     }
     return b.steps_done;
 }

@@ -20,13 +20,10 @@ constexpr int FIRST_STEPS = larger(1, VALUE_STAGES - 1);
 constexpr int EXPECTED = 4;  // steps ahead of which keys and values are asked into the L2 cache
 
 // What there is to do for a layer, the same for all its SMs: items, each for a key head.
-struct AttentionItems {
-    int committed;                    // whole chunks that are: all nodes may share them
-    int chunks, splits, batches;      // chunks that are early for some node; splits of them; batches of queries
-    int shared, own_at, whole, all;   // items of shared chunks; where nodes' own begin; chunks of a node; all items
+struct AttentionItems : ItemCounts {
     __device__ explicit AttentionItems(const Block& b) {
         constexpr int AT_ONCE = QUERY_TILES * 16;
-        const int deepest = b.length + uniform(b.s.deepest);
+        const int deepest = b.length + b.s.deepest;
         committed = b.length / CHUNK, chunks = early_chunks(deepest), splits = min(chunks, SPLITS);
         batches = (b.nodes * GROUP + AT_ONCE - 1) / AT_ONCE;
         // for some nodes the last of the committed chunks is not early, but a part
@@ -56,24 +53,15 @@ __device__ __forceinline__ int operand_place(int row, int q, int half) {
 // Where four keys' scores are: lanes that load together meet different banks.
 __device__ __forceinline__ int score_place(int row, int four) { return row * (CHUNK * 4) + (four ^ (row & 7)) * 16; }
 
-struct KeyWalk {
-    Block& b;
-    const AttentionScratch at;
-    const u8 *keys, *values, *drafted_keys, *drafted_values;  // of this key head
-    int kv_head, first_row, rows, part;                       // queries (node, head of the group) in order
-    int chunk, stride, steps;                                 // chunks chunk, chunk + stride, ...
-    int node, own_end;  // the one whose own chunk this is, and where its positions end; or -1: shared chunks
-    KeyWords<KEY_TYPE> next = {};  // set, since registers that are set on some paths only are live in the whole kernel
-
-    // Item number `item` of a layer: first splits of the early chunks and the late one (batches of queries for the same
-    // keys at the same time), then nodes' own. Some have no steps.
-    __device__ __forceinline__ KeyWalk(Block& block, int layer, const AttentionItems& items, int item)
-        : b(block), at(block.scratch) {
+// Item number `item` of a layer: first splits of the early chunks and the late one (batches of queries for the same
+// keys at the same time), then nodes' own. Some have no steps.
+struct AttentionItem : Item {
+    __device__ AttentionItem(const Block& b, const ItemCounts& items, int item) {
         const bool shared = item < items.shared;
         const int own = max(item - items.own_at, 0), batch = item % items.batches, pair = item / items.batches,
                   split = pair / KV_HEADS;
         node = shared ? -1 : min(own / (KV_HEADS * items.whole), b.nodes - 1);
-        own_end = uniform(shared ? 0 : node_position(b, node) + 1);
+        own_end = shared ? 0 : node_position(b, node) + 1;
         kv_head = shared ? pair % KV_HEADS : own % KV_HEADS;
         first_row = shared ? batch * (QUERY_TILES * 16) : node * GROUP;
         rows = shared ? min(QUERY_TILES * 16, b.nodes * GROUP - first_row) : GROUP;
@@ -84,6 +72,20 @@ struct KeyWalk {
         steps = late     ? 1
                 : shared ? (items.chunks - chunk + SPLITS - 1) / SPLITS
                          : item >= items.own_at && chunk * CHUNK < own_end;
+    }
+};
+
+struct KeyWalk : Item {
+    Block& b;
+    const AttentionScratch at;
+    const u8 *keys, *values, *drafted_keys, *drafted_values;  // of this key head
+    KeyWords<KEY_TYPE> next = {};  // set, since registers that are set on some paths only are live in the whole kernel
+
+    __device__ __forceinline__ KeyWalk(Block& block, int layer, const Item& item)
+        : Item{uniform(item.kv_head), uniform(item.first_row), uniform(item.rows), uniform(item.part),
+               uniform(item.chunk),   uniform(item.stride),    uniform(item.steps), uniform(item.node),
+               uniform(item.own_end)},
+          b(block), at(block.scratch) {
         const size_t cache = cache_index(b, layer, kv_head);
         keys = b.p.keys + cache * b.p.context * KEY_ROW, values = b.p.values + cache * b.p.context * VALUE_ROW;
         drafted_keys = b.p.pending_keys + cache * MAX_NODES * KEY_ROW;
@@ -190,14 +192,22 @@ struct KeyWalk {
         to += OPERAND;
         *(u32*)(to + operand_place(row, q, 0)) = v.z, *(u32*)(to + operand_place(row, q, 1)) = v.w;
     }
+    // Of nodes' queries in order, those of this key head: which of all nodes' and heads' it is.
+    __device__ __forceinline__ int query_at(int row) const {
+        const int query = first_row + row;
+        return query + query / GROUP * (HEADS - GROUP) + kv_head * GROUP;
+    }
+    // A warp every eighth row, all at once.
     __device__ __forceinline__ void take_queries() const {
-#pragma unroll 4
-        for (int i = threadIdx.x; i < (rows + 15) / 16 * 16 * 32; i += CONSUMERS) {
-            const int row = i / 32, query = min(row, rows - 1) + first_row;
-            const u32* from =
-                b.p.queries + ((size_t)(query / GROUP) * HEADS + kv_head * GROUP + query % GROUP) * (HEAD_DIM / 2);
-            place_query(row, i % 32, __ldcg((const uint4*)from + i % 32));
-        }
+        uint4 v[QUERY_TILES * 2];
+#pragma unroll
+        for (int i = 0; i < QUERY_TILES * 2; i++)
+            if (i / 2 * 16 < rows)
+                v[i] = __ldcg((const uint4*)b.p.queries + query_at(min(b.warp + i * WARPS, rows - 1)) * (HEAD_DIM / 8) +
+                              b.lane);
+#pragma unroll
+        for (int i = 0; i < QUERY_TILES * 2; i++)
+            if (i / 2 * 16 < rows) place_query(b.warp + i * WARPS, b.lane, v[i]);
     }
 
     // Of the keys that have come; the next are asked for.
@@ -317,8 +327,7 @@ struct KeyWalk {
             for (int upper = 0; upper < 2; upper++) {
                 const int row = tile * 16 + upper * 8 + g;
                 if (row >= rows || at.weight[row] == 0.0f) continue;  // none of its positions
-                const int query = first_row + row, head = kv_head * GROUP + query % GROUP;
-                const size_t to = ((size_t)(query / GROUP) * HEADS + head) * PARTS + part;
+                const size_t to = (size_t)query_at(row) * PARTS + part;
                 const float inverse = reciprocal(fmaxf(at.weight[row], 1e-30f));
                 float first[4], second[4];
 #pragma unroll

@@ -176,6 +176,7 @@ __device__ __forceinline__ void consume(Block& b) {
     b.length = b.r.length;  // read again, else it would be kept in memory until here
 #pragma unroll 1
     for (int step = 0; step < max(1, b.r.steps); step++) {
+        if (threadIdx.x == 0) prepare_items(b);
         forward_pass(b, step);
         const int token = b.s.token[0];
         b.length++;
@@ -270,7 +271,7 @@ __device__ __forceinline__ void ask_early(const Block& b, int i) {
                                          : recurrent ? DELTA_VECTORS + MIX_NORM
                                                      : ATTENTION_VECTORS + MIX_NORM);
         const int span = b.lane / 8 * SMS + b.sm, at = b.lane % 8 * 32;
-        if (span < SPANS * b.nodes && at < SPAN) prefetch(norm + span / b.nodes * SPAN + at);
+        if (span < SPANS * b.nodes && at < SPAN) prefetch(norm + b.over_nodes(span) * SPAN + at);
     } else if (kind == IN && recurrent) {
         const DeltaShare share(b.sm);
         const float* states = b.p.delta + (size_t)b.deltas * VALUE_DIM * STATE_DIM + b.lane * 32;
@@ -340,6 +341,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         Barriers(block.base).init();
         *(u32*)(block.scratch + ISSUED_AT) = 0;
         block.s.stopped = 0, block.s.scaled = -1;
+        block.s.half_by_nodes = ((1u << 31) + block.nodes - 1) / block.nodes;
         block.s.runs[0] = params.runs[blockIdx.x];
 #ifdef EVERY_LANE_ARRIVES
         for (int i = 0; i < WARPS / 2; i++) barrier_init(shared_address(&block.s.pairs[i]), 64);

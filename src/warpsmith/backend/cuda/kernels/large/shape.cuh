@@ -187,6 +187,18 @@ struct alignas(4) Visit {
 constexpr int HERE = -1, NOWHERE = -1, KEPT_STATES = 5;  // places: a tree of n nodes needs at most log2(n)
 static_assert(NODES < 1 << KEPT_STATES, "too few places for states");
 
+// Attention's items (see attention_walk.cuh): how many there are of each kind, and one of them.
+struct ItemCounts {
+    int committed;                   // whole chunks that are: all nodes may share them
+    int chunks, splits, batches;     // chunks that are early for some node; splits of them; batches of queries
+    int shared, own_at, whole, all;  // items of shared chunks; where nodes' own begin; chunks of a node; all items
+};
+struct Item {
+    int kv_head, first_row, rows, part;  // queries (node, head of the group) in order
+    int chunk, stride, steps;            // chunks chunk, chunk + stride, ...
+    int node, own_end;  // the one whose own chunk this is, and where its positions end; or -1: shared chunks
+};
+
 struct Shared {
     Params params;  // here, since functions would fetch them from memory
     Request request;
@@ -200,6 +212,7 @@ struct Shared {
     int scaled;             // the last stage with a superblock that has a scale of its own
     unsigned long long best[NODES];
     int token[NODES], depth[NODES];
+    u32 half_by_nodes;                   // 2^31 / nodes, rounded up
     signed char path[NODES][4];          // a node and its ancestors; -1, -2, ...: committed tokens, newest first
     Visit visits[NODES];                 // the nodes in the order in which states are walked
     signed char ancestor[NODES][NODES];  // by depth
@@ -208,6 +221,8 @@ struct Shared {
     alignas(16) u16 tiles[TABLE_ENTRIES];  // of the stage whose sums are at work
     volatile int stopped;
     int deepest;
+    ItemCounts items;
+    Item first_item;  // of this SM's
     int drawn[SAMPLES ? MAX_STEPS : 1];  // tokens of this launch
     int reach;                           // m of sample.cuh
 #ifdef PROFILE

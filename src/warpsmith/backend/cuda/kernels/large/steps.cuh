@@ -18,9 +18,9 @@ struct Spans {
         : b(block), slot(block.warp * 128 / SPAN), number(slot * SMS + block.sm) {}
     __device__ __forceinline__ bool more() const { return number < K / SPAN * b.nodes; }
     __device__ __forceinline__ void next() { slot += AT_ONCE, number += AT_ONCE * SMS; }
-    __device__ __forceinline__ int node() const { return number % b.nodes; }
+    __device__ __forceinline__ int node() const { return number - b.over_nodes(number) * b.nodes; }
     __device__ __forceinline__ int in_span() const { return b.warp * 128 % SPAN + b.lane * 4; }
-    __device__ __forceinline__ int k() const { return number / b.nodes * SPAN + in_span(); }
+    __device__ __forceinline__ int k() const { return b.over_nodes(number) * SPAN + in_span(); }
 };
 
 // Warps 2 i and 2 i + 1 wait for each other. The race checker loses the block's barrier where pairs have one like it:

@@ -148,7 +148,7 @@ struct SumWords {
         for (int g = 0; g < GROUPS; g++) {
             total = add(add(total, floats(a.v[g][0])), floats(a.v[g][1]));
 #pragma unroll 1
-            for (int i = 2; i < place.parts[g]; i++) {
+            for (int i = 2; MOST_PARTS > 2 && i < place.parts[g]; i++) {
                 const u32* at = place.at[g] + i * ROWS + on;
                 uint4 more = load16(at);
                 for (Watchdog dog; !came4(more); more = load16(at)) dog.check();
