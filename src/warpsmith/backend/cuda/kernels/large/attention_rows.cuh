@@ -12,13 +12,13 @@ __device__ __forceinline__ size_t cache_index(const Block& b, int layer, int kv_
     return (size_t)(layer - b.deltas) * KV_HEADS + kv_head;
 }
 
-// Eight rows of the projection.
+// Eight rows of the projection, a multiple of 8.
 template <class Projection>
 __device__ __forceinline__ void take_eight(const Projection& sums, int node, int row, float (&v)[8]) {
-    const auto first = sums.place(row), second = sums.place(row + 4);
+    const auto place = sums.place(row);
     typename Projection::Asked low, high;
-    sums.ask(low, first, node), sums.ask(high, second, node);
-    const float4 a = sums.total(low, first, node), c = sums.total(high, second, node);
+    sums.ask(low, place, node), sums.ask(high, place, node, 4);
+    const float4 a = sums.total(low, place, node), c = sums.total(high, place, node, 4);
     v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = c.x, v[5] = c.y, v[6] = c.z, v[7] = c.w;
 }
 

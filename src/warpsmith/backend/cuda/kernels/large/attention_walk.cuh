@@ -47,7 +47,7 @@ struct AttentionScratch {
 // Queries and weights lie as operands: sixteen bytes of every lane of a product, product after product. Where the pair
 // of values is that row `row` of a tile gives to lane q of its four, in the first or second half of K.
 constexpr int OPERAND = 512, QUERY_TILE = HEAD_DIM / 16 * OPERAND, WEIGHT_TILE = CHUNK / 16 * OPERAND;
-__device__ __forceinline__ int operand_place(int row, int q, int half) {
+__host__ __device__ constexpr int operand_place(int row, int q, int half) {
     return (row % 8 * 4 + q) * 16 + (half * 2 + row / 8 % 2) * 4;
 }
 // Where four keys' scores are: lanes that load together meet different banks.
@@ -58,15 +58,15 @@ __device__ __forceinline__ int score_place(int row, int four) { return row * (CH
 struct AttentionItem : Item {
     __device__ AttentionItem(const Block& b, const ItemCounts& items, int item) {
         const bool shared = item < items.shared;
-        const int own = max(item - items.own_at, 0), batch = item % items.batches, pair = item / items.batches,
-                  split = pair / KV_HEADS;
-        node = shared ? -1 : min(own / (KV_HEADS * items.whole), b.nodes - 1);
+        const int own = max(item - items.own_at, 0), pair = (u32)item / (u32)items.batches,
+                  batch = item - pair * items.batches, split = pair / KV_HEADS;
+        node = shared ? -1 : min((int)((u32)own / (u32)(KV_HEADS * items.whole)), b.nodes - 1);
         own_end = shared ? 0 : node_position(b, node) + 1;
         kv_head = shared ? pair % KV_HEADS : own % KV_HEADS;
         first_row = shared ? batch * (QUERY_TILES * 16) : node * GROUP;
         rows = shared ? min(QUERY_TILES * 16, b.nodes * GROUP - first_row) : GROUP;
         const bool late = shared && split == items.splits;
-        chunk = late ? items.committed - 1 : shared ? split : items.committed + own / KV_HEADS % items.whole;
+        chunk = late ? items.committed - 1 : shared ? split : items.committed + own / KV_HEADS - node * items.whole;
         part = late ? SPLITS : shared ? split : SPLITS + chunk - early_chunks(own_end - 1);
         stride = late ? items.committed : SPLITS;
         steps = late     ? 1
@@ -178,28 +178,30 @@ struct KeyWalk : Item {
             if (row >= HEADS)
                 keep_row(b, layer, of, row, v);
             else if (alone)
-                place_query(task, b.lane, {pack_half(v[0], v[1]), pack_half(v[2], v[3]), pack_half(v[4], v[5]),
+                place_query(query_place(task), {pack_half(v[0], v[1]), pack_half(v[2], v[3]), pack_half(v[4], v[5]),
                                            pack_half(v[6], v[7])});
             else
                 store_eight<CACHE_F16, 1>((u8*)b.p.queries + ((size_t)of * HEADS + row) * (HEAD_DIM * 2), b.lane, v);
         }
     }
-    // Dimensions 8 eight .. + 7 of a query.
-    __device__ __forceinline__ void place_query(int row, int eight, uint4 v) const {
-        const int q = KeyWords<KEY_TYPE>::lane_of(eight);
-        u8* to = at.queries + row / 16 * QUERY_TILE + KeyWords<KEY_TYPE>::operand_of(eight) * (2 * OPERAND);
-        *(u32*)(to + operand_place(row, q, 0)) = v.x, *(u32*)(to + operand_place(row, q, 1)) = v.y;
-        to += OPERAND;
-        *(u32*)(to + operand_place(row, q, 0)) = v.z, *(u32*)(to + operand_place(row, q, 1)) = v.w;
+    // Where this lane's eight dimensions of one of a tile's first eight queries are.
+    __device__ __forceinline__ u8* query_place(int row) const {
+        return at.queries + KeyWords<KEY_TYPE>::operand_of(b.lane) * (2 * OPERAND) +
+               operand_place(row, KeyWords<KEY_TYPE>::lane_of(b.lane), 0);
+    }
+    __device__ __forceinline__ void place_query(u8* to, uint4 v) const {
+        constexpr int HALF = operand_place(0, 0, 1);
+        *(u32*)to = v.x, *(u32*)(to + HALF) = v.y, *(u32*)(to + OPERAND) = v.z, *(u32*)(to + OPERAND + HALF) = v.w;
     }
     // Of nodes' queries in order, those of this key head: which of all nodes' and heads' it is.
-    __device__ __forceinline__ int query_at(int row) const {
-        const int query = first_row + row;
+    __device__ __forceinline__ u32 query_at(int row) const {
+        const u32 query = first_row + row;
         return query + query / GROUP * (HEADS - GROUP) + kv_head * GROUP;
     }
     // A warp every eighth row, all at once.
     __device__ __forceinline__ void take_queries() const {
         uint4 v[QUERY_TILES * 2];
+        u8* to = query_place(b.warp);
 #pragma unroll
         for (int i = 0; i < QUERY_TILES * 2; i++)
             if (i / 2 * 16 < rows)
@@ -207,7 +209,7 @@ struct KeyWalk : Item {
                               b.lane);
 #pragma unroll
         for (int i = 0; i < QUERY_TILES * 2; i++)
-            if (i / 2 * 16 < rows) place_query(b.warp + i * WARPS, b.lane, v[i]);
+            if (i / 2 * 16 < rows) place_query(to + i / 2 * QUERY_TILE + operand_place(i % 2 * WARPS, 0, 0), v[i]);
     }
 
     // Of the keys that have come; the next are asked for.
@@ -334,9 +336,11 @@ struct KeyWalk : Item {
                 for (int o = 0; o < 4; o++)
                     first[o] = sum[tile][o][upper * 2] * inverse, second[o] = sum[tile][o][upper * 2 + 1] * inverse;
                 store_sums<VALUE_TYPE>(b.p.parts + to * (HEAD_DIM / 2) + b.warp * 16, first, second, q);
-                if (b.warp == 0 && q == 0) b.p.part_stats[to] = {at.peak[row], at.weight[row]};
             }
         }
+        const int row = threadIdx.x;
+        if (row < rows && at.weight[row] != 0.0f)
+            b.p.part_stats[(size_t)query_at(row) * PARTS + part] = {at.peak[row], at.weight[row]};
     }
 
     // After `go_on`, when the queries are there.

@@ -121,40 +121,40 @@ struct Sums {
 
     // Where rows `row` .. + 3, a multiple of 4, of the first node are: a group's first part, and how many parts it has.
     struct Place {
-        const float* at[GROUPS];
+        u32 at[GROUPS];
         int parts[GROUPS];
     };
     struct Asked {
         float4 v[GROUPS][2];
     };
-    __device__ __forceinline__ Place place(int row) const {
+    __device__ __forceinline__ Place place(u32 row) const {
         const u16* from = tiles + row / ROWS;
         Place place;
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
             const int tile = from[g * stride];
             place.parts[g] = from[g * stride + 1] - tile;
-            place.at[g] = sums + (size_t)tile * (NODES * ROWS) + row % ROWS;
+            place.at[g] = tile * (NODES * ROWS) + row % ROWS;
         }
         return place;
     }
     // A node's rows, or those `on` of the same tile further on: the first two parts of every group, asked for at once.
-    static __device__ __forceinline__ void ask(Asked& a, const Place& place, int node, int on = 0) {
+    __device__ __forceinline__ void ask(Asked& a, const Place& place, int node, int on = 0) const {
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
-            const float* at = place.at[g] + node * ROWS + on;
+            const float* at = sums + (place.at[g] + node * ROWS) + on;
             a.v[g][0] = __ldcg((const float4*)at);
             a.v[g][1] = place.parts[g] > 1 ? __ldcg((const float4*)(at + NODES * ROWS)) : float4{};
         }
     }
-    static __device__ __forceinline__ float4 total(const Asked& a, const Place& place, int node, int on = 0) {
+    __device__ __forceinline__ float4 total(const Asked& a, const Place& place, int node, int on = 0) const {
         float4 total = {};
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
             total = add(add(total, a.v[g][0]), a.v[g][1]);
 #pragma unroll 1
             for (int i = 2; MOST_PARTS > 2 && i < place.parts[g]; i++)
-                total = add(total, __ldcg((const float4*)(place.at[g] + ((size_t)i * NODES + node) * ROWS + on)));
+                total = add(total, __ldcg((const float4*)(sums + (place.at[g] + (i * NODES + node) * ROWS) + on)));
         }
         return total;
     }

@@ -117,6 +117,7 @@ __device__ __noinline__ u32 lead_to(int i, int length, u32 steps_done) {
         }
     } else {
         if (i == 0) {
+            if (threadIdx.x == 0) prepare_items(b);
             embed(b);
         } else {
             if (!POLLED) b.wait_for_all();
@@ -176,7 +177,6 @@ __device__ __forceinline__ void consume(Block& b) {
     b.length = b.r.length;  // read again, else it would be kept in memory until here
 #pragma unroll 1
     for (int step = 0; step < max(1, b.r.steps); step++) {
-        if (threadIdx.x == 0) prepare_items(b);
         forward_pass(b, step);
         const int token = b.s.token[0];
         b.length++;

@@ -46,7 +46,7 @@ struct Fours {
 // A warp's lanes have QUADS fours each of a node's superblock, one behind another, the first lane's from a multiple of
 // 128 on. They are multiplied with `by`; `most`: the superblock's largest after that.
 template <int QUADS>
-__device__ __forceinline__ void publish_operands(u32* words, int node, int k, Fours<QUADS> fours, float by, u32 most) {
+__device__ __forceinline__ void publish_operands(u32* words, u32 node, u32 k, Fours<QUADS> fours, float by, u32 most) {
     constexpr int STEP_WORDS = STEP_BYTES / 4;
     const BlockScale scale(most);
     words += k / BLOCK_K * BLOCK_WORDS;
@@ -54,7 +54,7 @@ __device__ __forceinline__ void publish_operands(u32* words, int node, int k, Fo
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < QUADS; i++) {
-        const int in = k % BLOCK_K + i * 4;
+        const u32 in = k % BLOCK_K + i * 4;
         const OperandQuad quad(fours.pairs[i][0], fours.pairs[i][1], scale.full * by);
         u32* at = own + in / 64 * (4 * STEP_WORDS) + in / 4 % 4 * STEP_WORDS + in % 64 / 16;
         store4(at, quad.low), store4(at + 32, quad.high);
@@ -64,7 +64,7 @@ __device__ __forceinline__ void publish_operands(u32* words, int node, int k, Fo
 #pragma unroll
     for (int step = 1; step < LANES; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
     const float odd = __shfl_xor_sync(~0u, sum, LANES);
-    const int lane = k / (4 * QUADS);
+    const u32 lane = k / (4 * QUADS);
     if (lane % (2 * LANES) == 0) {
         const uint2 sums = block_sums(sum, odd);
         u32* at = own + 16 * STEP_WORDS + k % BLOCK_K / 64;

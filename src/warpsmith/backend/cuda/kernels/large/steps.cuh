@@ -125,7 +125,7 @@ struct InnerSums {
         typename From::Asked gate, up;
     };
     // Of k .. k + 3.
-    __device__ __forceinline__ void ask(Asked& a, int node, int k) const {
+    __device__ __forceinline__ void ask(Asked& a, int node, u32 k) const {
         a.place = from.place(k / 8 * 16 + k % 8);
         from.ask(a.gate, a.place, node), from.ask(a.up, a.place, node, 8);
     }

@@ -116,7 +116,7 @@ struct SumWords {
     struct Asked {
         uint4 v[GROUPS][2];
     };
-    __device__ __forceinline__ Place place(int row) const {
+    __device__ __forceinline__ Place place(u32 row) const {
         const u16* from = tiles + row / ROWS;
         Place place;
 #pragma unroll
@@ -137,10 +137,10 @@ struct SumWords {
     // Once they have come.
     static __device__ __forceinline__ float4 total(Asked& a, const Place& place, int node, int on = 0) {
         for (Watchdog dog;; dog.check()) {
-            bool all = true;
+            u32 most = 0;
 #pragma unroll
-            for (int g = 0; g < GROUPS; g++) all = all & came4(a.v[g][0]) & came4(a.v[g][1]);
-            if (all) break;
+            for (int g = 0; g < GROUPS; g++) most = max(most, max(largest(a.v[g][0]), largest(a.v[g][1])));
+            if (most != NOT_YET) break;
             ask(a, place, node, on);
         }
         float4 total = {};
