@@ -21,16 +21,16 @@ __device__ __forceinline__ float dot4(float4 a, float4 b) {
 // A part of the units that share a key head, and which rows of the projection their channels are: q, k, then v.
 struct DeltaShare {
     int key_head, part, first, units, head, heads;  // units from `first` on, in heads `head` .. of the key head's
-    __device__ explicit DeltaShare(int item) {
+    __device__ explicit DeltaShare(u32 item) {
         part = item % KEY_PARTS;
-        key_head = min(item / KEY_PARTS, KEY_HEADS - 1);
-        first = KEY_UNITS * part / KEY_PARTS;
-        units = item < KEY_HEADS * KEY_PARTS ? KEY_UNITS * (part + 1) / KEY_PARTS - first : 0;
-        head = first / 16, heads = units ? (first + units - 1) / 16 - head + 1 : 0;
+        key_head = min((int)(item / KEY_PARTS), KEY_HEADS - 1);
+        first = (u32)(KEY_UNITS * part) / KEY_PARTS;
+        units = item < KEY_HEADS * KEY_PARTS ? (u32)(KEY_UNITS * (part + 1)) / KEY_PARTS - first : 0;
+        head = (u32)first / 16, heads = units ? (u32)(first + units - 1) / 16 - head + 1 : 0;
     }
     __device__ int value_head(int mine) const { return key_head + (head + mine) * KEY_HEADS; }
     __device__ int unit(int mine) const {
-        const int in = first + mine;
+        const u32 in = first + mine;
         return (key_head + in / 16 * KEY_HEADS) * 16 + in % 16;
     }
     __device__ int number() const { return key_head * KEY_UNITS + first; }  // of the first unit, as units are dealt
