@@ -13,8 +13,7 @@
 
 // A warp merges the parts of a node's head, a lane eight dimensions: first its gates, which are there before the parts.
 struct Merge {
-    static constexpr int AT_ONCE = 12, EACH = (PARTS + 31) / 32;
-    static_assert(AT_ONCE % EACH == 0, "it is known which of a lane's parts is next");
+    static constexpr int EACH = (PARTS + 31) / 32, AT_ONCE = up(12, EACH);  // so that the next of a lane's parts is known
     float gate[8];
 
     template <class Projection>
