@@ -141,7 +141,11 @@ struct SumWords {
 #pragma unroll
             for (int g = 0; g < GROUPS; g++) most = max(most, max(largest(a.v[g][0]), largest(a.v[g][1])));
             if (most != NOT_YET) break;
-            ask(a, place, node, on);
+#pragma unroll
+            for (int g = 0; g < GROUPS; g++) {  // those alone: all of them again would be in the way of what comes
+                if (largest(a.v[g][0]) == NOT_YET) a.v[g][0] = load16(place.at[g] + on);
+                if (largest(a.v[g][1]) == NOT_YET) a.v[g][1] = load16(place.at[g] + ROWS + on);
+            }
         }
         float4 total = {};
 #pragma unroll
