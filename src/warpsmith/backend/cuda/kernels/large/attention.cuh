@@ -13,7 +13,8 @@
 
 // A warp merges the parts of a node's head, a lane eight dimensions: first its gates, which are there before the parts.
 struct Merge {
-    static constexpr int EACH = (PARTS + 31) / 32, AT_ONCE = up(12, EACH);  // so that the next of a lane's parts is known
+    static constexpr int EACH = (PARTS + 31) / 32;
+    static constexpr int AT_ONCE = up(12, EACH);  // so that it is known which of a lane's parts is next
     float gate[8];
 
     template <class Projection>
