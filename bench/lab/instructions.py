@@ -17,6 +17,7 @@ from warpsmith.backend.cuda.build.compiler import compile_source, target
 from warpsmith.backend.cuda.memory.driver import Device
 
 BLOCKS, EACH, ROUNDS = 64, 512, 6
+SIZES = (1, 2, 4, 5, 8, 12, 14, 15, 16, 17, 18, 20, 24, 32, 64)  # blocks
 SOURCE = """
 template <int NUMBER>
 __device__ __forceinline__ void block(float (&v)[8], float a) {
@@ -52,10 +53,10 @@ def main() -> None:
     image, _ = compile_source(SOURCE, "instructions.cu", target(device.chip.capability), {"EACH": EACH, "CASES": cases})
     kernel, sms = device.load(image).kernel("run", 0), device.chip.sms
     out, clocks = device.zeros(sms * 1024 * 4), device.zeros(sms * 8)
-    print("KB of code        " + "".join(f"{blocks * EACH * 16 // 1024:6}" for blocks in sizes()))
+    print("KB of code        " + "".join(f"{blocks * EACH * 16 // 1024:6}" for blocks in SIZES))
     for warps in given.warps:
         took = []
-        for blocks in sizes():
+        for blocks in SIZES:
             pointers = (ctypes.c_uint64(out.pointer), ctypes.c_uint64(clocks.pointer))
             for _ in range(2):
                 numbers = (ctypes.c_int(blocks), ctypes.c_int(ROUNDS), ctypes.c_float(0.5))
@@ -63,10 +64,6 @@ def main() -> None:
             device.synchronize()
             took.append(clocks.read(np.int64, (sms,)).mean() / (ROUNDS - 1) / blocks / EACH)
         print(f"clocks, {warps:3} warps " + "".join(f"{clock:6.2f}" for clock in took), flush=True)
-
-
-def sizes() -> list[int]:
-    return [1, 2, 4, 5, 8, 12, 14, 15, 16, 17, 18, 20, 24, 32, 64]
 
 
 if __name__ == "__main__":

@@ -85,9 +85,9 @@ struct Merge {
 
 // What all attention layers do for a token, or for a tree: by one thread, when it begins.
 __device__ __forceinline__ void prepare_items(Block& b) {
-    const AttentionItems items(b);
+    const ItemCounts items = count_items(b);
     b.s.items = items;
-    b.s.first_item = AttentionItem(b, items, min(b.sm, items.all - 1));
+    b.s.first_item = item_of(b, items, min(b.sm, items.all - 1));
 }
 
 // An attention layer's mixer, apart from the rest: the compiler would give the products worse code beside it. It waits
@@ -100,7 +100,7 @@ __device__ __noinline__ u32 attention_mix(int stage, int deltas, int length, con
     const bool alone = b.nodes == 1;
 #pragma unroll 1
     for (int item = b.sm; item < all || item == b.sm; item += SMS) {
-        KeyWalk walk(b, layer, item == b.sm ? b.s.first_item : AttentionItem(b, b.s.items, item));
+        KeyWalk walk(b, layer, item == b.sm ? b.s.first_item : item_of(b, b.s.items, item));
         const bool some = item < all && walk.steps > 0;
         const int row = b.warp * SMS + b.sm, node = min(row / ATTENTION_ROWS, b.nodes - 1);  // of a tree
         RowFactors factors(b, uniform(alone ? b.length : node_position(b, node)),

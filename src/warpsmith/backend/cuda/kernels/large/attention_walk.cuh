@@ -20,21 +20,44 @@ constexpr int FIRST_STEPS = larger(1, VALUE_STAGES - 1);
 constexpr int EXPECTED = 4;  // steps ahead of which keys and values are asked into the L2 cache
 
 // What there is to do for a layer, the same for all its SMs: items, each for a key head.
-struct AttentionItems : ItemCounts {
-    __device__ explicit AttentionItems(const Block& b) {
-        constexpr int AT_ONCE = QUERY_TILES * 16;
-        const int deepest = b.length + b.s.deepest;
-        committed = b.length / CHUNK, chunks = early_chunks(deepest), splits = min(chunks, SPLITS);
-        batches = (b.nodes * GROUP + AT_ONCE - 1) / AT_ONCE;
-        // for some nodes the last of the committed chunks is not early, but a part
-        const int late = early_chunks(b.length) < committed;
-        shared = (splits + late) * batches * KV_HEADS, whole = deepest / CHUNK - committed + 1;
-        own_at = shared;
-        // a node alone: SMs that have the late chunk have its own, too, rather than those with many chunks
-        if (b.nodes == 1 && shared <= SMS && shared + KV_HEADS > SMS) own_at += SMS - KV_HEADS;
-        all = own_at + b.nodes * whole * KV_HEADS;
-    }
-};
+__device__ __forceinline__ ItemCounts count_items(const Block& b) {
+    constexpr int AT_ONCE = QUERY_TILES * 16;
+    const int deepest = b.length + b.s.deepest;
+    ItemCounts n;
+    n.committed = b.length / CHUNK, n.chunks = early_chunks(deepest), n.splits = min(n.chunks, SPLITS);
+    n.batches = (b.nodes * GROUP + AT_ONCE - 1) / AT_ONCE;
+    // for some nodes the last of the committed chunks is not early, but a part
+    const int late = early_chunks(b.length) < n.committed;
+    n.shared = (n.splits + late) * n.batches * KV_HEADS, n.whole = deepest / CHUNK - n.committed + 1;
+    n.own_at = n.shared;
+    // a node alone: SMs that have the late chunk have its own, too, rather than those with many chunks
+    if (b.nodes == 1 && n.shared <= SMS && n.shared + KV_HEADS > SMS) n.own_at += SMS - KV_HEADS;
+    n.all = n.own_at + b.nodes * n.whole * KV_HEADS;
+    return n;
+}
+// Item number `number` of a layer: first splits of the early chunks and the late one (batches of queries for the same
+// keys at the same time), then nodes' own. Some have no steps.
+__device__ __forceinline__ Item item_of(const Block& b, const ItemCounts& items, int number) {
+    const bool shared = number < items.shared;
+    const int own = max(number - items.own_at, 0), pair = (u32)number / (u32)items.batches,
+              batch = number - pair * items.batches, split = pair / KV_HEADS;
+    const bool late = shared && split == items.splits;
+    Item item;
+    item.node = shared ? -1 : min((int)((u32)own / (u32)(KV_HEADS * items.whole)), b.nodes - 1);
+    item.own_end = shared ? 0 : node_position(b, item.node) + 1;
+    item.kv_head = shared ? pair % KV_HEADS : own % KV_HEADS;
+    item.first_row = shared ? batch * (QUERY_TILES * 16) : item.node * GROUP;
+    item.rows = shared ? min(QUERY_TILES * 16, b.nodes * GROUP - item.first_row) : GROUP;
+    item.chunk = late     ? items.committed - 1
+                 : shared ? split
+                          : items.committed + own / KV_HEADS - item.node * items.whole;
+    item.part = late ? SPLITS : shared ? split : SPLITS + item.chunk - early_chunks(item.own_end - 1);
+    item.stride = late ? items.committed : SPLITS;
+    item.steps = late     ? 1
+                 : shared ? (items.chunks - item.chunk + SPLITS - 1) / SPLITS
+                          : number >= items.own_at && item.chunk * CHUNK < item.own_end;
+    return item;
+}
 
 struct AttentionScratch {
     u8 *values, *queries, *scores, *weights;
@@ -52,28 +75,6 @@ __host__ __device__ constexpr int operand_place(int row, int q, int half) {
 }
 // Where four keys' scores are: lanes that load together meet different banks.
 __device__ __forceinline__ int score_place(int row, int four) { return row * (CHUNK * 4) + (four ^ (row & 7)) * 16; }
-
-// Item number `item` of a layer: first splits of the early chunks and the late one (batches of queries for the same
-// keys at the same time), then nodes' own. Some have no steps.
-struct AttentionItem : Item {
-    __device__ AttentionItem(const Block& b, const ItemCounts& items, int item) {
-        const bool shared = item < items.shared;
-        const int own = max(item - items.own_at, 0), pair = (u32)item / (u32)items.batches,
-                  batch = item - pair * items.batches, split = pair / KV_HEADS;
-        node = shared ? -1 : min((int)((u32)own / (u32)(KV_HEADS * items.whole)), b.nodes - 1);
-        own_end = shared ? 0 : node_position(b, node) + 1;
-        kv_head = shared ? pair % KV_HEADS : own % KV_HEADS;
-        first_row = shared ? batch * (QUERY_TILES * 16) : node * GROUP;
-        rows = shared ? min(QUERY_TILES * 16, b.nodes * GROUP - first_row) : GROUP;
-        const bool late = shared && split == items.splits;
-        chunk = late ? items.committed - 1 : shared ? split : items.committed + own / KV_HEADS - node * items.whole;
-        part = late ? SPLITS : shared ? split : SPLITS + chunk - early_chunks(own_end - 1);
-        stride = late ? items.committed : SPLITS;
-        steps = late     ? 1
-                : shared ? (items.chunks - chunk + SPLITS - 1) / SPLITS
-                         : item >= items.own_at && chunk * CHUNK < own_end;
-    }
-};
 
 struct KeyWalk : Item {
     Block& b;
@@ -179,7 +180,7 @@ struct KeyWalk : Item {
                 keep_row(b, layer, of, row, v);
             else if (alone)
                 place_query(query_place(task), {pack_half(v[0], v[1]), pack_half(v[2], v[3]), pack_half(v[4], v[5]),
-                                           pack_half(v[6], v[7])});
+                                                pack_half(v[6], v[7])});
             else
                 store_eight<CACHE_F16, 1>((u8*)b.p.queries + ((size_t)of * HEADS + row) * (HEAD_DIM * 2), b.lane, v);
         }

@@ -60,7 +60,7 @@ struct Block {
         return decoding() ? (size_t)i * MAX_STEPS + (length - r.length) : (size_t)i * (r.whole ? r.whole : nodes);
     }
     __device__ void sync() const { sync_threads<CONSUMERS>(); }
-    // A number divided by that of nodes, which takes a compiler's division twenty instructions more.
+    // number / nodes by a multiplication: the compiler's division is many instructions more.
     __device__ int over_nodes(int number) const {
         return POLLED ? number : (int)((u64)(2 * (u32)number + 1) * s.half_by_nodes >> 32);
     }
