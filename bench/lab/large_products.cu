@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 if constexpr (POLLED)
                     reduce_one<true>(block, other - 1, run, number, 1.0f, sums);
                 else
-                    reduce_tiles<false>(block, other - 1, run, number, sums);
+                    reduce_tiles(block, other - 1, run, number, sums);
             }
         }
     }

@@ -55,7 +55,7 @@ struct AttentionScratch {
 constexpr int STEP_BYTES = NODES * 32, BLOCK_BYTES = 17 * STEP_BYTES, OPERAND_BYTES = GROUP_BLOCKS * BLOCK_BYTES;
 constexpr int SCRATCH_BYTES = up(larger(OPERAND_BYTES, (int)sizeof(AttentionScratch)), 128);
 constexpr int SUM_BUFFERS = 2, SUM_BYTES = 2 * 4 * OCTETS * 512;  // of a tile of results: both groups of warps
-constexpr int SUM_WRITERS = WARPS, SUM_READERS = 1;
+constexpr int SUM_WRITERS = WARPS;
 
 // What is asked of one launch.
 struct Request {

@@ -242,7 +242,7 @@ __device__ __forceinline__ void add_up(Block& b, int which) {
             if constexpr (POLLED)
                 reduce_one<false>(b, which, run, count, b.sum_factor(which, 0), b.p.sums);
             else
-                reduce_tiles<false>(b, which, run, count, b.p.sums);
+                reduce_tiles(b, which, run, count, b.p.sums);
             if (b.lane == 0) add_release(b.p.counter, 1);
         }
     }

@@ -5,64 +5,62 @@
 
 // --- the consumers --------------------------------------------------------------------------------------------------
 
-// Where a group of warps is in a part, that is, in all tiles of rows of one type: it has every second superblock.
+// Where a group of warps is in a part, that is, in all tiles of rows of one type: it has every second superblock. A
+// scheduler begins a product only when no other instruction is ready, so each of these costs its clock: few are counted.
 template <int TYPE>
 struct PartWalk {
-    static constexpr u32 BYTES = 4 * slab_bytes(TYPE);
+    static constexpr u32 BYTES = 4 * slab_bytes(TYPE), PLACE = BLOCK_BYTES >> 4;
     static constexpr int SUMS = OCTETS * 4, AT_ONCE = slot_blocks(TYPE);
     Block& b;
     const Barriers bars;
-    const int superblocks, in_tile;  // of the part; of a tile
-    int index;                       // this group's superblock
-    int tile_first, tile_end;        // where its tile begins and ends
-    int ended = 0;                   // tiles that end before it, and whose sums are still here
-    const int lane;      // by a shuffle: else it would be asked for again and again, which takes long
-    const u32 own_part;  // where this warp's words are in a slot
-    int slots_seen = 0;
-    u32 empty = 0;  // of its slot
+    const int group;
+    int left;                  // superblocks that this group has still to multiply
+    const int rest;            // slots after the last superblock that have nothing for this group
+    const u32 tile;            // bytes of a tile's operands, these numbers all in sixteens
+    u32 at;                    // where the operands of its superblock are, or would be if the tile had no end
+    u32 end;                   // the same at the end of all tiles
+    const int lane;            // by a shuffle: else it would be asked for again and again, which takes long
+    const typename Slab<TYPE>::Places places;
+    u32 slot = 0;  // the one it has words of, by 8 bytes from the beginning of shared memory
     float total[SUMS] = {};
 
     __device__ __forceinline__ PartWalk(Block& block, const Walk& walk, int count)
-        : b(block), bars(block.base), superblocks(count), in_tile(walk.blocks), index(block.warp >> 2),
-          tile_first(-walk.block), tile_end(min(walk.count(), count)),
+        : b(block), bars(block.base), group(block.warp >> 2), left((count + 1 - group) >> 1),
+          rest(AT_ONCE == 2 ? ((count + 1) >> 1) - left : count + 1 - group - 2 * left), tile(walk.blocks * PLACE),
+          at((block.base >> 4) + (walk.block + group) * PLACE),
+          end((block.base >> 4) + (walk.block + count - 1) * PLACE + tile),
           lane(__shfl_sync(~0u, block.lane, block.lane)),
-          own_part(block.base + RING_AT + (AT_ONCE == 2 ? index : 0) * BYTES + (block.warp & 3) * slab_bytes(TYPE)) {
-        pass_tiles();
+          places(block.base + RING_AT + (AT_ONCE == 2 ? group : 0) * BYTES + (block.warp & 3) * slab_bytes(TYPE),
+                 lane) {
+        if (left == 0) at = end;
     }
-    __device__ __forceinline__ bool more() const { return index < superblocks; }
-    __device__ __forceinline__ void pass_tiles() {
-        const int before = min(index, superblocks);
-        while (tile_end <= before) {
-            ended++;
-            tile_first = tile_end;
-            tile_end = tile_end == superblocks ? superblocks + in_tile : min(tile_end + in_tile, superblocks);
-        }
-    }
+    __device__ __forceinline__ bool tile_ended() const { return at >= (b.base >> 4) + tile; }
     // Wait for the next slot, and know where it lies.
     __device__ __forceinline__ u32 next_slot() {
-        const u32 at = next_place(b.ring_end, AT_ONCE * BYTES);
+        const u32 from = next_place(b.ring_end, AT_ONCE * BYTES);
+        slot = b.base + 8 * b.slot;
         b.begin_wait();
-        barrier_wait(bars.full + 8 * b.slot, b.slot_phase);
+        barrier_wait(BARRIERS_AT + slot, b.slot_phase);
         b.end_wait();
-        empty = bars.empty + 8 * b.slot;
-        slots_seen++;
         if (++b.slot == SLOTS) b.slot = 0, b.slot_phase ^= 1;
-        return at;
+        return from;
     }
-    // Slots that have nothing for this group, or nothing more.
-    __device__ __forceinline__ void pass_slots(int until) {
-        while (slots_seen < until) {
+    __device__ __forceinline__ void give_back(u32 zero = 0) const {
+        arrive_for_warp(slot + (BARRIERS_AT + 8 * SLOTS) + zero, lane);
+    }
+    // Slots that have nothing for this group.
+    __device__ __forceinline__ void pass_slots(int count) {
+#pragma unroll 1
+        for (; count > 0; count--) {
             next_slot();
-            arrive_for_warp(empty, lane);
+            give_back();
         }
     }
-    __device__ __forceinline__ void pass_rest() { pass_slots((superblocks + AT_ONCE - 1) / AT_ONCE); }
     __device__ __forceinline__ void load(Slab<TYPE>& slab) {
-        if (AT_ONCE == 1) pass_slots(index);
-        slab.load(next_slot() + own_part, lane);
+        slab.load(next_slot(), places);
         slab.scales();
     }
-    __device__ __forceinline__ void store_total() {
+    __device__ __forceinline__ void end_tile() {
         b.begin_wait();
         barrier_wait(bars.sums_empty + 8 * b.buffer, b.buffer_phase ^ 1);
         b.end_wait();
@@ -74,10 +72,7 @@ struct PartWalk {
         if (++b.buffer == SUM_BUFFERS) b.buffer = 0, b.buffer_phase ^= 1;
 #pragma unroll
         for (int i = 0; i < SUMS; i++) total[i] = 0.0f;
-    }
-    __device__ __forceinline__ void store_ended(int count) {
-#pragma unroll 1
-        for (; count > 0; count--) store_total();
+        at -= tile, end -= tile;
     }
 };
 
@@ -88,7 +83,7 @@ template <int TYPE, bool SCALED>
 struct AnyMultiplier : PartWalk<TYPE> {
     typedef Slab<TYPE> Here;
     typedef PartWalk<TYPE> Part;
-    using Part::b, Part::SUMS, Part::index, Part::lane, Part::empty, Part::total, Part::ended;
+    using Part::b, Part::SUMS, Part::AT_ONCE, Part::lane, Part::total, Part::left, Part::at;
     Here slab = {};  // set, since registers that are set on some paths only are live in the whole kernel
     static constexpr int SETS = PRODUCTS_QUEUE ? 4 : 1;
     u32 a[SETS][4][4] = {};
@@ -119,11 +114,11 @@ struct AnyMultiplier : PartWalk<TYPE> {
         }
     }
     // By powers of two.
-    __device__ __forceinline__ void scale_back(float (&acc)[SUMS], float (&mins)[SUMS], int place) const {
-        const u32 at = b.back_at(place) + (lane & 3) * 8;
+    __device__ __forceinline__ void scale_back(float (&acc)[SUMS], float (&mins)[SUMS], u32 operands_at) const {
+        const u32 from = operands_at * 16 + BACK_AT + (lane & 3) * 8;
 #pragma unroll
         for (int i = 0; i < SUMS; i++) {
-            const float by = load_shared_float(at + i / 4 * 32 + (i & 1) * 4);
+            const float by = load_shared_float(from + i / 4 * 32 + (i & 1) * 4);
             acc[i] *= by;
             if (Here::MINS) mins[i] *= by;
         }
@@ -131,7 +126,7 @@ struct AnyMultiplier : PartWalk<TYPE> {
     // A superblock whose words are loaded. Its slot is given back once they have landed, or, where words are loaded one
     // after another, after the last one.
     __device__ __forceinline__ void superblock() {
-        const u64 operands = matrix_at<128, 256>((b.base >> 4) + (index - this->tile_first) * (BLOCK_BYTES >> 4));
+        const u64 operands = matrix_at<128, 256>(at);
         float acc[SUMS], mins[SUMS];
         u32 m[4];
         if constexpr (Here::MINS) {
@@ -139,16 +134,20 @@ struct AnyMultiplier : PartWalk<TYPE> {
             products_begin();
             multiply_group(mins, m, operands + 16 * (STEP_BYTES >> 4), 0);
         }
-        if constexpr (Here::EARLY) arrive_for_warp(empty + slab.landed(), lane);
+        if constexpr (Here::EARLY) this->give_back(slab.landed());
         make_and_queue<0>(acc, operands);
-        if constexpr (!Here::EARLY) arrive_for_warp(empty, lane);
+        if constexpr (!Here::EARLY) this->give_back();
         const float4 f = slab.factors();
-        const int place = index - this->tile_first;
-        index += 2;
-        if (this->more()) this->load(slab);
-        this->pass_tiles();
+        const u32 operands_at = at;
+        at += 2 * Part::PLACE;
+        if (--left > 0) {
+            if (AT_ONCE == 1) this->pass_slots(1);
+            this->load(slab);
+        } else {
+            at = this->end;
+        }
         products_done<0>();
-        if constexpr (SCALED) scale_back(acc, mins, place);
+        if constexpr (SCALED) scale_back(acc, mins, operands_at);
 #pragma unroll
         for (int i = 0; i < SUMS; i++) {
             total[i] = fmaf(i & 2 ? f.z : f.x, acc[i], total[i]);
@@ -156,15 +155,20 @@ struct AnyMultiplier : PartWalk<TYPE> {
         }
     }
     __device__ __forceinline__ void run() {
-        if (this->more()) this->load(slab);
+        if (left > 0) {
+            if (AT_ONCE == 1) this->pass_slots(this->group);
+            this->load(slab);
+        }
 #pragma unroll 1
         while (true) {
-            this->store_ended(ended);
-            ended = 0;
-            if (!this->more()) break;
-            superblock();
+#pragma unroll 1
+            while (this->tile_ended()) this->end_tile();
+            if (left == 0) break;
+#pragma unroll 1
+            do superblock();
+            while (!this->tile_ended());
         }
-        this->pass_rest();
+        this->pass_slots(this->rest);
     }
 };
 
@@ -192,26 +196,17 @@ __device__ __forceinline__ void multiply(Block& b, const Run& run) { multiply_by
 
 // --- who adds up ----------------------------------------------------------------------------------------------------
 
-// Each warp every second tile of results. Lane 4 g + q: rows g, g + 8, tokens 2 q, 2 q + 1 of every octet.
-// WORDS: what they write is polled for.
-template <bool WORDS>
+// Of every tile of results a warp has half of the rows, so that the last one takes both of them half as long. Lane 4 g +
+// q: rows g, g + 8 of two quarters, tokens 2 q, 2 q + 1 of every octet.
 __device__ __forceinline__ void reduce_tiles(Block& b, int which, const Run& run, u32& count, float* sums) {
     const Barriers bars(b.base);
-    const auto store = [](float* to, float v) {
-        if (WORDS)
-            store4(to, __float_as_uint(v));
-        else
-            *to = v;
-    };
     const int g = b.lane >> 2, q = b.lane & 3;
-    int result = run.result;
+    float* out = sums + (size_t)run.result * NODES * ROWS + which * 32 + g;
 #pragma unroll 1
-    for (Walk walk(run); walk.more(); walk.next(), result++, count++) {
-        if ((int)(count % REDUCERS) != which) continue;
+    for (Walk walk(run); walk.more(); walk.next(), out += NODES * ROWS, count++) {
         const u32 buffer = count % SUM_BUFFERS;
         barrier_wait(bars.sums_full + 8 * buffer, count / SUM_BUFFERS & 1);
         const float4* from = (const float4*)(b.scratch + SUMS_AT + buffer * SUM_BYTES) + b.lane;
-        float* out = sums + (size_t)result * NODES * ROWS + g;
 #pragma unroll
         for (int o = 0; o < OCTETS; o++) {
             const int token = o * 8 + q * 2;
@@ -219,16 +214,13 @@ __device__ __forceinline__ void reduce_tiles(Block& b, int which, const Run& run
             float by[2] = {};
             if (first) by[0] = b.sum_factor(which, token);
             if (second) by[1] = b.sum_factor(which, token + 1);
-            float4 x[4], y[4];
 #pragma unroll
-            for (int quarter = 0; quarter < 4; quarter++)
-                x[quarter] = from[(quarter * OCTETS + o) * 32], y[quarter] = from[((quarter + 4) * OCTETS + o) * 32];
-#pragma unroll
-            for (int quarter = 0; quarter < 4; quarter++) {
-                float* to = out + token * ROWS + quarter * 16;
-                const float4 u = x[quarter], v = y[quarter];
-                if (first) store(to, (u.x + v.x) * by[0]), store(to + 8, (u.z + v.z) * by[0]);
-                if (second) store(to + ROWS, (u.y + v.y) * by[1]), store(to + ROWS + 8, (u.w + v.w) * by[1]);
+            for (int i = 0; i < 2; i++) {
+                const int quarter = which * 2 + i;
+                float* to = out + token * ROWS + i * 16;
+                const float4 u = from[(quarter * OCTETS + o) * 32], v = from[((quarter + 4) * OCTETS + o) * 32];
+                if (first) to[0] = (u.x + v.x) * by[0], to[8] = (u.z + v.z) * by[0];
+                if (second) to[ROWS] = (u.y + v.y) * by[1], to[ROWS + 8] = (u.w + v.w) * by[1];
             }
         }
         arrive_for_warp(bars.sums_empty + 8 * buffer, b.lane);

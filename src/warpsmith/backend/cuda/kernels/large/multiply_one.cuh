@@ -11,26 +11,6 @@
 
 constexpr int ONE_GROUPS = WARPS / 2;
 
-// A product's operand of a slab.
-template <int T, int J, int TYPE>
-__device__ __forceinline__ void one_operand(Slab<TYPE>& slab, u32 (&o)[4], int term) {
-    slab.template operand<T, J>(o, term);
-}
-// Of an odd J of Q4_K both nibbles of two bytes, less the upper ones: exact, and an instruction less.
-template <int T, int J>
-__device__ __forceinline__ void one_operand(Slab<SLAB_Q4_K>& slab, u32 (&o)[4], int term) {
-    if constexpr (J & 1) {
-#pragma unroll
-        for (int row = 0; row < 2; row++) {
-            const u32 v = __byte_perm(slab.word(T, J - 1, row), 0, 0x4341), scale = slab.s[row][T / 2];
-            o[row + 2] = multiply_half<T & 1>(v & 0x00f000f0u, scale);
-            o[row] = multiply_subtract_half<T & 1>(v, scale, o[row + 2]);
-        }
-    } else {
-        slab.template operand<T, J>(o, term);
-    }
-}
-
 template <int TYPE>
 struct OneMultiplier {
     typedef Slab<TYPE> Here;
@@ -86,7 +66,7 @@ struct OneMultiplier {
 #pragma unroll
         for (int s = 0; s < 2; s++) {
             u32 o[4];
-            one_operand<T, J>(slab[s], o, term);
+            slab[s].template operand<T, J>(o, term);
             mma_half(acc[s], {o[0], o[1], o[2], o[3]}, x[J * 2], x[J * 2 + 1]);
         }
     }
@@ -107,14 +87,15 @@ struct OneMultiplier {
         b.buffer_phase ^= 1;
     }
     __device__ __forceinline__ void run() {
-        const u32 own_part = b.base + RING_AT + (AT_ONCE == 2 ? group & 1 : 0) * BYTES +
-                             (b.warp & 1) * 2 * slab_bytes(TYPE);
+        const typename Here::Places places(b.base + RING_AT + (AT_ONCE == 2 ? group & 1 : 0) * BYTES +
+                                               (b.warp & 1) * 2 * slab_bytes(TYPE),
+                                           lane);
         u32* issued = (u32*)(b.scratch + ISSUED_AT);
         skip_to(min(group, superblocks) / AT_ONCE);
 #pragma unroll 1
         for (int index = group; index < superblocks;) {
             const u32 full = bars.full + 8 * b.slot, empty = bars.empty + 8 * b.slot, phase = b.slot_phase,
-                      at = next_slot() + own_part, operands = b.base + place * BLOCK_BYTES;
+                      at = next_slot(), operands = b.base + place * BLOCK_BYTES;
             // a slot is empty when as many have said so as there are warps
             const int says = AT_ONCE == 2 && (index | 1) < superblocks ? WARPS / 4 : WARPS / 2;
             b.begin_wait();
@@ -122,7 +103,7 @@ struct OneMultiplier {
             for (Watchdog dog; (int)(b.issued - b.slots) < 0; dog.check()) b.issued = told(issued);
             barrier_wait(full, phase);
             b.end_wait();
-            slab[0].load(at, lane), slab[1].load(at + slab_bytes(TYPE), lane);
+            slab[0].load(at, places), slab[1].load(at + slab_bytes(TYPE), places);
             place += ONE_GROUPS;
             while (place >= in_tile) place -= in_tile;
             slab[0].scales(), slab[1].scales();

@@ -34,7 +34,7 @@ struct Barriers {
             barrier_init(full + 8 * i, COPY_LANES), barrier_init(empty + 8 * i, WARPS * LANES_ARRIVE);
         for (int i = 0; i < SUM_BUFFERS; i++) {
             barrier_init(sums_full + 8 * i, SUM_WRITERS * LANES_ARRIVE);
-            barrier_init(sums_empty + 8 * i, SUM_READERS * LANES_ARRIVE);
+            barrier_init(sums_empty + 8 * i, REDUCERS * LANES_ARRIVE);
         }
         barrier_init(begun, THREADS_ARRIVE), barrier_init(tabled, (REDUCERS + 1) * LANES_ARRIVE);
         barrier_init(cleared, LANES_ARRIVE);

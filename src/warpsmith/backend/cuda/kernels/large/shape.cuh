@@ -167,7 +167,7 @@ constexpr int OTHERS_BYTES = larger(larger(OPERAND_BYTES, ATTENTION_BYTES), SAMP
 // Of a tile of results: both groups of warps. Of one node a superblock's, see multiply_one.cuh. How many warps fill and
 // empty them.
 constexpr int SUM_BUFFERS = POLLED ? WARPS / 2 : 2, SUM_BYTES = POLLED ? ROWS * 16 : 2 * 4 * OCTETS * 512,
-              SUM_WRITERS = POLLED ? 2 : WARPS, SUM_READERS = POLLED ? REDUCERS : 1;
+              SUM_WRITERS = POLLED ? 2 : WARPS;
 // In a tree they lie in the scratch, behind what is written there before all sums of a stage are known to be made:
 // operands, and what a mixer asks for early. One node's lie behind the ring, since it does not wait for all.
 constexpr int EARLY_BYTES = larger(OPERAND_BYTES, larger(VALUE_STAGES * VALUE_BYTES, MIX_ROWS_BYTES + MIX_INPUT_BYTES)),

@@ -58,6 +58,10 @@ struct OperandQuad {
     }
 };
 
+// Where a lane's words of a slab lie, from `at` on. By shuffles, so that they stay in registers: worked out for every
+// superblock, they would take as many instructions as the loads do.
+__device__ __forceinline__ u32 kept(u32 place, int lane) { return __shfl_sync(~0u, place, lane); }
+
 // A lane's part of a slab. `factors` are d and dmin of rows g, g + 8; TERMS: operands a product of 16 k takes.
 template <int TYPE>
 struct Slab;
@@ -70,12 +74,18 @@ struct Slab<SLAB_Q4_K> {
     uint2 scale_bytes, d;
     u32 min_bytes, s[2][2];  // s: [row][tiles 0|1, 2|3]
 
-    __device__ __forceinline__ void load(u32 at, int lane) {
-        scale_bytes = load_shared8(at + 2048 + (lane >> 1) * 8);
-        min_bytes = load_shared4(at + 2176 + lane * 4);
-        d = load_shared8(at + 2304 + (lane >> 2) * 8);
+    struct Places {
+        u32 words, scales, mins, factors;
+        __device__ __forceinline__ Places(u32 at, int lane)
+            : words(kept(at + lane * 16, lane)), scales(kept(at + 2048 + (lane >> 1) * 8, lane)),
+              mins(kept(at + 2176 + lane * 4, lane)), factors(kept(at + 2304 + (lane >> 2) * 8, lane)) {}
+    };
+    __device__ __forceinline__ void load(u32 from, const Places& at) {
+        scale_bytes = load_shared8(from + at.scales);
+        min_bytes = load_shared4(from + at.mins);
+        d = load_shared8(from + at.factors);
 #pragma unroll
-        for (int t = 0; t < 4; t++) w[t] = load_shared16(at + t * 512 + lane * 16);
+        for (int t = 0; t < 4; t++) w[t] = load_shared16(from + at.words + t * 512);
     }
     __device__ __forceinline__ void scales() {
         s[0][0] = subtract_half(__byte_perm(scale_bytes.x, 0x64646464u, 0x4140), HALF_1024);
@@ -86,21 +96,22 @@ struct Slab<SLAB_Q4_K> {
     __device__ __forceinline__ void mins(u32 (&o)[4]) const {
         o[0] = o[2] = __byte_perm(min_bytes, 0, 0x4140), o[1] = o[3] = __byte_perm(min_bytes, 0, 0x4342);
     }
+    // Nibbles of j and its neighbour; of an odd j its own alone.
     __device__ __forceinline__ u32 word(int t, int j, int row) const {
         const u32 v = row ? (j < 2 ? w[t].z : w[t].w) : (j < 2 ? w[t].x : w[t].y);
-        return j & 1 ? v >> 8 : v;
+        return j & 1 ? __byte_perm(v, 0, 0x4341) : v;
     }
-    // 0, once all words are in registers: bit 30 of an operand below 2.
-    __device__ __forceinline__ u32 landed() const {
-        return multiply_half<1>(w[3].w & 0x00f000f0u, s[1][1]) >> 30 & 1;
-    }
+    // 0, once all words are in registers: the sign of an operand.
+    __device__ __forceinline__ u32 landed() const { return multiply_half<1>(w[3].w & 0x00f000f0u, s[1][1]) >> 31; }
     template <int T, int J>
     __device__ __forceinline__ void operand(u32 (&o)[4], int) const {
 #pragma unroll
         for (int row = 0; row < 2; row++) {
-            const u32 v = word(T, J, row);
-            o[row] = multiply_half<T & 1>(v & 0x000f000fu, s[row][T / 2]);
-            o[row + 2] = multiply_half<T & 1>(v & 0x00f000f0u, s[row][T / 2]);
+            const u32 v = word(T, J, row), scale = s[row][T / 2];
+            o[row + 2] = multiply_half<T & 1>(v & 0x00f000f0u, scale);
+            // of an odd one both nibbles less the upper ones: exact, and an instruction less
+            o[row] = J & 1 ? multiply_subtract_half<T & 1>(v, scale, o[row + 2])
+                           : multiply_half<T & 1>(v & 0x000f000fu, scale);
         }
     }
     __device__ __forceinline__ float4 factors() const { return row_factors(d.x, d.y); }
@@ -110,12 +121,12 @@ template <>
 struct Slab<SLAB_Q5_K> : Slab<SLAB_Q4_K> {
     u32 high[4];
 
-    __device__ __forceinline__ void load(u32 at, int lane) {
-        Slab<SLAB_Q4_K>::load(at, lane);
+    __device__ __forceinline__ void load(u32 from, const Places& at) {
+        Slab<SLAB_Q4_K>::load(from, at);
 #pragma unroll
-        for (int t = 0; t < 4; t++) high[t] = load_shared4(at + 2368 + t * 128 + lane * 4);
+        for (int t = 0; t < 4; t++) high[t] = load_shared4(from + at.mins + (2368 - 2176) + t * 128);
     }
-    __device__ __forceinline__ u32 landed() const { return multiply_half<1>(high[3] & 0x00800080u, s[1][1]) >> 30 & 1; }
+    __device__ __forceinline__ u32 landed() const { return multiply_half<1>(high[3] & 0x00800080u, s[1][1]) >> 31; }
     // Bit `from` of each half to bit `to`.
     template <int FROM, int TO>
     static __device__ __forceinline__ u32 moved(u32 v) {
@@ -139,12 +150,18 @@ struct Slab<SLAB_Q6_K> {
     uint2 scale_bytes;
     u32 d, s[2][2], offset[2][2], offset16[2][2];
 
-    __device__ __forceinline__ void load(u32 at, int lane) {
-        scale_bytes = load_shared8(at + 3072 + lane * 8);
-        d = load_shared4(at + 3328 + (lane >> 2) * 4);
+    struct Places {
+        u32 words, scales, factors;
+        __device__ __forceinline__ Places(u32 at, int lane)
+            : words(kept(at + lane * 16, lane)), scales(kept(at + 3072 + lane * 8, lane)),
+              factors(kept(at + 3328 + (lane >> 2) * 4, lane)) {}
+    };
+    __device__ __forceinline__ void load(u32 from, const Places& at) {
+        scale_bytes = load_shared8(from + at.scales);
+        d = load_shared4(from + at.factors);
 #pragma unroll
         for (int i = 0; i < 6; i++) {
-            const uint4 v = load_shared16(at + i * 512 + lane * 16);
+            const uint4 v = load_shared16(from + at.words + i * 512);
             w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
         }
     }
@@ -194,11 +211,17 @@ struct Slab<SLAB_Q8_0> {
     uint2 d;
     u32 s[2][2], s16[2][2], offset[2][2], offset16[2][2];  // [row][tiles 0|1, 2|3]
 
-    __device__ __forceinline__ void load(u32 at, int lane) {
-        stored = load_shared16(at + 4096 + (lane >> 1) * 16);
-        d = load_shared8(at + 4352 + (lane >> 2) * 8);
+    struct Places {
+        u32 words, scales, factors;
+        __device__ __forceinline__ Places(u32 at, int lane)
+            : words(kept(at + lane * 16, lane)), scales(kept(at + 4096 + (lane >> 1) * 16, lane)),
+              factors(kept(at + 4352 + (lane >> 2) * 8, lane)) {}
+    };
+    __device__ __forceinline__ void load(u32 from, const Places& at) {
+        stored = load_shared16(from + at.scales);
+        d = load_shared8(from + at.factors);
 #pragma unroll
-        for (int i = 0; i < 8; i++) w[i] = load_shared16(at + i * 512 + lane * 16);
+        for (int i = 0; i < 8; i++) w[i] = load_shared16(from + at.words + i * 512);
     }
     __device__ __forceinline__ void scales() {
         const u32 words[2][2] = {{stored.x, stored.y}, {stored.z, stored.w}};
@@ -237,15 +260,20 @@ template <>
 struct Slab<SLAB_Q8_0> {
     static constexpr bool MINS = false, EARLY = false;
     static constexpr int TERMS = 2;
-    u32 at;
+    u32 words;
     uint4 w[2], s;  // rows g, g + 8: this tile's values; scales of tiles 0..3
     uint2 d;
-    int lane;
 
-    __device__ __forceinline__ void load(u32 from, int which) {
-        at = from, lane = which;
-        s = load_shared16(at + 4096 + (lane >> 1) * 16);
-        d = load_shared8(at + 4352 + (lane >> 2) * 8);
+    struct Places {
+        u32 words, scales, factors;
+        __device__ __forceinline__ Places(u32 at, int lane)
+            : words(kept(at + lane * 16, lane)), scales(kept(at + 4096 + (lane >> 1) * 16, lane)),
+              factors(kept(at + 4352 + (lane >> 2) * 8, lane)) {}
+    };
+    __device__ __forceinline__ void load(u32 from, const Places& at) {
+        words = from + at.words;
+        s = load_shared16(from + at.scales);
+        d = load_shared8(from + at.factors);
     }
     __device__ __forceinline__ void scales() {}
     __device__ __forceinline__ void mins(u32 (&)[4]) const {}
@@ -253,7 +281,7 @@ struct Slab<SLAB_Q8_0> {
     __device__ __forceinline__ void operand(u32 (&o)[4], int term) {
 #pragma unroll
         for (int row = 0; row < 2; row++) {
-            if (J == 0) w[row] = load_shared16(at + (T * 2 + row) * 512 + lane * 16);
+            if (J == 0) w[row] = load_shared16(words + (T * 2 + row) * 512);
             const u32 bytes = J == 0 ? w[row].x : J == 1 ? w[row].y : J == 2 ? w[row].z : w[row].w;
             const u32 scale = row ? (T < 2 ? s.z : s.w) : (T < 2 ? s.x : s.y);
             // fp16 1024 + byte, less 1152: the value; the second pair times 16
@@ -275,13 +303,17 @@ template <>
 struct Slab<SLAB_HALF> {
     static constexpr bool MINS = false, EARLY = false;
     static constexpr int TERMS = 1;
-    u32 at;
+    u32 words;
     uint2 d;
-    int lane;
 
-    __device__ __forceinline__ void load(u32 from, int which) {
-        at = from, lane = which;
-        d = load_shared8(at + 8192 + (lane >> 2) * 8);
+    struct Places {
+        u32 words, factors;
+        __device__ __forceinline__ Places(u32 at, int lane)
+            : words(kept(at + lane * 16, lane)), factors(kept(at + 8192 + (lane >> 2) * 8, lane)) {}
+    };
+    __device__ __forceinline__ void load(u32 from, const Places& at) {
+        words = from + at.words;
+        d = load_shared8(from + at.factors);
     }
     __device__ __forceinline__ void scales() {}
     __device__ __forceinline__ void mins(u32 (&)[4]) const {}
@@ -289,7 +321,7 @@ struct Slab<SLAB_HALF> {
     __device__ __forceinline__ void operand(u32 (&o)[4], int) const {
 #pragma unroll
         for (int row = 0; row < 2; row++) {
-            const uint2 v = load_shared8(at + ((T * 2 + row) * 2 + J / 2) * 512 + lane * 16 + (J & 1) * 8);
+            const uint2 v = load_shared8(words + ((T * 2 + row) * 2 + J / 2) * 512 + (J & 1) * 8);
             o[row] = v.x, o[row + 2] = v.y;
         }
     }
