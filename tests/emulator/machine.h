@@ -74,8 +74,13 @@ struct Fiber {
     Block* block;
     Index thread, block_index;
     bool can_go_on() const { return !done && wait.over(); }
-    std::vector<std::pair<void*, const void*>> small_copies;  // of 16 bytes, on their way
-    std::vector<size_t> groups;                               // how many of them are in each
+    struct SmallCopy {
+        void* to;
+        const void* from;
+        size_t bytes;
+    };
+    std::vector<SmallCopy> small_copies;  // on their way
+    std::vector<size_t> groups;           // how many of them are in each
     const char* waits_for = "its first turn";
 };
 

@@ -78,14 +78,15 @@ inline void copy_slot(u32 dst, const void* src, u32 bytes, u32 barrier, u64) {
 constexpr u32 COPY_LANES = 32;
 #endif
 inline bool copiers_agree(bool so) { return COPY_LANES == 1 ? so : __all_sync(~0u, so); }
-inline void copy16(void* dst, const void* src) { machine::current->small_copies.push_back({dst, src}); }
+inline void copy16(void* dst, const void* src) { machine::current->small_copies.push_back({dst, src, 16}); }
+inline void copy4(void* dst, const void* src) { machine::current->small_copies.push_back({dst, src, 4}); }
 inline void copy16(u32 to, const void* from, bool there = true) {
     static const uint4 zeros = {};
     copy16(shared_pointer(to), there ? from : &zeros);
 }
 inline void land_copies(size_t from, size_t count) {
     auto& copies = machine::current->small_copies;
-    for (size_t i = from; i < from + count; i++) std::memcpy(copies[i].first, copies[i].second, 16);
+    for (size_t i = from; i < from + count; i++) std::memcpy(copies[i].to, copies[i].from, copies[i].bytes);
     copies.erase(copies.begin() + from, copies.begin() + from + count);
 }
 inline void copies_done() { land_copies(0, machine::current->small_copies.size()), machine::current->groups.clear(); }

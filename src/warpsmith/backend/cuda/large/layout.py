@@ -27,6 +27,7 @@ ROWS, BLOCK_K, GROUP_BLOCKS, FEWER_GROUP_BLOCKS = 64, 256, 8, 7
 # stage has both: as if each had so many bytes more.
 SUPERBLOCK_COST = 4400
 KEPT_STATES = 5  # of a DeltaNet's channels while a tree is walked
+NO_STAGE = 31  # last bits of a tree's sums that none has written (see kernels/large/words.cuh)
 
 
 @dataclass(frozen=True)
@@ -321,9 +322,10 @@ class LargeLayout(SlabStages):
         c = self.config
         parts = nodes * c.heads * (self.splits + 2)
         return {
-            "counter": 2 * 128,
+            "counter": 6 * 128,
             "words": max(self.word_bytes(1), self.word_bytes(nodes)),
-            "sums": self.results * nodes * ROWS * 4,
+            "sums": max(deal.results for deal in self.deals[:-1]) * nodes * ROWS * 4,
+            "head_sums": self.deals[-1].results * nodes * ROWS * 4,
             "queries": nodes * c.heads * HEAD_DIM * 2,
             "parts": parts * HEAD_DIM * 2,
             "part_stats": parts * 8,

@@ -32,9 +32,9 @@ class LargeParams(ctypes.Structure):
            "history", "keys", "values")),
         ("context", ctypes.c_longlong),
         *((name, ctypes.c_void_p) for name in
-          ("counter", "words", "sums", "queries", "parts", "part_stats", "best", "pending_raw", "pending_key",
-           "pending_write", "pending_fade", "pending_keys", "pending_values", "branch_state", "out_tokens",
-           "out_count", "out_logits", "out_features", "out_hidden", "profile")),
+          ("counter", "words", "sums", "head_sums", "queries", "parts", "part_stats", "best", "pending_raw",
+           "pending_key", "pending_write", "pending_fade", "pending_keys", "pending_values", "branch_state",
+           "out_tokens", "out_count", "out_logits", "out_features", "out_hidden", "profile")),
     ]  # fmt: skip
 
 

@@ -123,6 +123,6 @@ __device__ __forceinline__ void measure_residual(Block& b, int which) {
 __device__ __forceinline__ void reduce(Block& b, int which, const Run& run, u32 phase, u32& count) {
     barrier_wait(Barriers(b.base).begun, phase);
     measure_residual(b, which);
-    reduce_tiles(b, which, run, count, b.p.sums);
+    reduce_tiles(b, which, run, count, b.p.sums, 0);
     if (b.lane == 0) add_release(b.p.counter, 1);
 }

@@ -56,6 +56,7 @@ constexpr int STEP_BYTES = NODES * 32, BLOCK_BYTES = 17 * STEP_BYTES, OPERAND_BY
 constexpr int SCRATCH_BYTES = up(larger(OPERAND_BYTES, (int)sizeof(AttentionScratch)), 128);
 constexpr int SUM_BUFFERS = 2, SUM_BYTES = 2 * 4 * OCTETS * 512;  // of a tile of results: both groups of warps
 constexpr int SUM_WRITERS = WARPS;
+constexpr u32 SUM_TAGS = 0;  // sums are waited for by the counter
 
 // What is asked of one launch.
 struct Request {

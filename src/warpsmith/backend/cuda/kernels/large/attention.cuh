@@ -19,7 +19,7 @@ struct Merge {
 
     template <class Projection>
     __device__ __forceinline__ void take_gates(const Block& b, const Projection& sums, int task) {
-        take_eight(sums, task / HEADS, task % HEADS * 2 * HEAD_DIM + HEAD_DIM + b.lane * 8, gate);
+        Eight(sums, task / HEADS, task % HEADS * 2 * HEAD_DIM + HEAD_DIM + b.lane * 8).take(gate);
 #pragma unroll
         for (int j = 0; j < 8; j++) gate[j] = sigmoid(gate[j]);
     }
@@ -102,16 +102,10 @@ __device__ __noinline__ u32 attention_mix(int stage, int deltas, int length, con
     for (int item = b.sm; item < all || item == b.sm; item += SMS) {
         KeyWalk walk(b, layer, item == b.sm ? b.s.first_item : item_of(b, b.s.items, item));
         const bool some = item < all && walk.steps > 0;
-        const int row = b.warp * SMS + b.sm, node = min(row / ATTENTION_ROWS, b.nodes - 1);  // of a tree
-        RowFactors factors(b, uniform(alone ? b.length : node_position(b, node)),
-                           alone ? b.warp < GROUP : row % ATTENTION_ROWS < HEADS);
         b.sync();  // what the scratch holds may still be read
         if (some) walk.begin();
-        if (item == b.sm) {
-            if (!POLLED) b.wait_for_all();
-            b.mark();
-        }
-        if (alone ? some : item == b.sm) walk.make_rows(layer, sums, factors, alone);
+        if (item == b.sm) b.mark();
+        if (alone ? some : item == b.sm) walk.make_rows(layer, sums, alone);
         if (!alone) {
             if (item == b.sm) {
                 b.step_done();
@@ -130,14 +124,14 @@ __device__ __noinline__ u32 attention_mix(int stage, int deltas, int length, con
     Merge merge = {};
     const int tasks = b.nodes * HEADS, first = b.warp * SMS + b.sm;
     b.step_done();
-    if (first < tasks) merge.take_gates(b, sums, first);
-    b.wait_for_all();
-    b.mark();
 #pragma unroll 1
-    for (int task = first; task < tasks;) {
-        merge.run(b, stage, task);
-        task += WARPS * SMS;
+    for (int task = first; task < tasks || task == first; task += WARPS * SMS) {
         if (task < tasks) merge.take_gates(b, sums, task);
+        if (task == first) {
+            b.wait_for_all();
+            b.mark();
+        }
+        if (task < tasks) merge.run(b, stage, task);
     }
     return b.steps_done;
 }

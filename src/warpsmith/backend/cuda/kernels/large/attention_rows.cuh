@@ -12,15 +12,22 @@ __device__ __forceinline__ size_t cache_index(const Block& b, int layer, int kv_
     return (size_t)(layer - b.deltas) * KV_HEADS + kv_head;
 }
 
-// Eight rows of the projection, a multiple of 8.
+// Eight rows of the projection, a multiple of 8: asked for, and taken.
 template <class Projection>
-__device__ __forceinline__ void take_eight(const Projection& sums, int node, int row, float (&v)[8]) {
-    const auto place = sums.place(row);
+struct Eight {
+    const Projection& sums;
+    const int node;
+    const typename Projection::Place place;
     typename Projection::Asked low, high;
-    sums.ask(low, place, node), sums.ask(high, place, node, 4);
-    const float4 a = sums.total(low, place, node), c = sums.total(high, place, node, 4);
-    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = c.x, v[5] = c.y, v[6] = c.z, v[7] = c.w;
-}
+    __device__ __forceinline__ Eight(const Projection& from, int of, int row)
+        : sums(from), node(of), place(from.place(row)) {
+        sums.ask(low, place, node), sums.ask(high, place, node, 4);
+    }
+    __device__ __forceinline__ void take(float (&v)[8]) {
+        const float4 a = sums.total(low, place, node), c = sums.total(high, place, node, 4);
+        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = c.x, v[5] = c.y, v[6] = c.z, v[7] = c.w;
+    }
+};
 
 // What a row is multiplied with, besides its own norm, and how it is turned: nothing of it depends on the projection.
 // Pairs (j, j + 32): lanes 0..3 hold the first of a pair, lanes 4..7 the second.
@@ -44,15 +51,17 @@ struct RowFactors {
     }
 };
 
-// Row `row` of a node's, HEADS queries, then keys, then values: a lane has eight dimensions.
+// Row `row` of a node's, HEADS queries, then keys, then values: a lane has eight dimensions. Factors are fetched while
+// sums come.
 template <class Projection>
-__device__ __forceinline__ void make_row(const Block& b, const Projection& sums, int node, int row,
-                                         const RowFactors& by, float (&v)[8]) {
+__device__ __forceinline__ void make_row(const Block& b, const Projection& sums, int node, int row, float (&v)[8]) {
     const bool is_query = row < HEADS, is_value = row >= HEADS + KV_HEADS;
     const int from = is_query   ? row * 2 * HEAD_DIM
                      : is_value ? VALUES_AT + (row - HEADS - KV_HEADS) * HEAD_DIM
                                 : KEYS_AT + (row - HEADS) * HEAD_DIM;
-    take_eight(sums, node, from + b.lane * 8, v);
+    Eight eight(sums, node, from + b.lane * 8);
+    const RowFactors by(b, uniform(node_position(b, node)), is_query);
+    eight.take(v);
     if (is_value) {
 #pragma unroll
         for (int j = 0; j < 8; j++) v[j] = fminf(fmaxf(v[j], -LARGEST_HALF), LARGEST_HALF);

@@ -162,9 +162,9 @@ struct KeyWalk : Item {
     }
 
     // Rows of a tree, each by one warp of all SMs. Of a node alone every SM makes the queries that it needs itself, and
-    // where these positions are the node's own its key and value. `by`: for the warp's first row.
+    // where these positions are the node's own its key and value.
     template <class Projection>
-    __device__ __forceinline__ void make_rows(int layer, const Projection& sums, RowFactors& by, bool alone) const {
+    __device__ __forceinline__ void make_rows(int layer, const Projection& sums, bool alone) const {
         const int tasks = alone ? GROUP + (node < 0 ? 0 : 2) : b.nodes * ATTENTION_ROWS,
                   begin = alone ? b.warp : b.warp * SMS + b.sm;
 #pragma unroll 1
@@ -173,9 +173,8 @@ struct KeyWalk : Item {
             const int row = !alone         ? task % ATTENTION_ROWS
                             : task < GROUP ? kv_head * GROUP + task
                                            : HEADS + (task - GROUP) * KV_HEADS + kv_head;
-            if (task != begin) by = RowFactors(b, uniform(node_position(b, of)), row < HEADS);
             float v[8];
-            make_row(b, sums, of, row, by, v);
+            make_row(b, sums, of, row, v);
             if (row >= HEADS)
                 keep_row(b, layer, of, row, v);
             else if (alone)

@@ -193,13 +193,10 @@ __device__ __noinline__ u32 delta_mix(int stage, int deltas, int length, const f
         if (!asked) ask_inputs(b, share, threadIdx.x, CONSUMERS);
         own.load(b, share, SPLIT_UNITS || b.warp < share.units ? b.warp : 0);
         weights.load(b, share, b.warp < share.units ? b.warp : 0);
-        if (!asked) copies_done();
-        if (!POLLED && item == b.sm)
-            b.wait_for_all();
-        else if (!asked)
-            b.sync();
+        if (!asked) b.sync();
         if (item == b.sm) b.mark();
         delta_projections(b, share, sums_of<HIDDEN_GROUPS>(b, stage, DELTA_ROWS));
+        if (!asked) copies_done();
         b.sync();
         if (item == b.sm) b.mark();
         if constexpr (QK_SHARED)

@@ -79,11 +79,10 @@ __device__ __forceinline__ void keep(float4* at, float4 v) {
 __device__ __forceinline__ void ask_inputs(const Block& b, const DeltaShare& share, int thread, int threads) {
     const DeltaInputs in(b.scratch);
     const float* history = b.p.history + (size_t)b.deltas * HISTORY * CONV_CHANNELS;
-    const bool has_head = thread < share.heads;
-    float a = 0.0f, dt = 0.0f;
-    if (has_head) {
+    if (thread < share.heads) {
         const int head = share.value_head(thread);
-        a = __ldg(b.vectors + A_AT + head), dt = __ldg(b.vectors + DT_AT + head);
+        copy4(in.vectors + 2 * thread, b.vectors + A_AT + head);
+        copy4(in.vectors + 2 * thread + 1, b.vectors + DT_AT + head);
     }
 #pragma unroll 1
     for (int quad = thread; quad < INPUT_QUADS; quad += threads) {
@@ -97,7 +96,6 @@ __device__ __forceinline__ void ask_inputs(const Block& b, const DeltaShare& sha
             copy16(in.history + ((age - 1) * CONVOLVED_QUADS + quad) * 4,
                    history + (b.length - age + HISTORY) % HISTORY * CONV_CHANNELS + row);
     }
-    if (has_head) in.vectors[2 * thread] = a, in.vectors[2 * thread + 1] = dt;
 }
 
 // The projection. A thread has a quad of some nodes, and asks for all of them at once.
@@ -107,26 +105,27 @@ __device__ __forceinline__ void delta_projections(Block& b, const DeltaShare& sh
                   AT_ONCE = EACH < 4 ? EACH : 4;
     const DeltaInputs in(b.scratch);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < INPUT_QUADS * APART; i += CONSUMERS) {
-        const int quad = i % INPUT_QUADS, row = in.rows[quad];
-        if (row < 0) continue;
-        const auto place = sums.place(row & ~3);
+    for (int at = 0; at < INPUT_QUADS * APART; at += CONSUMERS) {
+        const int i = at + threadIdx.x, quad = i % INPUT_QUADS, row = in.rows[quad];
+        const bool live = i < INPUT_QUADS * APART && row >= 0;  // the others ask, too: a warp waits together
+        const auto place = sums.place(max(row, 0) & ~3);
         // one SM keeps a channel for later
         const bool keeps = quad < CONVOLVED_QUADS && (QK_SHARED || quad >= QK_QUADS || share.first == 0);
         float* kept = b.decoding() ? b.p.history + ((size_t)b.deltas * HISTORY + b.length % HISTORY) * CONV_CHANNELS
                                    : b.p.pending_raw + (size_t)b.deltas * MAX_NODES * CONV_CHANNELS;
 #pragma unroll 1
-        for (int first = i / INPUT_QUADS; first < b.nodes; first += APART * AT_ONCE) {
+        for (int first = 0; first < b.nodes; first += APART * AT_ONCE) {
             typename Projection::Asked asked[AT_ONCE];
+            const auto node = [&](int j) { return first + i / INPUT_QUADS + j * APART; };
+            const auto asks = [&](int j) { return min(node(j), b.nodes - 1); };
 #pragma unroll
-            for (int j = 0; j < AT_ONCE; j++) sums.ask(asked[j], place, min(first + j * APART, b.nodes - 1));
+            for (int j = 0; j < AT_ONCE; j++) sums.ask(asked[j], place, asks(j));
 #pragma unroll
             for (int j = 0; j < AT_ONCE; j++) {
-                const int node = first + j * APART;
-                if (node >= b.nodes) break;
-                const float4 v = sums.total(asked[j], place, node);
-                *(float4*)(in.raw + (node * INPUT_QUADS + quad) * 4) = v;
-                if (keeps) keep((float4*)(kept + b.place(node) * CONV_CHANNELS + row), v);
+                const float4 v = sums.total(asked[j], place, asks(j));
+                if (!live || node(j) >= b.nodes) continue;
+                *(float4*)(in.raw + (node(j) * INPUT_QUADS + quad) * 4) = v;
+                if (keeps) keep((float4*)(kept + b.place(node(j)) * CONV_CHANNELS + row), v);
             }
         }
     }

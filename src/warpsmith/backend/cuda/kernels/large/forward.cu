@@ -120,7 +120,6 @@ __device__ __noinline__ u32 lead_to(int i, int length, u32 steps_done) {
             if (threadIdx.x == 0) prepare_items(b);
             embed(b);
         } else {
-            if (!POLLED) b.wait_for_all();
             b.mark();
             use_sums(b, i - 1);
         }
@@ -142,7 +141,10 @@ __device__ __noinline__ u32 choose(const Draw* draw, int length, u32 steps_done,
     b.length = length, b.steps_done = steps_done, b.draw = draw;
     b.enter(LAYERS);
     barrier_wait(Barriers(b.base).tabled, b.turn(4 * LAYERS));
-    b.wait_for_all();
+    if (POLLED)
+        b.wait_for_all();
+    else
+        b.wait_for_sums(4 * LAYERS);
     reset_all_words(b);
     rank_logits(b);
     b.step_done();
@@ -166,6 +168,7 @@ __device__ __forceinline__ void forward_pass(Block& b, int token) {
             multiply_by<ScaledMultiplier>(b, run);
         else
             multiply_by<Multiplier>(b, run);
+        if (!POLLED) wait_for_empty_buffers(b);
         b.mark();
     }
     b.steps_done = choose(b.draw, b.length, b.steps_done, token);
@@ -237,13 +240,13 @@ __device__ __forceinline__ void add_up(Block& b, int which) {
         arrive_for_warp(bars.tabled, b.lane);
         if (!POLLED && (i & 1)) wait_for_use(b, which, ++uses);
         if (POLLED && i < 4 * LAYERS) {
-            reduce_one<true>(b, which, run, count, b.sum_factor(which, 0), (float*)sum_words(b, i));
+            reduce_one(b, which, run, count, b.sum_factor(which, 0), (float*)sum_words(b, i), i & SUM_TAGS);
         } else {
             if constexpr (POLLED)
-                reduce_one<false>(b, which, run, count, b.sum_factor(which, 0), b.p.sums);
+                reduce_one(b, which, run, count, b.sum_factor(which, 0), b.p.head_sums, i & SUM_TAGS);
             else
-                reduce_tiles(b, which, run, count, b.p.sums);
-            if (b.lane == 0) add_release(b.p.counter, 1);
+                reduce_tiles(b, which, run, count, i < 4 * LAYERS ? b.p.sums : b.p.head_sums, i & SUM_TAGS);
+            if (b.lane == 0) add_release(POLLED ? b.p.counter : b.sums_counter(i), 1);
         }
     }
 }
@@ -299,7 +302,10 @@ __device__ __forceinline__ void find_tables(Block& b) {
             copy16((uint4*)&b.s.runs[phase ^ 1] + b.lane, (const uint4*)&b.p.runs[next * SMS + b.sm] + b.lane);
         stage = b.p.stages[next];
         ask_early(b, i);
-        if (!POLLED) reset_read_words(b, i);
+        if (!POLLED) {
+            for (Watchdog dog; i > 0 && !everywhere(b.sums_written(i - 1));) dog.check();
+            reset_read_words(b, i);
+        }
         copies_done();
         arrive_for_warp(bars.tabled, b.lane);
         if (POLLED && (i & 3) == OUT) {

@@ -6,7 +6,7 @@
 // --- the consumers --------------------------------------------------------------------------------------------------
 
 // Where a group of warps is in a part, that is, in all tiles of rows of one type: it has every second superblock. A
-// scheduler begins a product only when no other instruction is ready, so each of these costs its clock: few are counted.
+// scheduler begins a product only when no other instruction is ready: each of these costs a clock, and there are few.
 template <int TYPE>
 struct PartWalk {
     static constexpr u32 BYTES = 4 * slab_bytes(TYPE), PLACE = BLOCK_BYTES >> 4;
@@ -194,12 +194,22 @@ __device__ __forceinline__ void multiply_by(Block& b, const Run& run) {
 }
 __device__ __forceinline__ void multiply(Block& b, const Run& run) { multiply_by<Multiplier>(b, run); }
 
+// What the scratch has behind operands may be written again: those who add up have read all sums of this SM.
+__device__ __forceinline__ void wait_for_empty_buffers(Block& b) {
+#pragma unroll
+    for (int i = 0; i < SUM_BUFFERS; i++)
+        barrier_wait(Barriers(b.base).sums_empty + 8 * i, (i < b.buffer ? b.buffer_phase : b.buffer_phase ^ 1));
+}
+
 // --- who adds up ----------------------------------------------------------------------------------------------------
 
-// Of every tile of results a warp has half of the rows, so that the last one takes both of them half as long. Lane 4 g +
-// q: rows g, g + 8 of two quarters, tokens 2 q, 2 q + 1 of every octet.
-__device__ __forceinline__ void reduce_tiles(Block& b, int which, const Run& run, u32& count, float* sums) {
+__device__ __forceinline__ u32 tagged(float sum, u32 tag) { return (__float_as_uint(sum) & ~SUM_TAGS) | tag; }
+
+// Of every tile of results a warp has half of the rows, so that the last one takes both of them half as long. Lane
+// 4 g + q: rows g, g + 8 of two quarters, tokens 2 q, 2 q + 1 of every octet. `tag`: what the last bits of sums are.
+__device__ __forceinline__ void reduce_tiles(Block& b, int which, const Run& run, u32& count, float* sums, u32 tag) {
     const Barriers bars(b.base);
+    const auto store = [&](float* to, float v) { store4(to, tagged(v, tag)); };
     const int g = b.lane >> 2, q = b.lane & 3;
     float* out = sums + (size_t)run.result * NODES * ROWS + which * 32 + g;
 #pragma unroll 1
@@ -219,8 +229,8 @@ __device__ __forceinline__ void reduce_tiles(Block& b, int which, const Run& run
                 const int quarter = which * 2 + i;
                 float* to = out + token * ROWS + i * 16;
                 const float4 u = from[(quarter * OCTETS + o) * 32], v = from[((quarter + 4) * OCTETS + o) * 32];
-                if (first) to[0] = (u.x + v.x) * by[0], to[8] = (u.z + v.z) * by[0];
-                if (second) to[ROWS] = (u.y + v.y) * by[1], to[ROWS + 8] = (u.w + v.w) * by[1];
+                if (first) store(to, (u.x + v.x) * by[0]), store(to + 8, (u.z + v.z) * by[0]);
+                if (second) store(to + ROWS, (u.y + v.y) * by[1]), store(to + ROWS + 8, (u.w + v.w) * by[1]);
             }
         }
         arrive_for_warp(bars.sums_empty + 8 * buffer, b.lane);

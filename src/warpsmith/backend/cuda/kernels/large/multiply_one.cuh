@@ -134,9 +134,9 @@ struct OneMultiplier {
 };
 
 // A stage's sums, of one node: each warp half of a superblock's rows, as the warp that multiplied them has them.
-// `turns`: a bit for each group of warps. WORDS: what they write is polled for.
-template <bool WORDS>
-__device__ __forceinline__ void reduce_one(Block& b, int which, const Run& run, u32& turns, float by, float* sums) {
+// `turns`: a bit for each group of warps. `tag`: as in a tree.
+__device__ __forceinline__ void reduce_one(Block& b, int which, const Run& run, u32& turns, float by, float* sums,
+                                           u32 tag) {
     const Barriers bars(b.base);
     float* to = sums + (size_t)run.result * ROWS + which * 32 + (b.lane & 3) * 8 + (b.lane >> 2);
     int index = 0;  // in its part
@@ -158,11 +158,7 @@ __device__ __forceinline__ void reduce_one(Block& b, int which, const Run& run, 
                 even = total;
             arrive_for_warp(bars.sums_empty + 8 * group, b.lane);
         }
-        const float sum = (even + odd) * by;
-        if (WORDS)
-            store4(to, __float_as_uint(sum));
-        else
-            *to = sum;
+        store4(to, tagged((even + odd) * by, tag));
     }
     __syncwarp();
 }

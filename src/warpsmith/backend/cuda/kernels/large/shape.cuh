@@ -30,6 +30,11 @@ constexpr int HIDDEN_GROUPS = groups_of(HIDDEN), INNER_GROUPS = groups_of(FFN);
 
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 __host__ __device__ constexpr int up(int n, int to) { return (n + to - 1) / to * to; }
+
+// A tree's sums, and one node's, have the number of their stage in their last bits (see words.cuh): as many as tell a
+// stage from all others that may have written to the same place last. The MLP's are there in every layer.
+constexpr int LAYER_RESULTS = larger(larger(IN_RESULTS, OUT_RESULTS), larger(MLP_IN_RESULTS, MLP_OUT_RESULTS));
+constexpr u32 SUM_TAGS = larger(MLP_IN_RESULTS, MLP_OUT_RESULTS) == LAYER_RESULTS ? 7 : 31, NO_STAGE = 31;
 #include "large/slots.cuh"
 
 // Rows of a stage, in the order of its parts; every part begins a tile of 64 rows.
@@ -92,9 +97,10 @@ struct Params {
     u8* values;  // and of VALUE_ROW
     long long context;
     // between SMs
-    u32* counter;        // arrivals; 32 words on those of SMs that used sums
+    u32* counter;        // arrivals; 32 words on those of SMs that used sums, then of sums of the four stages
     u32* words;          // see words.cuh
-    float* sums;         // [tile][NODES][64]
+    float* sums;         // [tile][NODES][64]: of a layer's stages, and
+    float* head_sums;    // of the head
     u32* queries;        // fp16 [NODES][HEADS][256]
     u32* parts;          // fp16 [NODES][HEADS][PARTS][256]
     float2* part_stats;  // [NODES][HEADS][PARTS] {maximum, sum}

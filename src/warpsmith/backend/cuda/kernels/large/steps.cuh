@@ -173,7 +173,7 @@ __device__ __forceinline__ void activate(Block& b, int stage) {
 // The best of this SM's logits, for every node. A thread has four rows at a time, of all nodes.
 __device__ __forceinline__ void rank_logits(Block& b) {
     const Stage stage = b.p.stages[4 * LAYERS];
-    const Sums<HIDDEN_GROUPS> sums(b, b.p.tiles + stage.tiles_at, HEAD_TILES * ROWS);
+    const Sums<HIDDEN_GROUPS> sums(b.p.head_sums, b.p.tiles + stage.tiles_at, HEAD_TILES * ROWS, 4 * LAYERS & SUM_TAGS);
     if (threadIdx.x < NODES) b.s.best[threadIdx.x] = 0;
     b.sync();
     const int first = first_of(stage.tile_rows, b.sm), tiles = first_of(stage.tile_rows, b.sm + 1) - first;
@@ -181,11 +181,14 @@ __device__ __forceinline__ void rank_logits(Block& b) {
     for (int at = 0; at < tiles * (ROWS / 4); at += CONSUMERS) {
         const int i = at + threadIdx.x, row = first * ROWS + i * 4;
         const bool live = i < tiles * (ROWS / 4) && row < VOCAB;
+        const auto place = sums.place(live ? row : 0);  // its table comes from memory
 #pragma unroll 4
         for (int node = 0; node < b.nodes; node++) {
             u64 best = 0;
             if (live) {
-                const float4 v = sums.at(node, row);
+                Sums<HIDDEN_GROUPS>::Asked asked;
+                sums.ask(asked, place, node);
+                const float4 v = sums.sum(asked, place, node);
                 if (SAMPLES && b.draw->sampled) *(float4*)(candidates(b).own + i * 4) = v;
                 const float logit[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -226,7 +229,7 @@ __device__ __forceinline__ void choose_tokens(Block& b) {
 #pragma unroll 1
     for (int node = b.warp; node < b.nodes; node += WARPS) {
         u64 best = 0;
-#pragma unroll 1
+#pragma unroll
         for (int i = b.lane; i < SMS; i += 32) best = best_of(best, __ldcg(b.p.best + node * SMS + i));
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) best = best_of(best, __shfl_xor_sync(~0u, best, step));

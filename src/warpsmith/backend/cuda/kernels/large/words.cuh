@@ -1,21 +1,26 @@
 // What SMs exchange between the products of a layer: words that are there or not yet.
 //
-// The residual stream times the next norm's weight, sums of its squares, what the mixer gives and the MLP's inner
-// activation are polled for where they are needed (see common/exchange.cuh), and for one node the sums of a stage too:
-// no fence, no counter, and an SM waits only for those SMs whose results it uses. Attention's rows and parts, the
-// head's sums and all sums of a tree are waited for by the counter. Nobody waits for nodes that are not there.
+// The residual stream times the next norm's weight, sums of its squares, what the mixer gives, the MLP's inner
+// activation and the sums of a layer's stages are polled for where they are needed (see common/exchange.cuh): no fence,
+// no counter, and an SM waits only for those SMs whose results it uses. Attention's rows and parts and the head's sums
+// are waited for by counters. Nobody waits for nodes that are not there.
 //
 // One node: layers have two places in turn. When an SM has the sums of squares for a layer's IN, which all SMs publish,
 // everybody has read all words of the layer before. They are then set back to NOT_YET beside the products of OUT and
 // what follows, and that is seen by all before the SM publishes the squares for MLP_IN (it waits for `cleared`),
 // without which nobody comes to the layer that has this place next.
 //
-// A tree: one place is enough, and less of the L2 cache. An SM makes the products of a stage when it has waited for the
-// sums of the stage before, with which all SMs arrive after they have read their words for it. Beside the products
-// these words are set back. The SM arrives with the sums of the next stage after that, and nobody writes or reads words
-// there again, four stages on, without having waited for those.
+// A tree: one place is enough, and less of the L2 cache. Words for a stage are set back beside the products of the next
+// one, when all SMs have written the stage's sums, so that they have read those words. An SM's consumers wait for that
+// before they go on (`tabled`). Whoever writes words of this kind again, four stages on, depends on sums of every SM
+// that were made after that.
 //
-// After a token all words are NOT_YET, however many nodes it had.
+// A tree's sums are too many to be set back: their last bits are those of their stage's number (SUM_TAGS), which
+// differ from those of the stage that wrote to this place before. One node's sums have these bits, too: rows are the
+// same to the bit. All stages have one place. An SM writes sums when everybody has read those before: squares of the
+// residual stream, or `wait_for_use`, say so.
+//
+// After a token all words are NOT_YET, however many nodes it had, and a tree's sums are of no stage.
 #pragma once
 #include "common/exchange.cuh"
 #include "large/block.cuh"
@@ -77,11 +82,12 @@ __device__ __forceinline__ u32* operand_words(const Block& b, int stage) {
 }
 
 // Every SM some of them, by `threads` threads, of which this is number `thread`.
-__device__ __forceinline__ void reset_words(const Block& b, u32* words, int count, int thread, int threads) {
+__device__ __forceinline__ void reset_words(const Block& b, u32* words, int count, int thread, int threads,
+                                            u32 to = NOT_YET) {
     const int end = first_of(count / 4, b.sm + 1);
 #pragma unroll 1
     for (int i = first_of(count / 4, b.sm) + thread; i < end; i += threads)
-        store16(words + i * 4, NOT_YET, NOT_YET, NOT_YET, NOT_YET);
+        store16(words + i * 4, to, to, to, to);
 }
 // Beside the products of a stage, by one warp: those that everybody has read by then.
 __device__ __forceinline__ void reset_read_words(const Block& b, int stage) {
@@ -97,6 +103,7 @@ __device__ __forceinline__ void reset_read_words(const Block& b, int stage) {
 }
 __device__ __forceinline__ void reset_all_words(const Block& b) {
     reset_words(b, b.p.words, PLACES * LAYER_WORDS, threadIdx.x, CONSUMERS);
+    if (!POLLED) reset_words(b, (u32*)b.p.sums, LAYER_RESULTS * NODES * ROWS, threadIdx.x, CONSUMERS, NO_STAGE);
 }
 
 // `Sums` that are polled for.
@@ -175,5 +182,5 @@ __device__ __forceinline__ auto sums_of(const Block& b, int stage, int rows) {
     if constexpr (POLLED)
         return SumWords<GROUPS>(b, stage, rows);
     else
-        return Sums<GROUPS>(b, b.s.tiles, rows);
+        return Sums<GROUPS>(b.p.sums, b.s.tiles, rows, stage & SUM_TAGS);
 }
