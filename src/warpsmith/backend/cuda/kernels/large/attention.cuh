@@ -90,6 +90,24 @@ __device__ __forceinline__ void prepare_items(Block& b) {
     b.s.first_item = item_of(b, items, min(b.sm, items.all - 1));
 }
 
+// Rows of a tree, each by one warp of all SMs.
+__device__ __noinline__ void make_tree_rows(int stage, int deltas, int length, const float* vectors) {
+    Block b;
+    b.deltas = deltas, b.length = length, b.vectors = vectors;
+    const auto sums = sums_of<HIDDEN_GROUPS>(b, stage, ATTENTION_IN_ROWS);
+#pragma unroll 1
+    for (int task = b.warp * SMS + b.sm; task < b.nodes * ATTENTION_ROWS; task += WARPS * SMS) {
+        const int node = task / ATTENTION_ROWS, row = task % ATTENTION_ROWS;
+        float v[8];
+        make_row(b, sums, node, row, v);
+        if (row >= HEADS)
+            keep_row(b, stage >> 2, node, row, v);
+        else
+            store_eight<CACHE_F16, 1>((u8*)b.p.queries + ((size_t)node * HEADS + row) * (HEAD_DIM * 2), b.lane, v);
+    }
+    b.step_done();
+}
+
 // An attention layer's mixer, apart from the rest: the compiler would give the products worse code beside it. It waits
 // for the projection's sums. Returns the steps done so far.
 __device__ __noinline__ u32 attention_mix(int stage, int deltas, int length, const float* vectors, u32 steps_done) {
@@ -97,20 +115,17 @@ __device__ __noinline__ u32 attention_mix(int stage, int deltas, int length, con
     b.deltas = deltas, b.length = length, b.vectors = vectors, b.steps_done = steps_done;
     const int layer = stage >> 2, all = uniform(b.s.items.all);
     const auto sums = sums_of<HIDDEN_GROUPS>(b, stage, ATTENTION_IN_ROWS);
-    const bool alone = b.nodes == 1;
+    b.mark();
 #pragma unroll 1
     for (int item = b.sm; item < all || item == b.sm; item += SMS) {
         KeyWalk walk(b, layer, item == b.sm ? b.s.first_item : item_of(b, b.s.items, item));
         const bool some = item < all && walk.steps > 0;
         b.sync();  // what the scratch holds may still be read
         if (some) walk.begin();
-        if (item == b.sm) b.mark();
-        if (alone ? some : item == b.sm) walk.make_rows(layer, sums, alone);
-        if (!alone) {
-            if (item == b.sm) {
-                b.step_done();
-                b.wait_for_all();
-            }
+        if constexpr (POLLED) {
+            if (some) walk.make_rows(layer, sums);
+        } else {
+            if (item == b.sm) b.wait_for_all();
             if (some) walk.take_queries();
         }
         b.sync();

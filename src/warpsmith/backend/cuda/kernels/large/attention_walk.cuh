@@ -161,27 +161,20 @@ struct KeyWalk : Item {
         }
     }
 
-    // Rows of a tree, each by one warp of all SMs. Of a node alone every SM makes the queries that it needs itself, and
-    // where these positions are the node's own its key and value.
+    // Of one node every SM makes the queries that it needs itself, and where these positions are the node's own its key
+    // and value.
     template <class Projection>
-    __device__ __forceinline__ void make_rows(int layer, const Projection& sums, bool alone) const {
-        const int tasks = alone ? GROUP + (node < 0 ? 0 : 2) : b.nodes * ATTENTION_ROWS,
-                  begin = alone ? b.warp : b.warp * SMS + b.sm;
+    __device__ __forceinline__ void make_rows(int layer, const Projection& sums) const {
 #pragma unroll 1
-        for (int task = begin; task < tasks; task += alone ? WARPS : WARPS * SMS) {
-            const int of = alone ? 0 : task / ATTENTION_ROWS;
-            const int row = !alone         ? task % ATTENTION_ROWS
-                            : task < GROUP ? kv_head * GROUP + task
-                                           : HEADS + (task - GROUP) * KV_HEADS + kv_head;
+        for (int task = b.warp; task < GROUP + (node < 0 ? 0 : 2); task += WARPS) {
+            const int row = task < GROUP ? kv_head * GROUP + task : HEADS + (task - GROUP) * KV_HEADS + kv_head;
             float v[8];
-            make_row(b, sums, of, row, v);
+            make_row(b, sums, 0, row, v);
             if (row >= HEADS)
-                keep_row(b, layer, of, row, v);
-            else if (alone)
+                keep_row(b, layer, 0, row, v);
+            else
                 place_query(query_place(task), {pack_half(v[0], v[1]), pack_half(v[2], v[3]), pack_half(v[4], v[5]),
                                                 pack_half(v[6], v[7])});
-            else
-                store_eight<CACHE_F16, 1>((u8*)b.p.queries + ((size_t)of * HEADS + row) * (HEAD_DIM * 2), b.lane, v);
         }
     }
     // Where this lane's eight dimensions of one of a tile's first eight queries are.

@@ -112,6 +112,7 @@ __device__ __noinline__ u32 lead_to(int i, int length, u32 steps_done) {
         if (b.recurrent(i >> 2)) {
             b.steps_done = delta_mix(i - 1, b.deltas, b.length, b.vectors, b.steps_done);
         } else {
+            if (!POLLED) make_tree_rows(i - 1, b.deltas, b.length, b.vectors);
             b.steps_done = attention_mix(i - 1, b.deltas, b.length, b.vectors, b.steps_done);
             b.mark();
         }
@@ -179,7 +180,7 @@ __device__ __forceinline__ void consume(Block& b) {
     prepare_tree(b);
     b.length = b.r.length;  // read again, else it would be kept in memory until here
 #pragma unroll 1
-    for (int step = 0; step < max(1, b.r.steps); step++) {
+    for (int step = 0; step < (POLLED ? max(1, b.r.steps) : 1); step++) {
         forward_pass(b, step);
         const int token = b.s.token[0];
         b.length++;

@@ -170,8 +170,10 @@ __device__ __forceinline__ void activate(Block& b, int stage) {
 
 // --- the next token -------------------------------------------------------------------------------------------------
 
-// The best of this SM's logits, for every node. A thread has four rows at a time, of all nodes.
+// The best of this SM's logits, for every node. A thread has four rows at a time, of all nodes, and asks for some
+// nodes' at once: they come from memory.
 __device__ __forceinline__ void rank_logits(Block& b) {
+    constexpr int AT_ONCE = NODES < 4 ? NODES : 4;
     const Stage stage = b.p.stages[4 * LAYERS];
     const Sums<HIDDEN_GROUPS> sums(b.p.head_sums, b.p.tiles + stage.tiles_at, HEAD_TILES * ROWS, 4 * LAYERS & SUM_TAGS);
     if (threadIdx.x < NODES) b.s.best[threadIdx.x] = 0;
@@ -182,25 +184,30 @@ __device__ __forceinline__ void rank_logits(Block& b) {
         const int i = at + threadIdx.x, row = first * ROWS + i * 4;
         const bool live = i < tiles * (ROWS / 4) && row < VOCAB;
         const auto place = sums.place(live ? row : 0);  // its table comes from memory
-#pragma unroll 4
-        for (int node = 0; node < b.nodes; node++) {
-            u64 best = 0;
-            if (live) {
-                Sums<HIDDEN_GROUPS>::Asked asked;
-                sums.ask(asked, place, node);
-                const float4 v = sums.sum(asked, place, node);
-                if (SAMPLES && b.draw->sampled) *(float4*)(candidates(b).own + i * 4) = v;
-                const float logit[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll 1
+        for (int node = 0; node < b.nodes; node += AT_ONCE) {
+            Sums<HIDDEN_GROUPS>::Asked asked[AT_ONCE];
 #pragma unroll
-                for (int j = 0; j < 4; j++)
-                    if (row + j < VOCAB) {
-                        best = best_of(best, ranked(logit[j], row + j));
-                        if (b.r.want_logits) b.p.out_logits[(size_t)b.place(node) * VOCAB + row + j] = logit[j];
-                    }
+            for (int n = 0; n < AT_ONCE; n++) sums.ask(asked[n], place, min(node + n, b.nodes - 1));
+#pragma unroll
+            for (int n = 0; n < AT_ONCE; n++) {
+                if (node + n >= b.nodes) break;
+                u64 best = 0;
+                if (live) {
+                    const float4 v = sums.sum(asked[n], place, node + n);
+                    if (SAMPLES && b.draw->sampled) *(float4*)(candidates(b).own + i * 4) = v;
+                    const float logit[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+                    for (int j = 0; j < 4; j++)
+                        if (row + j < VOCAB) {
+                            best = best_of(best, ranked(logit[j], row + j));
+                            if (b.r.want_logits) b.p.out_logits[(size_t)b.place(node + n) * VOCAB + row + j] = logit[j];
+                        }
+                }
+#pragma unroll
+                for (int step = 1; step < 32; step *= 2) best = best_of(best, __shfl_xor_sync(~0u, best, step));
+                if (b.lane == 0) atomicMax(&b.s.best[node + n], best);
             }
-#pragma unroll
-            for (int step = 1; step < 32; step *= 2) best = best_of(best, __shfl_xor_sync(~0u, best, step));
-            if (b.lane == 0) atomicMax(&b.s.best[node], best);
         }
     }
     b.sync();
