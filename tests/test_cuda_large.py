@@ -109,6 +109,19 @@ def test_every_block_has_its_place_and_bytes_are_shared_out(size: str, recipe: s
     assert slowest < (1.05 if size == "27B" else 1.12)
 
 
+@pytest.mark.parametrize(("size", "ffn", "tags"), [("27B", 17408, 7), ("4B", 9216, 7), ("27B", 2048, 15)])
+def test_sums_are_told_from_those_that_were_in_their_place(size: str, ffn: int, tags: int) -> None:
+    """With a narrow MLP some places are a DeltaNet's alone: beside attention eight stages lie between two of them."""
+    config = dataclasses.replace(SIZES[size], ffn=ffn)
+    layout = LargeLayout(config, 132, dict.fromkeys(expected_shapes(config), "Q4_K"))
+    held = np.full(max(deal.results for deal in layout.deals), -1)
+
+    for stage, deal in enumerate(layout.deals[:-1]):
+        assert ((held[: deal.results] ^ stage) & layout.sum_tags != 0).all()
+        held[: deal.results] = stage
+    assert layout.sum_tags == layout.constants(24)["SUM_TAGS"] == tags
+
+
 def test_kernels_know_the_type_of_every_tile_and_pause_only_where_it_changes() -> None:
     config = SIZES["27B"]
     shapes = expected_shapes(config)
@@ -269,7 +282,7 @@ def test_decoding_on_the_device_is_forward_after_forward(both: tuple[LargeBacken
 def test_no_word_is_left_for_the_next_launch(both: tuple[LargeBackend, ReferenceBackend]) -> None:
     """Whoever polls would take it for this launch's."""
     cuda, _ = both
-    state, words = cuda.new_state(64), cuda.scratch["words"]
+    state = cuda.new_state(64)
     tree = random_tree(np.random.default_rng(0), 5, SHAPE.vocab)
     for run in (
         lambda: cuda.forward([(state, Tree.chain([7]))]),
@@ -277,7 +290,8 @@ def test_no_word_is_left_for_the_next_launch(both: tuple[LargeBackend, Reference
         lambda: cuda.decode(state, 7, 2),
     ):
         run()
-        assert (words.read(np.uint32, (words.nbytes // 4,)) == NOT_YET).all()
+        for words in (cuda.scratch["words"], cuda.scratch["sums"]):
+            assert (words.read(np.uint32, (words.nbytes // 4,)) == NOT_YET).all()
 
 
 @pytest.mark.parametrize(("length", "nodes"), [(63, 8), (300, 8), (4300, 2)])

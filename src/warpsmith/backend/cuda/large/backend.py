@@ -16,7 +16,7 @@ from warpsmith.backend.cuda.build.profiles import Profile
 from warpsmith.backend.cuda.build.profiles import choose as choose_profile
 from warpsmith.backend.cuda.decoding import Decoder
 from warpsmith.backend.cuda.draft.lent import Lent, lendable
-from warpsmith.backend.cuda.large.layout import NO_STAGE, LargeLayout
+from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.large.loading import load_weights
 from warpsmith.backend.cuda.large.plan import large_parts, variants_for
 from warpsmith.backend.cuda.large.rounds import rounds_of
@@ -99,8 +99,8 @@ class LargeBackend(CudaBackend):
         self.tables = [device.upload(table) for table in layout.tables]
         self.recurrent = device.upload(np.array(config.recurrent, np.uint8))
         self.scratch = {name: device.zeros(size) for name, size in layout.scratch_bytes(self.largest_launch).items()}
-        for name, word in (("words", NOT_YET), ("sums", NO_STAGE)):
-            self.scratch[name].fill_starts(word, 1, self.scratch[name].nbytes // 4)
+        for name in ("words", "sums"):
+            self.scratch[name].fill_starts(NOT_YET, 1, self.scratch[name].nbytes // 4)
         marks = int(str(self.options.get("PROFILE", 0)))  # a profiling build keeps that many clocks an SM
         self.profile = device.zeros(layout.sms * marks * 8)
         self.outputs = outputs = Outputs(device, config, top_image.result())

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -27,7 +27,6 @@ ROWS, BLOCK_K, GROUP_BLOCKS, FEWER_GROUP_BLOCKS = 64, 256, 8, 7
 # stage has both: as if each had so many bytes more.
 SUPERBLOCK_COST = 4400
 KEPT_STATES = 5  # of a DeltaNet's channels while a tree is walked
-NO_STAGE = 31  # last bits of a tree's sums that none has written (see kernels/large/words.cuh)
 
 
 @dataclass(frozen=True)
@@ -333,6 +332,18 @@ class LargeLayout(SlabStages):
             "branch_state": KEPT_STATES * c.value_dim * STATE_DIM * 4,
         }
 
+    @cached_property
+    def sum_tags(self) -> int:
+        """Last bits of sums that tell which stage of a pass they are of from which one wrote to the same place before,
+        and from none: they are all ones (see kernels/large/words.cuh)."""
+        results = [deal.results for deal in self.deals[:-1]]
+        tags = 7
+        for place in {count - 1 for count in results}:
+            writers = [stage for stage, count in enumerate(results) if place < count]
+            while any((a ^ b) & tags == 0 for a, b in pairwise([-1, *writers])):
+                tags = 2 * tags + 1
+        return tags
+
     def most_results(self, kind: int) -> int:
         """Tiles of results that stages of a kind (`in`, `mix_out`, `mlp_in`, `mlp_out`) write at most."""
         return max(deal.results for deal in self.deals[kind:-1:4])
@@ -401,6 +412,7 @@ class LargeLayout(SlabStages):
             "DELTA_LAYERS": self.delta_layers, "KEY_TYPE": self.key_rows.number, "VALUE_TYPE": self.value_rows.number,
             "IN_RESULTS": self.most_results(0), "OUT_RESULTS": self.most_results(1),
             "MLP_IN_RESULTS": self.most_results(2), "MLP_OUT_RESULTS": self.most_results(3),
+            "SUM_TAGS": self.sum_tags,
             "MOST_PARTS": max(int(np.diff(deal.tables, axis=1).max()) for deal in self.deals),
             "TABLE_ENTRIES": max(-(-deal.tables.size // 8) * 8 for deal in self.deals[:-1]),
         }  # fmt: skip

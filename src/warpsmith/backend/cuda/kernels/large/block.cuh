@@ -65,8 +65,8 @@ struct Block {
     __device__ int over_nodes(int number) const {
         return POLLED ? number : (int)((u64)(2 * (u32)number + 1) * s.half_by_nodes >> 32);
     }
-    // Where factors of the sums of the group's i-th superblock are (see operands.cuh).
-    __device__ u32 back_at(int i) const { return base + i * BLOCK_BYTES + BACK_AT; }
+    // Where factors of a superblock's sums are (see operands.cuh). Its operands begin at so many sixteen bytes.
+    __device__ u32 back_at(u32 sixteens) const { return sixteens * 16 + BACK_AT; }
     // What a token's sums are multiplied with.
     __device__ float sum_factor(int which, int token) const { return s.inverse[which][token] * OPERANDS_BACK; }
 

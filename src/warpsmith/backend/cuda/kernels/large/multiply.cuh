@@ -115,7 +115,7 @@ struct AnyMultiplier : PartWalk<TYPE> {
     }
     // By powers of two.
     __device__ __forceinline__ void scale_back(float (&acc)[SUMS], float (&mins)[SUMS], u32 operands_at) const {
-        const u32 from = operands_at * 16 + BACK_AT + (lane & 3) * 8;
+        const u32 from = b.back_at(operands_at) + (lane & 3) * 8;
 #pragma unroll
         for (int i = 0; i < SUMS; i++) {
             const float by = load_shared_float(from + i / 4 * 32 + (i & 1) * 4);

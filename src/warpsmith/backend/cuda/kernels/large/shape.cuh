@@ -6,7 +6,7 @@
 // largest table of tiles but the head's); SMS SHARED_MEMORY IN_FLIGHT (the chip); NODES (1, 8, 16 or 24: columns of
 // this build); SAMPLES (whether it draws tokens); SHORT_CONTEXT (whether an SM has so few chunks of keys that room is
 // better given to weights); IN_RESULTS OUT_RESULTS MLP_IN_RESULTS MLP_OUT_RESULTS (tiles of results that these stages
-// write at most).
+// write at most); SUM_TAGS (last bits of sums that say of which stage they are, see words.cuh).
 #pragma once
 #include "common/cache.cuh"
 #include "common/made_tree.cuh"
@@ -30,11 +30,7 @@ constexpr int HIDDEN_GROUPS = groups_of(HIDDEN), INNER_GROUPS = groups_of(FFN);
 
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 __host__ __device__ constexpr int up(int n, int to) { return (n + to - 1) / to * to; }
-
-// A tree's sums, and one node's, have the number of their stage in their last bits (see words.cuh): as many as tell a
-// stage from all others that may have written to the same place last. The MLP's are there in every layer.
 constexpr int LAYER_RESULTS = larger(larger(IN_RESULTS, OUT_RESULTS), larger(MLP_IN_RESULTS, MLP_OUT_RESULTS));
-constexpr u32 SUM_TAGS = larger(MLP_IN_RESULTS, MLP_OUT_RESULTS) == LAYER_RESULTS ? 7 : 31, NO_STAGE = 31;
 #include "large/slots.cuh"
 
 // Rows of a stage, in the order of its parts; every part begins a tile of 64 rows.

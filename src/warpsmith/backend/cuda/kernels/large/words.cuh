@@ -15,12 +15,12 @@
 // before they go on (`tabled`). Whoever writes words of this kind again, four stages on, depends on sums of every SM
 // that were made after that.
 //
-// A tree's sums are too many to be set back: their last bits are those of their stage's number (SUM_TAGS), which
-// differ from those of the stage that wrote to this place before. One node's sums have these bits, too: rows are the
-// same to the bit. All stages have one place. An SM writes sums when everybody has read those before: squares of the
-// residual stream, or `wait_for_use`, say so.
+// A tree's sums are too many to be set back in every stage: their last bits, SUM_TAGS, are those of the stage's number,
+// and differ from those of whoever wrote to this place before (see LargeLayout.sum_tags). One node's sums have these
+// bits, too: rows are the same to the bit. All stages have one place. An SM writes sums when everybody has read those
+// before: squares of the residual stream, or `wait_for_use`, say so.
 //
-// After a token all words are NOT_YET, however many nodes it had, and a tree's sums are of no stage.
+// After a token all words are NOT_YET, however many nodes it had, and a tree's sums are, too.
 #pragma once
 #include "common/exchange.cuh"
 #include "large/block.cuh"
@@ -82,12 +82,11 @@ __device__ __forceinline__ u32* operand_words(const Block& b, int stage) {
 }
 
 // Every SM some of them, by `threads` threads, of which this is number `thread`.
-__device__ __forceinline__ void reset_words(const Block& b, u32* words, int count, int thread, int threads,
-                                            u32 to = NOT_YET) {
+__device__ __forceinline__ void reset_words(const Block& b, u32* words, int count, int thread, int threads) {
     const int end = first_of(count / 4, b.sm + 1);
 #pragma unroll 1
     for (int i = first_of(count / 4, b.sm) + thread; i < end; i += threads)
-        store16(words + i * 4, to, to, to, to);
+        store16(words + i * 4, NOT_YET, NOT_YET, NOT_YET, NOT_YET);
 }
 // Beside the products of a stage, by one warp: those that everybody has read by then.
 __device__ __forceinline__ void reset_read_words(const Block& b, int stage) {
@@ -103,7 +102,7 @@ __device__ __forceinline__ void reset_read_words(const Block& b, int stage) {
 }
 __device__ __forceinline__ void reset_all_words(const Block& b) {
     reset_words(b, b.p.words, PLACES * LAYER_WORDS, threadIdx.x, CONSUMERS);
-    if (!POLLED) reset_words(b, (u32*)b.p.sums, LAYER_RESULTS * NODES * ROWS, threadIdx.x, CONSUMERS, NO_STAGE);
+    if (!POLLED) reset_words(b, (u32*)b.p.sums, LAYER_RESULTS * NODES * ROWS, threadIdx.x, CONSUMERS);
 }
 
 // `Sums` that are polled for.
