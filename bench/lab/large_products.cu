@@ -55,9 +55,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             u32 number = 0;
             for (int i = 0; i < rounds; i++) {
                 if constexpr (POLLED)
-                    reduce_one<true>(block, other - 1, run, number, 1.0f, sums);
+                    reduce_one(block, other - 1, run, number, 1.0f, sums, 0);
                 else
-                    reduce_tiles(block, other - 1, run, number, sums);
+                    reduce_tiles(block, other - 1, run, number, sums, 0);
             }
         }
     }

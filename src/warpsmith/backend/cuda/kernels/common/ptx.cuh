@@ -137,10 +137,10 @@ __device__ __forceinline__ bool copiers_agree(bool so) { return COPY_LANES == 1 
 __device__ __forceinline__ void copy16(void* dst, const void* src) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(dst)), "l"(src) : "memory");
 }
-// The same by a shared address; zeros, and nothing is read, where it is not `there`.
 __device__ __forceinline__ void copy4(void* dst, const void* src) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(dst)), "l"(src) : "memory");
 }
+// The same by a shared address; zeros, and nothing is read, where it is not `there`.
 __device__ __forceinline__ void copy16(u32 to, const void* from, bool there = true) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }

@@ -90,7 +90,7 @@ __device__ __forceinline__ void prepare_items(Block& b) {
     b.s.first_item = item_of(b, items, min(b.sm, items.all - 1));
 }
 
-// Rows of a tree, each by one warp of all SMs.
+// Rows of a tree, each by one warp of all SMs: a step.
 __device__ __noinline__ void make_tree_rows(int stage, int deltas, int length, const float* vectors) {
     Block b;
     b.deltas = deltas, b.length = length, b.vectors = vectors;
@@ -109,13 +109,12 @@ __device__ __noinline__ void make_tree_rows(int stage, int deltas, int length, c
 }
 
 // An attention layer's mixer, apart from the rest: the compiler would give the products worse code beside it. It waits
-// for the projection's sums. Returns the steps done so far.
+// for the projection's sums, or for rows of a tree. Returns the steps done so far.
 __device__ __noinline__ u32 attention_mix(int stage, int deltas, int length, const float* vectors, u32 steps_done) {
     Block b;
     b.deltas = deltas, b.length = length, b.vectors = vectors, b.steps_done = steps_done;
     const int layer = stage >> 2, all = uniform(b.s.items.all);
     const auto sums = sums_of<HIDDEN_GROUPS>(b, stage, ATTENTION_IN_ROWS);
-    b.mark();
 #pragma unroll 1
     for (int item = b.sm; item < all || item == b.sm; item += SMS) {
         KeyWalk walk(b, layer, item == b.sm ? b.s.first_item : item_of(b, b.s.items, item));

@@ -4,7 +4,7 @@
 // Grid: one block an SM, all resident (cooperative launch): 8 warps that compute, one that fills the ring, two that add
 // up, one that finds tables. Steps: embed; per layer: in (projections), mix (DeltaNet; attention: rows, parts, merge),
 // out (projection), residual, mlp_in, activate, mlp_out, residual; at last head, rank. What follows products is waited
-// for word by word, and so are one node's sums (see words.cuh); all other steps are ended by all SMs.
+// for word by word, and so are sums (see words.cuh); attention's steps and the last two are ended by all SMs.
 #include "large/attention.cuh"
 #include "large/delta.cuh"
 
@@ -112,6 +112,7 @@ __device__ __noinline__ u32 lead_to(int i, int length, u32 steps_done) {
         if (b.recurrent(i >> 2)) {
             b.steps_done = delta_mix(i - 1, b.deltas, b.length, b.vectors, b.steps_done);
         } else {
+            b.mark();
             if (!POLLED) make_tree_rows(i - 1, b.deltas, b.length, b.vectors);
             b.steps_done = attention_mix(i - 1, b.deltas, b.length, b.vectors, b.steps_done);
             b.mark();
@@ -180,7 +181,7 @@ __device__ __forceinline__ void consume(Block& b) {
     prepare_tree(b);
     b.length = b.r.length;  // read again, else it would be kept in memory until here
 #pragma unroll 1
-    for (int step = 0; step < (POLLED ? max(1, b.r.steps) : 1); step++) {
+    for (int step = 0; step < (POLLED ? max(1, b.r.steps) : 1); step++) {  // of a tree one pass
         forward_pass(b, step);
         const int token = b.s.token[0];
         b.length++;

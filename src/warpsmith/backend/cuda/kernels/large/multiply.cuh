@@ -14,14 +14,14 @@ struct PartWalk {
     Block& b;
     const Barriers bars;
     const int group;
-    int left;                  // superblocks that this group has still to multiply
-    const int rest;            // slots after the last superblock that have nothing for this group
-    const u32 tile;            // bytes of a tile's operands, these numbers all in sixteens
-    u32 at;                    // where the operands of its superblock are, or would be if the tile had no end
-    u32 end;                   // the same at the end of all tiles
-    const int lane;            // by a shuffle: else it would be asked for again and again, which takes long
+    int left;        // superblocks that this group has still to multiply
+    const int rest;  // slots after the last of them that have nothing for this group
+    const u32 tile;  // bytes of a tile's operands, as all of these numbers in sixteens
+    u32 at;          // where the operands of its superblock are, or would be if the tile had no end
+    u32 end;         // the same after the last tile
+    const int lane;  // by a shuffle: else it would be asked for again and again, which takes long
     const typename Slab<TYPE>::Places places;
-    u32 slot = 0;  // the one it has words of, by 8 bytes from the beginning of shared memory
+    u32 slot = 0;  // 8 bytes for each slot before the one it has words of, from the beginning of shared memory on
     float total[SUMS] = {};
 
     __device__ __forceinline__ PartWalk(Block& block, const Walk& walk, int count)

@@ -170,8 +170,8 @@ constexpr int OTHERS_BYTES = larger(larger(OPERAND_BYTES, ATTENTION_BYTES), SAMP
 // empty them.
 constexpr int SUM_BUFFERS = POLLED ? WARPS / 2 : 2, SUM_BYTES = POLLED ? ROWS * 16 : 2 * 4 * OCTETS * 512,
               SUM_WRITERS = POLLED ? 2 : WARPS;
-// In a tree they lie in the scratch, behind what is written there before all sums of a stage are known to be made:
-// operands, and what a mixer asks for early. One node's lie behind the ring, since it does not wait for all.
+// In a tree they lie in the scratch, behind operands and what a mixer asks for early; before anything else is written
+// there, they have been read (see wait_for_empty_buffers). One node's lie behind the ring.
 constexpr int EARLY_BYTES = larger(OPERAND_BYTES, larger(VALUE_STAGES * VALUE_BYTES, MIX_ROWS_BYTES + MIX_INPUT_BYTES)),
               SUMS_INSIDE = up(EARLY_BYTES, 128), SUMS_AFTER = POLLED ? SUM_BUFFERS * SUM_BYTES : 0;
 // Of one node a DeltaNet's inputs lie beside the operands, since they are fetched while its projection is made.
