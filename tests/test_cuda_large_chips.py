@@ -8,6 +8,7 @@ import shutil
 import struct
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,6 +38,7 @@ from warpsmith.model.weights import expected_shapes
 
 LITTLE = load_profiles()["rtx-3090"].shared_memory
 CHIPS = ["rtx-3090", "rtx-4090", "rtx-5090"]
+LAB = Path(__file__).parents[1] / "bench" / "lab"
 MOST_SPILLED = 1024  # bytes put aside or fetched back in any function: in its loops, a few words
 
 
@@ -50,8 +52,10 @@ BUILDS = [(chip, *file) for chip in CHIPS for file in FILES]
 
 
 @cache
-def built(name: str, size: str, recipe: str, caches: tuple[str, str], nodes: int) -> tuple[bytes, str]:
-    """The kernel's machine code, and what the compiler says of it."""
+def built(
+    name: str, size: str, recipe: str, caches: tuple[str, str], nodes: int, program: str = "large/forward.cu"
+) -> tuple[bytes, str]:
+    """The kernel's machine code, or that of a program of the laboratory, and what the compiler says of it."""
     chip, config = load_profiles()[name], SIZES[size]
     shapes, architecture = expected_shapes(config), target(chip.capability)
     stored = {n: tensor_type(recipe, n, shape, config.layers, config.tied).name for n, shape in shapes.items()}
@@ -62,9 +66,9 @@ def built(name: str, size: str, recipe: str, caches: tuple[str, str], nodes: int
         "SAMPLES": int(nodes == 1 and layout.samples),
         "SHORT_CONTEXT": int(nodes == 1),
     }
-    source = sources()["large/forward.cu"]
+    source = sources().get(program) or (LAB / program).read_text()
     try:
-        return compile_source(source, "large/forward.cu", architecture, constants, ("--ptxas-options=-v",))
+        return compile_source(source, program, architecture, constants, ("--ptxas-options=-v",))
     except NoDevice as error:
         pytest.skip(str(error))
 
@@ -107,6 +111,12 @@ def test_on_an_h200_there_is_little_code(nodes: int) -> None:
     image, _ = built("h200", "27B", "q4_k_m", ("f16", "f16"), nodes)
     print(f"{nodes} nodes: {code_bytes(image)}")
     assert 100_000 < code_bytes(image) < 245_000
+
+
+@pytest.mark.parametrize("nodes", [1, 24])
+def test_the_laboratory_times_products_by_the_same_code(nodes: int) -> None:
+    image, _ = built("h200", "27B", "q4_k_m", ("f16", "f16"), nodes, "large_products.cu")
+    assert code_bytes(image) > 0
 
 
 # -- what it computes: emulated, and on a GPU --------------------------------------------------------------------------
