@@ -45,7 +45,7 @@ DRAFT = draft_config(SHAPE, layers=1, ffn=256, heads=2, kv_heads=1, head_dim=128
 def machine() -> Iterator[None]:
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
-    with emulated_gpu(SMS, (8,), often=True):
+    with emulated_gpu(SMS, (1, 8), often=True):
         yield
 
 

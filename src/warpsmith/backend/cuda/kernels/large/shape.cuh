@@ -71,6 +71,7 @@ struct Run {
     int pad[3];
 };
 struct Request {
+    // steps: tokens to decode, which the build for one node does alone; or 0: one pass
     int nodes, length, steps, stops, features, want_logits, want_hidden;
     int whole;  // nodes of the tree that these are a part of, or 0: they are all
     int tokens[MAX_NODES], parents[MAX_NODES], stop_ids[MAX_STOPS], feature_layers[MAX_FEATURES];
