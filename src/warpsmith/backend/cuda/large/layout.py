@@ -202,11 +202,6 @@ class SlabStages:
         deal = self.deals[stage]
         return (deal.offsets + self.stage_start[stage][deal.owner]).astype(np.uint64)
 
-    @property
-    def results(self) -> int:
-        """Tiles of results that a stage writes, at most."""
-        return max(deal.results for deal in self.deals)
-
     @cached_property
     def tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return kernel_tables(self.deals)

@@ -80,8 +80,8 @@ struct Block {
         __syncwarp();
         sync();
     }
-    // How many arrivals there are when all SMs have written a tree's sums of a stage, and where they are counted: by
-    // kinds, since an SM may be done with a stage before another is with the one before.
+    // Who has written a tree's sums of a stage is counted by kinds of stages, since an SM may be done with one before
+    // another is with the one before.
     __device__ u32* sums_counter(int stage) const { return p.counter + 32 * (2 + (stage & 3)); }
     __device__ bool sums_written(int stage) const {
         return (int)(load_acquire(sums_counter(stage)) - ((stage >> 2) + 1) * ARRIVALS) >= 0;

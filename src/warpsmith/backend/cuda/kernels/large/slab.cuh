@@ -200,6 +200,12 @@ struct Slab<SLAB_Q6_K> {
     }
 };
 
+struct PlacesQ8_0 {
+    u32 words, scales, factors;
+    __device__ __forceinline__ PlacesQ8_0(u32 at, int lane)
+        : words(kept(at + lane * 16, lane)), scales(kept(at + 4096 + (lane >> 1) * 16, lane)),
+          factors(kept(at + 4352 + (lane >> 2) * 8, lane)) {}
+};
 #ifdef ROUND_Q8_0
 // What a draft multiplies may be rounded once more: (value + 128) times scale less 128 times scale is one operation on
 // fp16, with a result that is off by less than 2^-11. Operands are 2^-17 of what they are below.
@@ -211,12 +217,7 @@ struct Slab<SLAB_Q8_0> {
     uint2 d;
     u32 s[2][2], s16[2][2], offset[2][2], offset16[2][2];  // [row][tiles 0|1, 2|3]
 
-    struct Places {
-        u32 words, scales, factors;
-        __device__ __forceinline__ Places(u32 at, int lane)
-            : words(kept(at + lane * 16, lane)), scales(kept(at + 4096 + (lane >> 1) * 16, lane)),
-              factors(kept(at + 4352 + (lane >> 2) * 8, lane)) {}
-    };
+    typedef PlacesQ8_0 Places;
     __device__ __forceinline__ void load(u32 from, const Places& at) {
         stored = load_shared16(from + at.scales);
         d = load_shared8(from + at.factors);
@@ -264,12 +265,7 @@ struct Slab<SLAB_Q8_0> {
     uint4 w[2], s;  // rows g, g + 8: this tile's values; scales of tiles 0..3
     uint2 d;
 
-    struct Places {
-        u32 words, scales, factors;
-        __device__ __forceinline__ Places(u32 at, int lane)
-            : words(kept(at + lane * 16, lane)), scales(kept(at + 4096 + (lane >> 1) * 16, lane)),
-              factors(kept(at + 4352 + (lane >> 2) * 8, lane)) {}
-    };
+    typedef PlacesQ8_0 Places;
     __device__ __forceinline__ void load(u32 from, const Places& at) {
         words = from + at.words;
         s = load_shared16(from + at.scales);
