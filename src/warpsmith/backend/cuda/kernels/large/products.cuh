@@ -92,6 +92,9 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, int s
 #pragma unroll
         for (int i = 0; i < 8; i++)
             raw[octet][i] = live(octet) ? __ldcg((const uint4*)(from + place(octet, i))) : uint4{};
+#pragma unroll
+    for (int i = 0; i < EACH_SUMS; i++)
+        if (has_sums(i)) sums[i] = load16(block + sums_place(i));
     if (has_back) back = load4(back_at);
 #pragma unroll
     for (int octet = 0; octet < OCTETS; octet++) {
@@ -110,10 +113,6 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, int s
         if (mine)
 #pragma unroll
             for (int i = 0; i < 8; i++) store_shared(to + lane_at + place(octet, i), raw[octet][i]);
-        if (octet == 0)  // there are registers for these now
-#pragma unroll
-            for (int i = 0; i < EACH_SUMS; i++)
-                if (has_sums(i)) sums[i] = load16(block + sums_place(i));
     }
 #pragma unroll
     for (int i = 0; i < EACH_SUMS; i++) {
