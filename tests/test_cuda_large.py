@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -33,10 +35,11 @@ from warpsmith.backend.cuda.large.layout import GROUP_BLOCKS, LargeLayout, deal_
 from warpsmith.backend.cuda.large.loading import changes
 from warpsmith.backend.cuda.large.rounds import rounds_of
 from warpsmith.backend.cuda.memory.exchange import NOT_YET
+from warpsmith.backend.cuda.structures import Commit, Path
 from warpsmith.backend.cuda.weights.loading import warn_of_changes
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.sampling import Sampling
-from warpsmith.backend.tree import Tree
+from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.checkpoint.convert import RECIPES, tensor_type
 from warpsmith.model.config import SIZES, Config
 from warpsmith.model.weights import expected_shapes
@@ -323,6 +326,29 @@ def test_rows_and_states_do_not_depend_on_the_tree_at_any_length(both: tuple[Lar
     np.testing.assert_array_equal(rows, plain_run(cuda, plain, tree.tokens[path]))
     cuda.commit(state, path)
     assert same_state(SHAPE, state, plain)
+
+
+def test_a_long_path_leaves_what_its_parts_leave(both: tuple[LargeBackend, ReferenceBackend]) -> None:
+    """What nodes wrote is shared some nodes at a time."""
+    cuda, _ = both
+    rng = np.random.default_rng(8)
+    whole, parts = cuda.new_state(64), cuda.new_state(64)
+    for name in whole.pending:
+        rows = rng.standard_normal(whole.pending[name].nbytes // 4, dtype=np.float32) * 0.1
+        for state in (whole, parts):
+            state.pending[name].write(rows)
+    path = rng.permutation(MAX_NODES)[:41].tolist()
+    for state, cuts in ((whole, (0, 41)), (parts, (0, 9, 25, 41))):
+        for first, end in pairwise(cuts):
+            nodes = (ctypes.c_int * MAX_NODES)(*path[first:end])
+            cuda.queue_commit(state, Commit(path=Path(end - first, nodes)))
+            state.take_new()
+            state.length += end - first
+    assert same_state(SHAPE, whole, parts)
+    for state in (whole, parts):
+        assert state.delta.read(np.float32, (state.delta.nbytes // 4,)).any()
+    histories = [state.history.read(np.uint32, (state.history.nbytes // 4,)) for state in (whole, parts)]
+    np.testing.assert_array_equal(*histories)
 
 
 def test_a_snapshot_keeps_the_rows_in_use(both: tuple[LargeBackend, ReferenceBackend]) -> None:
