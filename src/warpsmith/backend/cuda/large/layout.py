@@ -142,6 +142,11 @@ class Deal:
             self.tables[number, 0] = self.tile[group.first_sm]
         self.results = results
 
+    @property
+    def most_parts(self) -> int:
+        """Of a group's tile, where SMs share it."""
+        return int(np.diff(self.tables, axis=1).max())
+
 
 class SlabStages:
     """Stages of products on one number of SMs: what each SM reads, in order, and where its results go."""
@@ -408,6 +413,6 @@ class LargeLayout(SlabStages):
             "IN_RESULTS": self.most_results(0), "OUT_RESULTS": self.most_results(1),
             "MLP_IN_RESULTS": self.most_results(2), "MLP_OUT_RESULTS": self.most_results(3),
             "SUM_TAGS": self.sum_tags,
-            "MOST_PARTS": max(int(np.diff(deal.tables, axis=1).max()) for deal in self.deals),
+            "MOST_PARTS": max(deal.most_parts for deal in self.deals),
             "TABLE_ENTRIES": max(-(-deal.tables.size // 8) * 8 for deal in self.deals[:-1]),
         }  # fmt: skip
