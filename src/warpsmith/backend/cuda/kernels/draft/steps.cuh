@@ -57,14 +57,15 @@ __device__ __forceinline__ void activate(Block& b) {
               count = pieces * b.nodes * 2;
 #pragma unroll 1
     for (int at = 0; at < count; at += CONSUMERS) {
-        const int i = min(at + (int)threadIdx.x, count - 1), node = i / 2 / pieces, piece = first + i / 2 - node * pieces,
-                  in = (i & 1) * 4;
+        const int i = min(at + (int)threadIdx.x, count - 1), node = i / 2 / pieces,
+                  piece = first + i / 2 - node * pieces, in = (i & 1) * 4;
         const auto place = sums.place(piece * 16 + in);
         Sums<HIDDEN_GROUPS>::Asked asked[2];
         sums.ask(asked[0], place, node), sums.ask(asked[1], place, node, 8);
         const float4 gate = sums.total(asked[0], place, node), up = sums.total(asked[1], place, node, 8);
         if (at + (int)threadIdx.x < count)
             *(uint2*)(b.p.h + activation_at(node, piece * 8 + in)) = {
-                pack_bf16(silu(gate.x) * up.x, silu(gate.y) * up.y), pack_bf16(silu(gate.z) * up.z, silu(gate.w) * up.w)};
+                pack_bf16(silu(gate.x) * up.x, silu(gate.y) * up.y),
+                pack_bf16(silu(gate.z) * up.z, silu(gate.w) * up.w)};
     }
 }
