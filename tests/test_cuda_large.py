@@ -117,11 +117,13 @@ def test_sums_are_told_from_those_that_were_in_their_place(size: str, ffn: int, 
     """With a narrow MLP some places are a DeltaNet's alone: beside attention eight stages lie between two of them."""
     config = dataclasses.replace(SIZES[size], ffn=ffn)
     layout = LargeLayout(config, 132, dict.fromkeys(expected_shapes(config), "Q4_K"))
-    held = np.full(max(deal.results for deal in layout.deals), -1)
+    stages = [*enumerate(layout.deals[:-1])]
 
-    for stage, deal in enumerate(layout.deals[:-1]):
-        assert ((held[: deal.results] ^ stage) & layout.sum_tags != 0).all()
-        held[: deal.results] = stage
+    for of_one_place in (stages, stages[::2], stages[1::2]):  # a tree's, and one node's two
+        held = np.full(layout.layer_results, -1)
+        for stage, deal in of_one_place:
+            assert ((held[: deal.results] ^ stage) & layout.sum_tags != 0).all()
+            held[: deal.results] = stage
     assert layout.sum_tags == layout.constants(24)["SUM_TAGS"] == tags
 
 

@@ -323,7 +323,7 @@ class LargeLayout(SlabStages):
         return {
             "counter": 6 * 128,
             "words": max(self.word_bytes(1), self.word_bytes(nodes)),
-            "sums": max(deal.results for deal in self.deals[:-1]) * nodes * ROWS * 4,
+            "sums": self.layer_results * max(2, nodes) * ROWS * 4,  # one node's are in two places
             "head_sums": self.deals[-1].results * nodes * ROWS * 4,
             "queries": nodes * c.heads * HEAD_DIM * 2,
             "parts": parts * HEAD_DIM * 2,
@@ -340,28 +340,28 @@ class LargeLayout(SlabStages):
         tags = 7
         for place in {count - 1 for count in results}:
             writers = [stage for stage, count in enumerate(results) if place < count]
-            while any((a ^ b) & tags == 0 for a, b in pairwise([-1, *writers])):
+            turns = ([stage for stage in writers if stage % 2 == turn] for turn in (0, 1))  # one node's two places
+            while any((a ^ b) & tags == 0 for each in (writers, *turns) for a, b in pairwise([-1, *each])):
                 tags = 2 * tags + 1
         return tags
 
-    def most_results(self, kind: int) -> int:
-        """Tiles of results that stages of a kind (`in`, `mix_out`, `mlp_in`, `mlp_out`) write at most."""
-        return max(deal.results for deal in self.deals[kind:-1:4])
+    @cached_property
+    def layer_results(self) -> int:
+        """Tiles of results that a layer's stage writes at most."""
+        return max(deal.results for deal in self.deals[:-1])
 
     def word_bytes(self, nodes: int) -> int:
         """What SMs poll for in the build for so many nodes (see kernels/large/words.cuh)."""
         c = self.config
         if nodes == 1:
-            sums, squares = sum(self.most_results(kind) for kind in range(4)) * ROWS, max(self.sms, c.hidden // 128)
-            block, places = BLOCK_K // 2, 2
+            squares, block, places = max(self.sms, c.hidden // 128), BLOCK_K // 2, 2
         else:
-            sums, squares = 0, c.hidden // 128
-            block, places = -(-nodes * (17 * 8 + 1) // 32) * 32, 1
+            squares, block, places = c.hidden // 128, -(-nodes * (17 * 8 + 1) // 32) * 32, 1
         residual = c.hidden // BLOCK_K * block + -(-nodes * squares // 4) * 4
         mixed = max(c.heads * c.head_dim, c.value_dim) // BLOCK_K * block + nodes * c.value_dim // 8
         if nodes > 1:  # a DeltaNet's before its heads are normed, and q and k
             mixed += nodes * (c.value_dim // 2 + 2 * c.key_heads * STATE_DIM)
-        return places * 4 * (sums + 2 * residual + mixed + c.ffn // BLOCK_K * block)
+        return places * 4 * (2 * residual + mixed + c.ffn // BLOCK_K * block)
 
     @property
     def samples(self) -> bool:
@@ -410,9 +410,7 @@ class LargeLayout(SlabStages):
             "SLAB_TYPE_MASK": mask, "EMBEDDING_TYPE": EMBEDDINGS.index(self.embedding_type),
             "GROUP_BLOCKS": self.group_blocks, "SMS": self.sms, "NODES": nodes,
             "DELTA_LAYERS": self.delta_layers, "KEY_TYPE": self.key_rows.number, "VALUE_TYPE": self.value_rows.number,
-            "IN_RESULTS": self.most_results(0), "OUT_RESULTS": self.most_results(1),
-            "MLP_IN_RESULTS": self.most_results(2), "MLP_OUT_RESULTS": self.most_results(3),
-            "SUM_TAGS": self.sum_tags,
+            "LAYER_RESULTS": self.layer_results, "SUM_TAGS": self.sum_tags,
             "MOST_PARTS": max(deal.most_parts for deal in self.deals),
             "TABLE_ENTRIES": max(-(-deal.tables.size // 8) * 8 for deal in self.deals[:-1]),
         }  # fmt: skip

@@ -241,15 +241,12 @@ __device__ __forceinline__ void add_up(Block& b, int which) {
         const Run run = uniform_run(b.s.runs[phase]);
         arrive_for_warp(bars.tabled, b.lane);
         if (!POLLED && (i & 1)) wait_for_use(b, which, ++uses);
-        if (POLLED && i < 4 * LAYERS) {
-            reduce_one(b, which, run, count, b.sum_factor(which, 0), (float*)sum_words(b, i), i & SUM_TAGS);
-        } else {
-            if constexpr (POLLED)
-                reduce_one(b, which, run, count, b.sum_factor(which, 0), b.p.head_sums, i & SUM_TAGS);
-            else
-                reduce_tiles(b, which, run, count, i < 4 * LAYERS ? b.p.sums : b.p.head_sums, i & SUM_TAGS);
-            if (b.lane == 0) add_release(POLLED ? b.p.counter : b.sums_counter(i), 1);
-        }
+        float* sums = i < 4 * LAYERS ? sums_at(b, i) : b.p.head_sums;
+        if constexpr (POLLED)
+            reduce_one(b, which, run, count, b.sum_factor(which, 0), sums, i & SUM_TAGS);
+        else
+            reduce_tiles(b, which, run, count, sums, i & SUM_TAGS);
+        if (b.lane == 0 && (!POLLED || i == 4 * LAYERS)) add_release(POLLED ? b.p.counter : b.sums_counter(i), 1);
     }
 }
 

@@ -5,8 +5,8 @@
 // (superblocks of K that an SM has at most); MOST_PARTS (of a group's tile, where SMs share it); TABLE_ENTRIES (of the
 // largest table of tiles but the head's); SMS SHARED_MEMORY IN_FLIGHT (the chip); NODES (1, 8, 16 or 24: columns of
 // this build); SAMPLES (whether it draws tokens); SHORT_CONTEXT (whether an SM has so few chunks of keys that room is
-// better given to weights); IN_RESULTS OUT_RESULTS MLP_IN_RESULTS MLP_OUT_RESULTS (tiles of results that these stages
-// write at most); SUM_TAGS (last bits of sums that say of which stage they are, see words.cuh).
+// better given to weights); LAYER_RESULTS (tiles of results that a layer's stage writes at most); SUM_TAGS (last bits
+// of sums that say of which stage they are, see words.cuh).
 #pragma once
 #include "common/cache.cuh"
 #include "common/made_tree.cuh"
@@ -21,7 +21,7 @@ constexpr int MAX_NODES = 64, HISTORY = 4, COLUMNS = 16, BLOCKS = VALUE_DIM / CO
               BLOCKS_PER_HEAD = STATE_DIM / COLUMNS;
 constexpr int MAX_STOPS = 16, MAX_FEATURES = 8;
 constexpr int OCTETS = (NODES + 7) / 8;
-// One node: sums of products too are words that are polled for (see words.cuh).
+// One node: what is exchanged has two places by turns, and every SM makes its operands itself (see words.cuh).
 constexpr bool POLLED = NODES == 1;
 constexpr bool TAGS_STAY = true;  // those of a stage's sums are the same in every pass
 // Groups of K of projections from the residual stream, from the mixers and from the MLP's inner activation; rows of
@@ -31,7 +31,6 @@ constexpr int HIDDEN_GROUPS = groups_of(HIDDEN), INNER_GROUPS = groups_of(FFN);
 
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 __host__ __device__ constexpr int up(int n, int to) { return (n + to - 1) / to * to; }
-constexpr int LAYER_RESULTS = larger(larger(IN_RESULTS, OUT_RESULTS), larger(MLP_IN_RESULTS, MLP_OUT_RESULTS));
 #include "large/slots.cuh"
 
 // Rows of a stage, in the order of its parts; every part begins a tile of 64 rows.
@@ -97,7 +96,7 @@ struct Params {
     // between SMs
     u32* counter;        // arrivals; 32 words on those of SMs that used sums, then of sums of the four stages
     u32* words;          // see words.cuh
-    float* sums;         // [tile][NODES][64]: of a layer's stages, and
+    float* sums;         // [tile][NODES][64]: of a layer's stages (of one node twice, see words.cuh), and
     float* head_sums;    // of the head
     u32* queries;        // fp16 [NODES][HEADS][256]
     u32* parts;          // fp16 [NODES][HEADS][PARTS][256]

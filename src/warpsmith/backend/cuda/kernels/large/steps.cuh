@@ -115,7 +115,7 @@ __device__ __forceinline__ void norm_heads(Block& b, int stage) {
 // --- the MLP's inner activation: silu(gate) * up. Rows come eight of the gate, then their eight of up ---------------
 
 struct InnerSums {
-    typedef decltype(sums_of<HIDDEN_GROUPS>(*(const Block*)nullptr, 0, MLP_ROWS)) From;
+    typedef Sums<HIDDEN_GROUPS> From;
     const From from;
     __device__ __forceinline__ InnerSums(const Block& b, int stage)
         : from(sums_of<HIDDEN_GROUPS>(b, stage, MLP_ROWS)) {}
@@ -141,12 +141,12 @@ __device__ __forceinline__ void activate_one(Block& b, int stage) {
     const InnerSums sums(b, stage);
     const int first = first_of(FFN / 8, b.sm) * 2, count = first_of(FFN / 8, b.sm + 1) * 2 - first;
 #pragma unroll 2
-    for (int i = threadIdx.x; i < count; i += CONSUMERS) {
-        const int k = (first + i) * 4;
+    for (int at = 0; at < count; at += CONSUMERS) {
+        const int k = (first + min(at + (int)threadIdx.x, count - 1)) * 4;  // a warp waits together
         InnerSums::Asked asked;
         sums.ask(asked, 0, k);
         const uint2 out = sums.activation(asked, 0);
-        store8(operand_words(b, stage + 1) + k / 2, out.x, out.y);
+        if (at + (int)threadIdx.x < count) store8(operand_words(b, stage + 1) + k / 2, out.x, out.y);
     }
 }
 

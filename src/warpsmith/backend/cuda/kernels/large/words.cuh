@@ -15,30 +15,28 @@
 // before they go on (`tabled`). Whoever writes words of this kind again, four stages on, depends on sums of every SM
 // that were made after that.
 //
-// A tree's sums are too many to be set back in every stage: their last bits, SUM_TAGS, are those of the stage's number,
-// and differ from those of whoever wrote to this place before (see LargeLayout.sum_tags). One node's sums have these
-// bits, too: rows are the same to the bit. All stages have one place. An SM writes sums when everybody has read those
-// before: squares of the residual stream, or `wait_for_use`, say so.
+// Sums are too many to be set back in every stage: their last bits, SUM_TAGS, are those of the stage's number, and
+// differ from those of whoever wrote to this place before (see LargeLayout.sum_tags). An SM writes sums when everybody
+// has read those before. A tree's stages have one place: squares of the residual stream, or `wait_for_use`, say so. One
+// node's stages have two by turns, and squares alone do: every second stage waits for those of all SMs.
 //
-// After a token all words are NOT_YET, however many nodes it had, and a tree's sums are, too.
+// After a token all words and sums are NOT_YET, however many nodes it had.
 #pragma once
 #include "common/exchange.cuh"
 #include "large/block.cuh"
 
 enum { IN, OUT, MLP_IN, MLP_OUT };  // a layer's products; the head is an IN
 
-// Where a layer's words lie: sums of its stages; the residual stream for IN and for MLP_IN, its squares, those of 128
-// rows each, [SQUARES][NODES] behind it (of one node every SM says something: 0 if it has no rows); the mixer's output;
-// a DeltaNet's before its heads are normed, [NODES][VALUE_DIM] (of one node in the mixer's place), squares of its heads
+// Where a layer's words lie: the residual stream for IN and for MLP_IN, its squares, those of 128 rows each,
+// [SQUARES][NODES] behind it (of one node every SM says something: 0 if it has no rows); the mixer's output; a
+// DeltaNet's before its heads are normed, [NODES][VALUE_DIM] (of one node in the mixer's place), squares of its heads
 // [VALUE_HEADS][NODES][16], its q and k if they are exchanged, [KEY_HEADS][NODES][256] f32; the inner activation.
 // Activations of one node and what is not normed yet are pairs of bf16, in order; others are operands (see
 // operands.cuh).
 constexpr int BLOCK_WORDS = BLOCK_BYTES / 4;
 __host__ __device__ constexpr int activation_words(int k) { return POLLED ? k / 2 : k / BLOCK_K * BLOCK_WORDS; }
-constexpr int SUM_ROWS = POLLED ? ROWS : 0, SQUARES = POLLED ? larger(SMS, HIDDEN / 128) : HIDDEN / 128,
-              X_WORDS = activation_words(HIDDEN) + up(NODES * SQUARES, 4), OUT_AT = IN_RESULTS * SUM_ROWS,
-              MLP_IN_AT = OUT_AT + OUT_RESULTS * SUM_ROWS, MLP_OUT_AT = MLP_IN_AT + MLP_IN_RESULTS * SUM_ROWS,
-              X_AT = MLP_OUT_AT + MLP_OUT_RESULTS * SUM_ROWS, Y_AT = X_AT + 2 * X_WORDS,
+constexpr int SQUARES = POLLED ? larger(SMS, HIDDEN / 128) : HIDDEN / 128,
+              X_WORDS = activation_words(HIDDEN) + up(NODES * SQUARES, 4), Y_AT = 2 * X_WORDS,
               HEADS_AT = Y_AT + (POLLED ? 0 : activation_words(larger(VALUE_DIM, ATTENTION_DIM))),
               HEAD_SQUARES_AT = HEADS_AT + NODES * (POLLED ? larger(VALUE_DIM, ATTENTION_DIM) : VALUE_DIM) / 2,
               QK_AT = HEAD_SQUARES_AT + NODES * VALUE_DIM / 8,
@@ -48,16 +46,13 @@ constexpr int SUM_ROWS = POLLED ? ROWS : 0, SQUARES = POLLED ? larger(SMS, HIDDE
 __device__ __forceinline__ u32* layer_words(const Block& b, int stage) {
     return b.p.words + (stage >> 2 & PLACES - 1) * LAYER_WORDS;
 }
-__device__ __forceinline__ u32* sum_words(const Block& b, int stage) {
-    const int kind = stage & 3;
-    return layer_words(b, stage) + (kind == IN       ? 0
-                                    : kind == OUT    ? OUT_AT
-                                    : kind == MLP_IN ? MLP_IN_AT
-                                                     : MLP_OUT_AT);
+// A stage's sums: of one node in one of two places by turns.
+__device__ __forceinline__ float* sums_at(const Block& b, int stage) {
+    return b.p.sums + (POLLED ? (stage & 1) * (LAYER_RESULTS * ROWS) : 0);
 }
 // The residual stream that a stage reads.
 __device__ __forceinline__ u32* x_words(const Block& b, int stage) {
-    return layer_words(b, stage) + X_AT + ((stage & 3) == MLP_IN ? X_WORDS : 0);
+    return layer_words(b, stage) + ((stage & 3) == MLP_IN ? X_WORDS : 0);
 }
 __device__ __forceinline__ u32* square_words(const Block& b, int stage, int node) {
     return x_words(b, stage) + activation_words(HIDDEN) + node;
@@ -102,84 +97,10 @@ __device__ __forceinline__ void reset_read_words(const Block& b, int stage) {
 }
 __device__ __forceinline__ void reset_all_words(const Block& b) {
     reset_words(b, b.p.words, PLACES * LAYER_WORDS, threadIdx.x, CONSUMERS);
-    if (!POLLED) reset_words(b, (u32*)b.p.sums, LAYER_RESULTS * NODES * ROWS, threadIdx.x, CONSUMERS);
+    reset_words(b, (u32*)b.p.sums, LAYER_RESULTS * (POLLED ? 2 : NODES) * ROWS, threadIdx.x, CONSUMERS);
 }
 
-// `Sums` that are polled for.
 template <int GROUPS>
-struct SumWords {
-    u32* words;
-    const u16* tiles;
-    int stride;
-
-    __device__ SumWords(const Block& b, int stage, int rows)
-        : words(sum_words(b, stage)), tiles(b.s.tiles), stride(rows / ROWS + 1) {}
-
-    struct Place {
-        const u32* at[GROUPS];
-        int parts[GROUPS];
-    };
-    struct Asked {
-        uint4 v[GROUPS][2];
-    };
-    __device__ __forceinline__ Place place(u32 row) const {
-        const u16* from = tiles + row / ROWS;
-        Place place;
-#pragma unroll
-        for (int g = 0; g < GROUPS; g++) {
-            const int tile = from[g * stride];
-            place.parts[g] = from[g * stride + 1] - tile;
-            place.at[g] = words + tile * ROWS + row % ROWS;
-        }
-        return place;
-    }
-    static __device__ __forceinline__ void ask(Asked& a, const Place& place, int, int on = 0) {
-#pragma unroll
-        for (int g = 0; g < GROUPS; g++) {
-            a.v[g][0] = load16(place.at[g] + on), a.v[g][1] = {};
-            if (place.parts[g] > 1) a.v[g][1] = load16(place.at[g] + ROWS + on);
-        }
-    }
-    // Once they have come.
-    static __device__ __forceinline__ float4 total(Asked& a, const Place& place, int node, int on = 0) {
-        for (Watchdog dog;; dog.check()) {
-            u32 most = 0;
-#pragma unroll
-            for (int g = 0; g < GROUPS; g++) most = max(most, max(largest(a.v[g][0]), largest(a.v[g][1])));
-            if (most != NOT_YET) break;
-#pragma unroll
-            for (int g = 0; g < GROUPS; g++) {  // those alone: all of them again would be in the way of what comes
-                if (largest(a.v[g][0]) == NOT_YET) a.v[g][0] = load16(place.at[g] + on);
-                if (largest(a.v[g][1]) == NOT_YET) a.v[g][1] = load16(place.at[g] + ROWS + on);
-            }
-        }
-        float4 total = {};
-#pragma unroll
-        for (int g = 0; g < GROUPS; g++) {
-            total = add(add(total, floats(a.v[g][0])), floats(a.v[g][1]));
-#pragma unroll 1
-            for (int i = 2; MOST_PARTS > 2 && i < place.parts[g]; i++) {
-                const u32* at = place.at[g] + i * ROWS + on;
-                uint4 more = load16(at);
-                for (Watchdog dog; !came4(more); more = load16(at)) dog.check();
-                total = add(total, floats(more));
-            }
-        }
-        return total;
-    }
-    __device__ __forceinline__ float4 at(int node, int row) const {
-        const Place where = place(row);
-        Asked a;
-        ask(a, where, node);
-        return total(a, where, node);
-    }
-    static __device__ __forceinline__ float4 add(float4 a, float4 b) { return Sums<GROUPS>::add(a, b); }
-};
-
-template <int GROUPS>
-__device__ __forceinline__ auto sums_of(const Block& b, int stage, int rows) {
-    if constexpr (POLLED)
-        return SumWords<GROUPS>(b, stage, rows);
-    else
-        return Sums<GROUPS>(b.p.sums, b.s.tiles, rows, stage & SUM_TAGS);
+__device__ __forceinline__ Sums<GROUPS> sums_of(const Block& b, int stage, int rows) {
+    return Sums<GROUPS>(sums_at(b, stage), b.s.tiles, rows, stage & SUM_TAGS);
 }
