@@ -77,6 +77,7 @@ __device__ __forceinline__ void draft_pass(Block& b, const Params& p, const Requ
         if (!head) load_table(b, i);
         if (i != FC) b.wait_for_all();
         b.mark();
+        if (i > first) wait_for_reduced(b, i - 1 - first);
         prepare_operands(b, run, from);
         b.mark();
         multiply(b, run);
@@ -92,6 +93,7 @@ __device__ __forceinline__ void draft_pass(Block& b, const Params& p, const Requ
                 b.leave(end - first + 1);
                 return;
             }
+            wait_for_reduced(b, i - first);  // sums of rows that the block has and these have not, too
             b.step_done();
             b.wait_for_all();  // all have read the rows that those of the block take the place of
             b.nodes = r.nodes;

@@ -124,5 +124,11 @@ __device__ __forceinline__ void reduce(Block& b, int which, int stage, u32 phase
     barrier_wait(Barriers(b.base).begun, phase);
     measure_residual(b, which);
     reduce_tiles(b, which, run_of(b.p, stage), count, b.p.sums, b.tag);
+    arrive_for_warp(Barriers(b.base).reduced, b.lane);
     if (stage == HEAD && b.lane == 0) add_release(b.p.counter, 1);
+}
+// Those who add up are done with the launch's `number`-th stage: they need its scales no more, and see the next one
+// begin, even if they had nothing to do in this one.
+__device__ __forceinline__ void wait_for_reduced(const Block& b, int number) {
+    barrier_wait(Barriers(b.base).reduced, number & 1);
 }
