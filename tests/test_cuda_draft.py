@@ -9,8 +9,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cuda_draft_cases import (
     CLOSE,
@@ -242,20 +240,6 @@ def test_rows_of_a_pass_are_taken_where_they_are() -> None:
     a.append(rows[[0, 2, 4]], 0)
     b.append(b_rows, 0)
     np.testing.assert_array_equal(a.fill(3, 3, 4, TOP).hidden.numpy(), b.fill(3, 3, 4, TOP).hidden.numpy())
-
-
-@given(st.lists(st.sampled_from(["append", "block", "both"]), max_size=40), st.integers(1, 6))
-def test_no_sum_is_taken_for_an_older_one(launches: list[str], layers: int) -> None:
-    """Tags of stages are their numbers modulo 8. What wrote to a place before has another (see draft/block.cuh)."""
-    appends, block = range(2), range(2, 4 * layers + 3)
-    kinds = {"append": [*appends], "block": [*block], "both": [*appends, *block]}
-    for writers in ({0}, {0, 1}, {0, "mlp_in"}, {"mlp_in"}, {"mlp_in", "mlp_out"}, set(block), set()):  # and the head
-        before = 7  # of words that are not there yet
-        for number, stage in enumerate(stage for launch in launches for stage in kinds[launch]):
-            kind = {2: "mlp_in", 3: "mlp_out"}.get((stage - 2) % 4) if stage in block else None
-            if stage in writers or kind in writers or stage == block[-1]:
-                assert number % 8 != before
-                before = number % 8
 
 
 def test_shapes_that_are_taken() -> None:

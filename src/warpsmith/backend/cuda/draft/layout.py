@@ -170,6 +170,5 @@ class DraftLayout:
             "KV_HEADS": c.kv_heads, "EPS": f"{c.eps!r}f", "FEATURES": len(c.target_layers), "ROUND_Q8_0": 1,
             "SLAB_TYPE_MASK": sum(1 << i for i, slab in enumerate(SLABS) if slab in kinds),
             "EMBEDDING_TYPE": embedding, "GROUP_BLOCKS": GROUP_BLOCKS, "SMS": self.sms,
-            "MOST_PARTS": max(deal.most_parts for deal in self.deals),
             "TABLE_ENTRIES": 1 + max(deal.tables.size for deal in self.deals[:-1]),
         }  # fmt: skip

@@ -142,11 +142,6 @@ class Deal:
             self.tables[number, 0] = self.tile[group.first_sm]
         self.results = results
 
-    @property
-    def most_parts(self) -> int:
-        """Of a group's tile, where SMs share it."""
-        return int(np.diff(self.tables, axis=1).max())
-
 
 class SlabStages:
     """Stages of products on one number of SMs: what each SM reads, in order, and where its results go."""
@@ -411,6 +406,6 @@ class LargeLayout(SlabStages):
             "GROUP_BLOCKS": self.group_blocks, "SMS": self.sms, "NODES": nodes,
             "DELTA_LAYERS": self.delta_layers, "KEY_TYPE": self.key_rows.number, "VALUE_TYPE": self.value_rows.number,
             "LAYER_RESULTS": self.layer_results, "SUM_TAGS": self.sum_tags,
-            "MOST_PARTS": max(deal.most_parts for deal in self.deals),
+            "MOST_PARTS": max(int(np.diff(deal.tables, axis=1).max()) for deal in self.deals),
             "TABLE_ENTRIES": max(-(-deal.tables.size // 8) * 8 for deal in self.deals[:-1]),
         }  # fmt: skip

@@ -45,7 +45,7 @@ __device__ __forceinline__ uint2 as_halves(float4 row) {
 
 // What every layer keeps of the appended rows.
 __device__ __forceinline__ void keep_context(Block& b, const Params& p, const Request& r) {
-    const Sums<HIDDEN_GROUPS> sums(b.p.sums, b.s.tiles, CONTEXT_ROWS, b.tag);
+    const Sums<HIDDEN_GROUPS> sums(b, CONTEXT_ROWS);
     constexpr int EACH = LAYERS * 2 * KV_HEADS;
 #pragma unroll 1
     for (int task = b.warp * SMS + b.sm; task < r.rows * EACH; task += WARPS * SMS) {
@@ -63,7 +63,7 @@ __device__ __forceinline__ void keep_context(Block& b, const Params& p, const Re
 
 // Queries, keys and values of the block.
 __device__ __forceinline__ void block_rows(Block& b) {
-    const Sums<HIDDEN_GROUPS> sums(b.p.sums, b.s.tiles, IN_ROWS, b.tag);
+    const Sums<HIDDEN_GROUPS> sums(b, IN_ROWS);
     constexpr int EACH = HEADS + 2 * KV_HEADS;
 #pragma unroll 1
     for (int task = b.warp * SMS + b.sm; task < b.nodes * EACH; task += WARPS * SMS) {

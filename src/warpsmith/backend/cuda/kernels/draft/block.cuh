@@ -1,13 +1,10 @@
 // What one thread block (one SM) knows while it runs, and how all of them wait for each other.
 //
 // A launch is a sequence of steps. Between two steps every SM waits until all have ended the one before: a counter in
-// memory, to which each SM adds when what it wrote can be seen. Sums of products are polled for instead (see
-// large/sums.cuh): their last bits are those of the stage's number, counted from the first launch on. What wrote to the
-// same place before is less than eight stages older, or an odd number of them. Only the head's are a step. Weights do
-// not wait: their ring fills on through every step.
+// memory, to which each SM adds when what it wrote can be seen. Weights do not wait: their ring fills on through every
+// step.
 #pragma once
 #include "draft/shape.cuh"
-#include "large/sums.cuh"
 
 constexpr int ARRIVALS = REDUCERS * SMS;  // of a step
 
@@ -20,7 +17,6 @@ struct Block {
     int sm = blockIdx.x, warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31;
     int nodes;
     u32 steps_done = 0;
-    u32 tag = 0;  // of this stage's sums
     // the consumers' places in the ring and in the buffers of sums
     int slot = 0, buffer = 0;
     u32 slot_phase = 0, buffer_phase = 0, ring_end = 0;
@@ -48,10 +44,9 @@ struct Block {
         sync();
         if (threadIdx.x == 0) add_release(p.counter, REDUCERS);
     }
-    // After the last wait: who leaves last leaves no arrivals behind, but how many stages there have been.
-    __device__ void leave(int stages) {
-        if (threadIdx.x == 0 && atomicAdd(p.counter + 1, 1u) == SMS - 1)
-            p.counter[0] = p.counter[1] = 0, p.counter[2] += stages;
+    // After the last wait: who leaves last leaves no arrivals behind.
+    __device__ void leave() {
+        if (threadIdx.x == 0 && atomicAdd(p.counter + 1, 1u) == SMS - 1) p.counter[0] = p.counter[1] = 0;
     }
     __device__ void mark() {
 #ifdef PROFILE
@@ -81,6 +76,83 @@ struct Block {
 __device__ __forceinline__ size_t activation_at(int node, int k) {
     return ((size_t)(k / 64) * NODES + node) * 64 + k % 64;
 }
+
+// What a tile of results has been summed to: all groups of K, and where SMs share a group's tile, all its parts, in
+// order. The stage's table of tiles is in shared memory, where `load_table` put it. GROUPS: as many groups as K has at
+// most.
+template <int GROUPS>
+struct Sums {
+    const float* sums;
+    const u16* tiles;
+    int stride;
+
+    __device__ Sums(const Block& b, const u16* table, const Stage& stage)
+        : sums(b.p.sums), tiles(table), stride(stage.tile_rows + 1) {}
+    __device__ Sums(const Block& b, int rows) : sums(b.p.sums), tiles(b.s.tiles), stride(rows / ROWS + 1) {}
+
+    // Rows `row` .. + 3, a multiple of 4: every part is asked for at once.
+    __device__ float4 at(int node, int row) const {
+        const u16* from = tiles + row / ROWS;
+        const float4* first = (const float4*)(sums + node * ROWS + row % ROWS);
+        int tile[GROUPS], end[GROUPS];
+        float4 v[GROUPS][2];
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) tile[g] = from[g * stride], end[g] = from[g * stride + 1];
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) {
+            v[g][0] = __ldcg(first + (size_t)tile[g] * (NODES * ROWS / 4));
+            v[g][1] = tile[g] + 1 < end[g] ? __ldcg(first + (size_t)(tile[g] + 1) * (NODES * ROWS / 4)) : float4{};
+        }
+        float4 total = {};
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) {
+            total = add(add(total, v[g][0]), v[g][1]);
+#pragma unroll 1
+            for (int i = tile[g] + 2; i < end[g]; i++)
+                total = add(total, __ldcg(first + (size_t)i * (NODES * ROWS / 4)));
+        }
+        return total;
+    }
+    // The same of every node from `first` on: `use(node, sum)`. Four nodes are asked for at once.
+    template <class Use>
+    __device__ __forceinline__ void each(int first, int nodes, int row, Use use) const {
+        const u16* from = tiles + row / ROWS;
+        int tile[GROUPS], end[GROUPS];
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) tile[g] = from[g * stride], end[g] = from[g * stride + 1];
+#pragma unroll 1
+        for (int at = first; at < nodes; at += 4) {
+            float4 v[4][GROUPS][2];
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                const float4* to = (const float4*)(sums + min(at + n, nodes - 1) * ROWS + row % ROWS);
+#pragma unroll
+                for (int g = 0; g < GROUPS; g++) {
+                    v[n][g][0] = __ldcg(to + (size_t)tile[g] * (NODES * ROWS / 4));
+                    v[n][g][1] = float4{};
+                    if (tile[g] + 1 < end[g]) v[n][g][1] = __ldcg(to + (size_t)(tile[g] + 1) * (NODES * ROWS / 4));
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                if (at + n >= nodes) break;
+                const float4* to = (const float4*)(sums + (at + n) * ROWS + row % ROWS);
+                float4 total = {};
+#pragma unroll
+                for (int g = 0; g < GROUPS; g++) {
+                    total = add(add(total, v[n][g][0]), v[n][g][1]);
+#pragma unroll 1
+                    for (int i = tile[g] + 2; i < end[g]; i++)
+                        total = add(total, __ldcg(to + (size_t)i * (NODES * ROWS / 4)));
+                }
+                use(at + n, total);
+            }
+        }
+    }
+    static __device__ __forceinline__ float4 add(float4 a, float4 b) {
+        return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+    }
+};
 
 // The stage's table of tiles to shared memory; it is there after the next barrier.
 __device__ __forceinline__ void load_table(Block& b, int stage_index) {

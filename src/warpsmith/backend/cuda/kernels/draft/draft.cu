@@ -11,7 +11,7 @@
 // The sums of a stage added to the residual stream, or in its place.
 template <int GROUPS, bool ADD>
 __device__ __forceinline__ void to_residual(Block& b, const float* norm) {
-    const Sums<GROUPS> sums(b.p.sums, b.s.tiles, RESIDUAL_ROWS, b.tag);
+    const Sums<GROUPS> sums(b, RESIDUAL_ROWS);
     update_residual(b, norm, [&](float4 x, int node, int k) {
         const float4 v = sums.at(node, k);
         return ADD ? Sums<GROUPS>::add(x, v) : v;
@@ -21,9 +21,9 @@ __device__ __forceinline__ void to_residual(Block& b, const float* norm) {
 // A layer's attention, apart from the rest: the compiler would give the products worse code beside it. Returns the
 // steps done so far.
 __device__ __noinline__ u32 block_mix(const Params& p, const Request& r, u8* memory, int layer,
-                                      const float* vectors, u32 steps_done, u32 tag) {
+                                      const float* vectors, u32 steps_done) {
     Block b(p, r, memory);
-    b.vectors = vectors, b.steps_done = steps_done, b.tag = tag;
+    b.vectors = vectors, b.steps_done = steps_done;
     block_rows(b);
     b.step_done();
     b.wait_for_all();
@@ -37,10 +37,10 @@ __device__ __noinline__ u32 block_mix(const Params& p, const Request& r, u8* mem
 }
 
 // Features of committed rows to what every layer keeps of them. The last step is left to who comes next.
-__device__ __noinline__ u32 append_rows(const Params& p, const Request& r, u8* memory, u32 steps_done, u32 tag,
+__device__ __noinline__ u32 append_rows(const Params& p, const Request& r, u8* memory, u32 steps_done,
                                         int stage) {
     Block b(p, r, memory);
-    b.nodes = r.rows, b.steps_done = steps_done, b.tag = tag;
+    b.nodes = r.rows, b.steps_done = steps_done;
     if (stage == FC) {
         to_residual<FC_GROUPS, false>(b, p.vectors + HIDDEN_NORM);
         b.step_done();
@@ -49,8 +49,6 @@ __device__ __noinline__ u32 append_rows(const Params& p, const Request& r, u8* m
     }
     return b.steps_done;
 }
-
-__device__ __forceinline__ u32 stage_tag(const Block& b, int stage) { return (b.s.number + stage) & SUM_TAGS; }
 
 __device__ __forceinline__ void draft_pass(Block& b, const Params& p, const Request& r) {
     enum { IN, OUT, MLP_IN, MLP_OUT };
@@ -73,33 +71,27 @@ __device__ __forceinline__ void draft_pass(Block& b, const Params& p, const Requ
                             : !appends && kind == MLP_OUT ? Source{p.h, false}
                                                           : Source{p.x, true};
         b.nodes = appends ? r.rows : r.nodes;
-        b.tag = stage_tag(b, i);
-        if (!head) load_table(b, i);
         if (i != FC) b.wait_for_all();
         b.mark();
-        if (i > first) wait_for_reduced(b, i - 1 - first);
         prepare_operands(b, run, from);
         b.mark();
         multiply(b, run);
         b.mark();
         if (head) break;
+        load_table(b, i);
+        b.wait_for_all();
+        b.mark();
         if (appends) {
-            b.steps_done = append_rows(p, r, b.scratch, b.steps_done, b.tag, i);
-            if (i == FC) {
-                b.mark();
-                continue;
-            }
+            b.steps_done = append_rows(p, r, b.scratch, b.steps_done, i);
+            if (i == FC) continue;
             if (!r.nodes) {
-                b.leave(end - first + 1);
+                b.leave();
                 return;
             }
-            wait_for_reduced(b, i - first);  // sums of rows that the block has and these have not, too
-            b.step_done();
-            b.wait_for_all();  // all have read the rows that those of the block take the place of
             b.nodes = r.nodes;
             embed(b);
         } else if (kind == IN) {
-            b.steps_done = block_mix(p, r, b.scratch, layer, b.vectors, b.steps_done, b.tag);
+            b.steps_done = block_mix(p, r, b.scratch, layer, b.vectors, b.steps_done);
         } else if (kind == OUT) {
             to_residual<OUT_GROUPS, true>(b, b.vectors + MLP_NORM);
         } else if (kind == MLP_IN) {
@@ -114,7 +106,7 @@ __device__ __forceinline__ void draft_pass(Block& b, const Params& p, const Requ
     }
     b.wait_for_all();
     b.mark();
-    b.leave(end - first + 1);
+    b.leave();
     give_out(b, 1);  // nobody asks about the root
     b.mark();
 }
@@ -133,7 +125,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             request.position = asked.first_position + request.rows;
             request.tokens[0] = max(asked.path->last, 0);  // where none was decided this block is of no use
         }
-        ((Shared*)(memory + SHARED_AT))->number = params.counter[2] - (request.rows ? FC : 0);
     }
     __syncthreads();
     Block block(params, request, memory);
@@ -158,11 +149,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         if (other == 1 || other == 2) {
             u32 count = 0, phase = 0;
-            block.nodes = NODES;  // sums of rows that are not there have tags, too
 #pragma unroll 1
             for (int i = first; i <= end; i++, phase ^= 1) {
-                block.tag = stage_tag(block, i);
-                reduce(block, other - 1, i, phase, count);
+                block.nodes = i < 0 ? request.rows : request.nodes;
+                reduce(block, other - 1, run_of(params, i), phase, count);
             }
         }
     }

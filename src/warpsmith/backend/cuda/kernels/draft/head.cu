@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         prepare_operands(block, run, Source{params.waiting, false});
         multiply(block, run);
         block.wait_for_all();
-        block.leave(0);
+        block.leave();
         give_out(block, 0);
     } else {
         leave_registers<OTHERS_REGISTERS>();
@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         if (other == 1 || other == 2) {
             u32 count = 0;
-            reduce(block, other - 1, HEAD, 0, count);
+            reduce(block, other - 1, run_of(params, HEAD), 0, count);
         }
     }
 }

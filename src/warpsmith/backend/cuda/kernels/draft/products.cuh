@@ -118,17 +118,11 @@ __device__ __forceinline__ void measure_residual(Block& b, int which) {
     __syncwarp();
 }
 
-// A stage's sums, all of it. They begin with the consumers: what a normed stage needs besides is there by then, and
-// those before have been read. The head's are a step.
-__device__ __forceinline__ void reduce(Block& b, int which, int stage, u32 phase, u32& count) {
+// A stage's sums, all of it. They begin with the consumers: an SM that has nothing to do in a stage may not say so
+// before the stage. What a normed stage needs besides is there by then.
+__device__ __forceinline__ void reduce(Block& b, int which, const Run& run, u32 phase, u32& count) {
     barrier_wait(Barriers(b.base).begun, phase);
     measure_residual(b, which);
-    reduce_tiles(b, which, run_of(b.p, stage), count, b.p.sums, b.tag);
-    arrive_for_warp(Barriers(b.base).reduced, b.lane);
-    if (stage == HEAD && b.lane == 0) add_release(b.p.counter, 1);
-}
-// Those who add up are done with the launch's `number`-th stage: they need its scales no more, and see the next one
-// begin, even if they had nothing to do in this one.
-__device__ __forceinline__ void wait_for_reduced(const Block& b, int number) {
-    barrier_wait(Barriers(b.base).reduced, number & 1);
+    reduce_tiles(b, which, run, count, b.p.sums, 0);
+    if (b.lane == 0) add_release(b.p.counter, 1);
 }

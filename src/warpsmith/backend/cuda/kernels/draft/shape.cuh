@@ -2,8 +2,7 @@
 //
 // Given with -D: HIDDEN FFN VOCAB LAYERS HEADS KV_HEADS EPS FEATURES (the draft; VOCAB: the target's; FEATURES: layers
 // of the target that it reads); SLAB_TYPE_MASK EMBEDDING_TYPE (how weights are stored); GROUP_BLOCKS (superblocks of K
-// that an SM has at most); MOST_PARTS (of a group's tile, where SMs share it); TABLE_ENTRIES (of the largest table of
-// tiles but the head's); SMS SHARED_MEMORY IN_FLIGHT
+// that an SM has at most); TABLE_ENTRIES (of the largest table of tiles but the head's); SMS SHARED_MEMORY IN_FLIGHT
 // (the chip). Heads have 128 dimensions. Stages count from the block's first: -2 is fc, -1 keys and values of the
 // context for all layers, then four a layer, then the target's head.
 #pragma once
@@ -57,8 +56,7 @@ constexpr int STEP_BYTES = NODES * 32, BLOCK_BYTES = 17 * STEP_BYTES, OPERAND_BY
 constexpr int SCRATCH_BYTES = up(larger(OPERAND_BYTES, (int)sizeof(AttentionScratch)), 128);
 constexpr int SUM_BUFFERS = 2, SUM_BYTES = 2 * 4 * OCTETS * 512;  // of a tile of results: both groups of warps
 constexpr int SUM_WRITERS = WARPS;
-constexpr u32 SUM_TAGS = 7;  // see draft/block.cuh
-constexpr bool TAGS_STAY = false;
+constexpr u32 SUM_TAGS = 0;  // sums are waited for by the counter
 
 // What is asked of one launch.
 struct Request {
@@ -79,7 +77,6 @@ struct Shared {
     u32 exponent[WARPS][NODES];
     float squares[OWN_PIECES][NODES];
     int token[NODES];
-    u32 number;  // of a stage that would be number 0, from the first launch on
     int marks;  // of a profile, so far
     Request request;
     u16 tiles[TABLE_ENTRIES];  // of the stage whose sums are at work
@@ -120,7 +117,7 @@ struct Params {
     const u16* waiting;   // bf16 (see activation_at), features of rows to be appended
     long long capacity;
     // between SMs
-    u32* counter;          // arrivals, then who has left: 0 before and after; stages so far
+    u32* counter;          // arrivals, then who has left; 0 before and after
     float* sums;           // [tile][NODES][64]
     u16* x;                // bf16 (see activation_at): the residual stream times the next norm's weight
     float* x_squares;      // [SMS][NODES]

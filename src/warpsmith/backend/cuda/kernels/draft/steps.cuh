@@ -13,14 +13,15 @@ __device__ __forceinline__ void update_residual(Block& b, const float* norm, Upd
     const int first = first_of(PIECES, b.sm), pieces = first_of(PIECES, b.sm + 1) - first, count = pieces * b.nodes * 2;
 #pragma unroll 1
     for (int at = 0; at < count; at += CONSUMERS) {
-        const bool live = at + (int)threadIdx.x < count;  // the others ask for sums, too: a warp waits together
-        const int i = min(at + (int)threadIdx.x, count - 1), node = i / 2 / pieces, piece = i / 2 - node * pieces,
-                  row = piece * 8 + (i & 1) * 4, k = first * 8 + row;
-        const float4 w = __ldg((const float4*)(norm + k));
-        float* own = &b.s.residual[node][row];
-        const float4 x = update(*(const float4*)own, node, k);
+        const int i = at + threadIdx.x, node = i / 2 / pieces, piece = i / 2 - node * pieces,
+                  row = piece * 8 + (i & 1) * 4;
+        const bool live = i < count;
         float square = 0.0f;
         if (live) {
+            const int k = first * 8 + row;
+            const float4 w = __ldg((const float4*)(norm + k));
+            float* own = &b.s.residual[node][row];
+            const float4 x = update(*(const float4*)own, node, k);
             *(float4*)own = x;
             *(uint2*)(b.p.x + activation_at(node, k)) = {pack_bf16(x.x * w.x, x.y * w.y),
                                                          pack_bf16(x.z * w.z, x.w * w.w)};
@@ -52,20 +53,14 @@ __device__ __forceinline__ void embed(Block& b) {
 // ------------------
 
 __device__ __forceinline__ void activate(Block& b) {
-    const Sums<HIDDEN_GROUPS> sums(b.p.sums, b.s.tiles, MLP_ROWS, b.tag);
+    const Sums<HIDDEN_GROUPS> sums(b, MLP_ROWS);
     const int first = first_of(FFN / 8, b.sm), pieces = first_of(FFN / 8, b.sm + 1) - first,
               count = pieces * b.nodes * 2;
-#pragma unroll 1
-    for (int at = 0; at < count; at += CONSUMERS) {
-        const int i = min(at + (int)threadIdx.x, count - 1), node = i / 2 / pieces,
-                  piece = first + i / 2 - node * pieces, in = (i & 1) * 4;
-        const auto place = sums.place(piece * 16 + in);
-        Sums<HIDDEN_GROUPS>::Asked asked[2];
-        sums.ask(asked[0], place, node), sums.ask(asked[1], place, node, 8);
-        const float4 gate = sums.total(asked[0], place, node), up = sums.total(asked[1], place, node, 8);
-        if (at + (int)threadIdx.x < count)
-            *(uint2*)(b.p.h + activation_at(node, piece * 8 + in)) = {
-                pack_bf16(silu(gate.x) * up.x, silu(gate.y) * up.y),
-                pack_bf16(silu(gate.z) * up.z, silu(gate.w) * up.w)};
+#pragma unroll 2
+    for (int i = threadIdx.x; i < count; i += CONSUMERS) {
+        const int node = i / 2 / pieces, piece = first + i / 2 - node * pieces, in = (i & 1) * 4;
+        const float4 gate = sums.at(node, piece * 16 + in), up = sums.at(node, piece * 16 + 8 + in);
+        *(uint2*)(b.p.h + activation_at(node, piece * 8 + in)) = {pack_bf16(silu(gate.x) * up.x, silu(gate.y) * up.y),
+                                                                  pack_bf16(silu(gate.z) * up.z, silu(gate.w) * up.w)};
     }
 }

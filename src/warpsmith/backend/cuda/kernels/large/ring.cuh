@@ -24,11 +24,11 @@ __device__ __forceinline__ void arrive_for_warp(u32 barrier, int lane) {
 }
 
 struct Barriers {
-    u32 full, empty, sums_full, sums_empty, begun, tabled, cleared, reduced;
+    u32 full, empty, sums_full, sums_empty, begun, tabled, cleared;
     __device__ explicit Barriers(u32 base)
         : full(base + BARRIERS_AT), empty(full + 8 * SLOTS), sums_full(empty + 8 * SLOTS),
           sums_empty(sums_full + 8 * SUM_BUFFERS), begun(sums_empty + 8 * SUM_BUFFERS), tabled(begun + 8),
-          cleared(tabled + 8), reduced(cleared + 8) {}
+          cleared(tabled + 8) {}
     __device__ void init() const {
         for (int i = 0; i < SLOTS; i++)
             barrier_init(full + 8 * i, COPY_LANES), barrier_init(empty + 8 * i, WARPS * LANES_ARRIVE);
@@ -37,7 +37,7 @@ struct Barriers {
             barrier_init(sums_empty + 8 * i, REDUCERS * LANES_ARRIVE);
         }
         barrier_init(begun, THREADS_ARRIVE), barrier_init(tabled, (REDUCERS + 1) * LANES_ARRIVE);
-        barrier_init(cleared, LANES_ARRIVE), barrier_init(reduced, REDUCERS * LANES_ARRIVE);
+        barrier_init(cleared, LANES_ARRIVE);
     }
 };
 

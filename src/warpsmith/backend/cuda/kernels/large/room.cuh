@@ -10,6 +10,6 @@ static_assert(FREE >= (ROOMY ? 2 : 1) * extreme_slot<-1>(), "no room for the rin
 // Buffers of sums: behind the ring if there is room for them, else in the scratch.
 constexpr int SUMS_AT = SUMS_AFTER > 0 ? RING_AT + RING_BYTES : SUMS_INSIDE,
               SHARED_AT = RING_AT + RING_BYTES + SUMS_AFTER, BARRIERS_AT = SHARED_AT + SHARED_STRUCT;
-constexpr int SPANS_AT = BARRIERS_AT + 8 * (2 * SLOTS + 2 * SUM_BUFFERS + 4);
+constexpr int SPANS_AT = BARRIERS_AT + 8 * (2 * SLOTS + 2 * SUM_BUFFERS + 3);
 constexpr int ISSUED_AT = SPANS_AT + 4 * SLOTS;  // how many slots there have been copies to, so far
 static_assert(ISSUED_AT + 4 <= SHARED_MEMORY, "shared memory");
