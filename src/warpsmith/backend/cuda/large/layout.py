@@ -335,7 +335,7 @@ class LargeLayout(SlabStages):
         tags = 7
         for place in {count - 1 for count in results}:
             writers = [stage for stage, count in enumerate(results) if place < count]
-            turns = ([stage for stage in writers if stage % 2 == turn] for turn in (0, 1))  # one node's two places
+            turns = [[stage for stage in writers if stage % 2 == turn] for turn in (0, 1)]  # one node's two places
             while any((a ^ b) & tags == 0 for each in (writers, *turns) for a, b in pairwise([-1, *each])):
                 tags = 2 * tags + 1
         return tags
