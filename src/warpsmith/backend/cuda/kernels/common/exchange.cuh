@@ -34,8 +34,6 @@ __device__ __forceinline__ bool came8(uint4 v) { return v.x != NOT_YET & v.z != 
 __device__ __forceinline__ bool came4(uint4 v) {
     return v.x != NOT_YET & v.y != NOT_YET & v.z != NOT_YET & v.w != NOT_YET;
 }
-// NOT_YET, if one of them has not come.
-__device__ __forceinline__ u32 largest(uint4 v) { return max(max(v.x, v.y), max(v.z, v.w)); }
 
 __device__ __forceinline__ float4 floats(uint4 v) {
     return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};

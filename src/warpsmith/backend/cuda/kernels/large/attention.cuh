@@ -17,7 +17,6 @@ struct Merge {
     static constexpr int AT_ONCE = up(12, EACH);  // so that it is known which of a lane's parts is next
     float gate[8];
 
-    template <class Projection>
     __device__ __forceinline__ void take_gates(const Block& b, const Projection& sums, int task) {
         Eight(sums, task / HEADS, task % HEADS * 2 * HEAD_DIM + HEAD_DIM + b.lane * 8).take(gate);
 #pragma unroll

@@ -13,12 +13,11 @@ __device__ __forceinline__ size_t cache_index(const Block& b, int layer, int kv_
 }
 
 // Eight rows of the projection, a multiple of 8: asked for, and taken.
-template <class Projection>
 struct Eight {
     const Projection& sums;
     const int node;
-    const typename Projection::Place place;
-    typename Projection::Asked low, high;
+    const Projection::Place place;
+    Projection::Asked low, high;
     __device__ __forceinline__ Eight(const Projection& from, int of, int row)
         : sums(from), node(of), place(from.place(row)) {
         sums.ask(low, place, node), sums.ask(high, place, node, 4);
@@ -53,7 +52,6 @@ struct RowFactors {
 
 // Row `row` of a node's, HEADS queries, then keys, then values: a lane has eight dimensions. Factors are fetched while
 // sums come.
-template <class Projection>
 __device__ __forceinline__ void make_row(const Block& b, const Projection& sums, int node, int row, float (&v)[8]) {
     const bool is_query = row < HEADS, is_value = row >= HEADS + KV_HEADS;
     const int from = is_query   ? row * 2 * HEAD_DIM

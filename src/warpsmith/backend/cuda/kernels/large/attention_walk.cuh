@@ -163,7 +163,6 @@ struct KeyWalk : Item {
 
     // Of one node every SM makes the queries that it needs itself, and where these positions are the node's own its key
     // and value.
-    template <class Projection>
     __device__ __forceinline__ void make_rows(int layer, const Projection& sums) const {
 #pragma unroll 1
         for (int task = b.warp; task < GROUP + (node < 0 ? 0 : 2); task += WARPS) {

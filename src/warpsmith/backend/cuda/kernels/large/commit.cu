@@ -7,7 +7,7 @@
 #include "large/delta.cuh"
 
 constexpr int OWN = 8, SHARE = 8 * OWN, SHARES = VALUE_DIM / SHARE;  // columns of a warp and a block, blocks of a layer
-constexpr int AT_ONCE = 16;                                            // nodes
+constexpr int AT_ONCE = 16;  // nodes
 static_assert(STATE_DIM % SHARE == 0 && COLUMNS % OWN == 0, "a block has one key head, a warp one fade");
 
 // What some nodes wrote to a block's columns.

@@ -99,7 +99,6 @@ __device__ __forceinline__ void ask_inputs(const Block& b, const DeltaShare& sha
 }
 
 // The projection. A thread has a quad of some nodes, and asks for all of them at once.
-template <class Projection>
 __device__ __forceinline__ void delta_projections(Block& b, const DeltaShare& share, const Projection& sums) {
     constexpr int APART = larger(1, CONSUMERS / INPUT_QUADS), EACH = (NODES + APART - 1) / APART,
                   AT_ONCE = EACH < 4 ? EACH : 4;
@@ -115,7 +114,7 @@ __device__ __forceinline__ void delta_projections(Block& b, const DeltaShare& sh
                                    : b.p.pending_raw + (size_t)b.deltas * MAX_NODES * CONV_CHANNELS;
 #pragma unroll 1
         for (int first = 0; first < b.nodes; first += APART * AT_ONCE) {
-            typename Projection::Asked asked[AT_ONCE];
+            Projection::Asked asked[AT_ONCE];
             const auto node = [&](int j) { return first + i / INPUT_QUADS + j * APART; };
             const auto asks = [&](int j) { return min(node(j), b.nodes - 1); };
 #pragma unroll

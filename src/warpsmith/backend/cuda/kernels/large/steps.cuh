@@ -115,14 +115,13 @@ __device__ __forceinline__ void norm_heads(Block& b, int stage) {
 // --- the MLP's inner activation: silu(gate) * up. Rows come eight of the gate, then their eight of up ---------------
 
 struct InnerSums {
-    typedef Sums<HIDDEN_GROUPS> From;
-    const From from;
+    const Projection from;
     __device__ __forceinline__ InnerSums(const Block& b, int stage)
         : from(sums_of<HIDDEN_GROUPS>(b, stage, MLP_ROWS)) {}
 
     struct Asked {
-        typename From::Place place;  // of gates
-        typename From::Asked gate, up;
+        Projection::Place place;  // of gates
+        Projection::Asked gate, up;
     };
     // Of k .. k + 3.
     __device__ __forceinline__ void ask(Asked& a, int node, u32 k) const {

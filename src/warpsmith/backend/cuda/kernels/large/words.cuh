@@ -100,6 +100,8 @@ __device__ __forceinline__ void reset_all_words(const Block& b) {
     reset_words(b, (u32*)b.p.sums, LAYER_RESULTS * (POLLED ? 2 : NODES) * ROWS, threadIdx.x, CONSUMERS);
 }
 
+typedef Sums<HIDDEN_GROUPS> Projection;  // of the residual stream
+
 template <int GROUPS>
 __device__ __forceinline__ Sums<GROUPS> sums_of(const Block& b, int stage, int rows) {
     return Sums<GROUPS>(sums_at(b, stage), b.s.tiles, rows, stage & SUM_TAGS);
