@@ -56,10 +56,7 @@ struct PartWalk {
             give_back();
         }
     }
-    __device__ __forceinline__ void load(Slab<TYPE>& slab) {
-        slab.load(next_slot(), places);
-        slab.scales();
-    }
+    __device__ __forceinline__ void load(Slab<TYPE>& slab) { slab.load(next_slot(), places); }
     __device__ __forceinline__ void end_tile() {
         b.begin_wait();
         barrier_wait(bars.sums_empty + 8 * b.buffer, b.buffer_phase ^ 1);
@@ -78,7 +75,8 @@ struct PartWalk {
 
 // Products are queued and end in order. Four sets of registers hold operands, each of 64 k: those of a superblock are
 // made while products of it are on their way; where products do not queue, one set does. The next superblock is loaded
-// before the sums of this one are waited for. SCALED: superblocks have scales of their own (see large/operands.cuh).
+// before the sums of this one are waited for, and what was loaded is looked at when they have been added. SCALED:
+// superblocks have scales of their own (see large/operands.cuh).
 template <int TYPE, bool SCALED>
 struct AnyMultiplier : PartWalk<TYPE> {
     typedef Slab<TYPE> Here;
@@ -99,18 +97,25 @@ struct AnyMultiplier : PartWalk<TYPE> {
         slab.template operand<T, 2>(o[2], TERM);
         slab.template operand<T, 3>(o[3], TERM);
     }
+    // Mins are multiplied with the second set: before the first, all four warps would wait for each other with nothing
+    // else under way.
     template <int NUMBER>
-    __device__ __forceinline__ void make_and_queue(float (&acc)[SUMS], u64 operands) {
+    __device__ __forceinline__ void make_and_queue(float (&acc)[SUMS], float (&mins)[SUMS], u64 operands) {
         if constexpr (NUMBER < 4 * Here::TERMS) {
             constexpr int T = NUMBER / Here::TERMS;
             if constexpr (NUMBER >= SETS) products_done<SETS - 1>();
             make<NUMBER>();
             products_begin();
+            if constexpr (Here::MINS && NUMBER == 1) {
+                u32 m[4];
+                slab.mins(m);
+                multiply_group(mins, m, operands + 16 * (STEP_BYTES >> 4), 0);
+            }
 #pragma unroll
             for (int j = 0; j < 4; j++)
                 multiply_group(acc, a[NUMBER % SETS][j], operands + (T * 4 + j) * (STEP_BYTES >> 4), NUMBER + j > 0);
             products_queued();
-            make_and_queue<NUMBER + 1>(acc, operands);
+            make_and_queue<NUMBER + 1>(acc, mins, operands);
         }
     }
     // By powers of two.
@@ -128,14 +133,8 @@ struct AnyMultiplier : PartWalk<TYPE> {
     __device__ __forceinline__ void superblock() {
         const u64 operands = matrix_at<128, 256>(at);
         float acc[SUMS], mins[SUMS];
-        u32 m[4];
-        if constexpr (Here::MINS) {
-            slab.mins(m);
-            products_begin();
-            multiply_group(mins, m, operands + 16 * (STEP_BYTES >> 4), 0);
-        }
         if constexpr (Here::EARLY) this->give_back(slab.landed());
-        make_and_queue<0>(acc, operands);
+        make_and_queue<0>(acc, mins, operands);
         if constexpr (!Here::EARLY) this->give_back();
         const float4 f = slab.factors();
         const u32 operands_at = at;
@@ -153,11 +152,13 @@ struct AnyMultiplier : PartWalk<TYPE> {
             total[i] = fmaf(i & 2 ? f.z : f.x, acc[i], total[i]);
             if (Here::MINS) total[i] = fmaf(i & 2 ? -f.w : -f.y, mins[i], total[i]);
         }
+        slab.scales();
     }
     __device__ __forceinline__ void run() {
         if (left > 0) {
             if (AT_ONCE == 1) this->pass_slots(this->group);
             this->load(slab);
+            slab.scales();
         }
 #pragma unroll 1
         while (true) {
