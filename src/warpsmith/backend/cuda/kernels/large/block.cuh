@@ -62,8 +62,9 @@ struct Block {
     }
     __device__ void sync() const { sync_threads<CONSUMERS>(); }
     // number / nodes by a multiplication: the compiler's division is many instructions more.
-    __device__ int over_nodes(int number) const {
-        return POLLED ? number : (int)((u64)(2 * (u32)number + 1) * s.half_by_nodes >> 32);
+    __device__ int over_nodes(int number) const { return over_nodes(number, POLLED ? 0 : s.half_by_nodes); }
+    static __device__ int over_nodes(int number, u32 half_by_nodes) {
+        return POLLED ? number : (int)((u64)(2 * (u32)number + 1) * half_by_nodes >> 32);
     }
     // Where factors of a superblock's sums are (see operands.cuh). Its operands begin at so many sixteen bytes.
     __device__ u32 back_at(u32 sixteens) const { return sixteens * 16 + BACK_AT; }

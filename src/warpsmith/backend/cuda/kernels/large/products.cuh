@@ -87,15 +87,16 @@ __device__ __forceinline__ void prepare_operands(Block& b, const Run& run, int s
     const u32* back_at = (const u32*)(block + BACK_AT) + b.lane;
     uint4 raw[OCTETS][8], sums[EACH_SUMS] = {};
     u32 back = __float_as_uint(1.0f);
+    // The few first: registers of their addresses would be waited for behind many loads.
+#pragma unroll
+    for (int i = 0; i < EACH_SUMS; i++)
+        if (has_sums(i)) sums[i] = load16(block + sums_place(i));
+    if (has_back) back = load4(back_at);
 #pragma unroll
     for (int octet = 0; octet < OCTETS; octet++)
 #pragma unroll
         for (int i = 0; i < 8; i++)
             raw[octet][i] = live(octet) ? __ldcg((const uint4*)(from + place(octet, i))) : uint4{};
-#pragma unroll
-    for (int i = 0; i < EACH_SUMS; i++)
-        if (has_sums(i)) sums[i] = load16(block + sums_place(i));
-    if (has_back) back = load4(back_at);
 #pragma unroll
     for (int octet = 0; octet < OCTETS; octet++) {
         for (Watchdog dog;; dog.check()) {

@@ -13,14 +13,17 @@ template <int K>
 struct Spans {
     static constexpr int AT_ONCE = WARPS * 128 / SPAN;
     const Block& b;
+    const u32 half_by_nodes;  // loaded once: behind loads of sums, it would come as late as they do
     int slot, number;
     __device__ __forceinline__ explicit Spans(const Block& block)
-        : b(block), slot(block.warp * 128 / SPAN), number(slot * SMS + block.sm) {}
+        : b(block), half_by_nodes(POLLED ? 0 : block.s.half_by_nodes), slot(block.warp * 128 / SPAN),
+          number(slot * SMS + block.sm) {}
     __device__ __forceinline__ bool more() const { return number < K / SPAN * b.nodes; }
     __device__ __forceinline__ void next() { slot += AT_ONCE, number += AT_ONCE * SMS; }
-    __device__ __forceinline__ int node() const { return number - b.over_nodes(number) * b.nodes; }
+    __device__ __forceinline__ int span() const { return Block::over_nodes(number, half_by_nodes); }
+    __device__ __forceinline__ int node() const { return number - span() * b.nodes; }
     __device__ __forceinline__ int in_span() const { return b.warp * 128 % SPAN + b.lane * 4; }
-    __device__ __forceinline__ int k() const { return b.over_nodes(number) * SPAN + in_span(); }
+    __device__ __forceinline__ int k() const { return span() * SPAN + in_span(); }
 };
 
 // Warps 2 i and 2 i + 1 wait for each other. The race checker loses the block's barrier where pairs have one like it:
