@@ -3,7 +3,9 @@
 PYTHONPATH=src python bench/lab/large_turns.py 27B FOLDER ... [--nodes 1 8 16 22] [--rounds 7] [--depth 520]
 
 A FOLDER has the files that a version changes, named as under kernels/ (large/delta.cuh). What is in the package runs
-beside them. Weights are loaded once. Prints medians in ms, and the best round; fails where a version's tokens differ.
+beside them. Weights are loaded once; each version's machine code several times, since it is up to 1% faster or slower
+by where it lies in memory. Prints the mean of these copies' medians in ms, and the least and largest of them; fails
+where a version's tokens differ.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from warpsmith.backend.cuda.large.backend import LargeBackend
 from warpsmith.backend.cuda.memory.driver import Kernel
 from warpsmith.model.config import SIZES
 
-SOURCE, PASSES = "large/forward.cu", 6
+SOURCE, PASSES, COPIES = "large/forward.cu", 6, 4
 Images = dict[int, "Future[tuple[bytes, str]]"]  # by nodes
 
 
@@ -59,30 +61,33 @@ def main() -> None:
     builds = sorted({next(n for n in backend.variants if nodes <= n) for nodes in given.nodes})
     with ThreadPoolExecutor() as pool:
         images = {name: kernels(backend, texts, builds, pool) for name, texts in versions(given.folders).items()}
-    loaded: dict[str, dict[int, Kernel]] = {
-        name: {
+    loaded: dict[tuple[str, int], dict[int, Kernel]] = {
+        (name, copy): {
             nodes: backend.device.load(image.result()[0]).kernel("forward", backend.shared_memory)
             for nodes, image in built.items()
         }
+        for copy in range(COPIES)
         for name, built in images.items()
     }
     state = backend.new_state(context)
     for cache in (state.keys, state.values):
         cache.clear()
     state.length = given.depth
-    took: dict[tuple[str, int], list[float]] = {}
+    took: dict[tuple[str, int, int], list[float]] = {}
     tokens: dict[int, list[int]] = {}
     for _ in range(given.rounds):
-        for name, built in loaded.items():
+        for (name, copy), built in loaded.items():
             backend._kernels = built
             for nodes in given.nodes:
                 run = partial(backend.launch, state, some_tree(nodes, config.vocab), ARGMAX)
-                took.setdefault((name, nodes), []).append(milliseconds(backend, run, PASSES))
+                took.setdefault((name, copy, nodes), []).append(milliseconds(backend, run, PASSES))
                 found = backend.outputs.of_trees([nodes], ARGMAX).argmax.tolist()
                 assert tokens.setdefault(nodes, found) == found, f"{name} chooses other tokens with {nodes} nodes"
     for nodes in given.nodes:
-        times = (f"{name} {statistics.median(took[name, nodes]):.3f} ({min(took[name, nodes]):.3f})" for name in loaded)
-        print(f"{nodes} nodes: " + "  ".join(times), flush=True)
+        for name in images:
+            medians = [statistics.median(took[name, copy, nodes]) for copy in range(COPIES)]
+            mean = statistics.mean(medians)
+            print(f"{nodes:3} nodes, {name}: {mean:.3f} ms ({min(medians):.3f} to {max(medians):.3f})", flush=True)
 
 
 if __name__ == "__main__":
