@@ -55,12 +55,13 @@ def emulated(
     sms: int = 6,
     variants: tuple[int, ...] = (1, 8),
     times: dict[str, float] | None = None,
+    context: int = LONG,
 ) -> Iterator[tuple[LargeBackend, ReferenceBackend]]:
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
     tensors, (keys, values) = tensors_of(config, types, times), caches
     with emulated_gpu(sms, variants, often=True), rounded_caches(caches):
-        cuda = LargeBackend(config, tensors, context=LONG, cache_type_k=keys, cache_type_v=values)
+        cuda = LargeBackend(config, tensors, context=context, cache_type_k=keys, cache_type_v=values)
         yield cuda, ReferenceBackend(config, tensors)
 
 
@@ -243,12 +244,13 @@ def test_units_that_two_warps_share_have_the_bits_of_plain_decoding() -> None:
 
 @pytest.mark.slow
 def test_a_build_for_more_nodes_has_the_same_bits() -> None:
-    """Where SMs that share a key head convolve a part of its q and k each."""
-    with emulated(SHAPE, MIXED, variants=(1, 16)) as (cuda, _):
+    """Where SMs that share a key head convolve a part of its q and k each, a tile's sums have one buffer, and attention
+    has one chunk of values."""
+    with emulated(SHAPE, MIXED, variants=(1, 24), context=128) as (cuda, _):
         state, plain, rng = cuda.new_state(128), cuda.new_state(128), np.random.default_rng(3)
         for _ in range(2):
-            check_last_path(cuda, state, plain, random_tree(rng, 14, SHAPE.vocab))
-        check_smaller_than_its_room(cuda, 3, 16)
+            check_last_path(cuda, state, plain, random_tree(rng, 22, SHAPE.vocab))
+        check_smaller_than_its_room(cuda, 3, 24)
 
 
 @pytest.mark.parametrize("nodes", [1, 5])

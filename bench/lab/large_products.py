@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from warpsmith.backend.cuda.build.compiler import compile_source
+from warpsmith.backend.cuda.large.backend import SHORT_CONTEXT
 from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.memory.driver import Device
 from warpsmith.checkpoint.convert import tensor_type
@@ -41,7 +42,8 @@ def main() -> None:
     source = (Path(__file__).parent / "large_products.cu").read_text()
     print("nodes  type " + "".join(f"{count:6}/{blocks}" for count, blocks in STAGES))
     for nodes in given.nodes:
-        constants = {"IN_FLIGHT": 4, "SHARED_MEMORY": SHARED, "SAMPLES": 0, "SHORT_CONTEXT": int(nodes == 1)}
+        short = int(SHORT_CONTEXT[nodes] > 0)
+        constants = {"IN_FLIGHT": 4, "SHARED_MEMORY": SHARED, "SAMPLES": 0, "SHORT_CONTEXT": short}
         constants |= layout.constants(nodes) | ({"COPIES": 1} if given.copies else {})
         image, _ = compile_source(source, "large_products.cu", "sm_90a", constants)
         kernel = device.load(image).kernel("products", SHARED)

@@ -40,7 +40,8 @@ from warpsmith.model.config import Config
 
 THREADS = 384
 COMMITTED_COLUMNS = 64  # of a DeltaNet layer's state, by a block of commit.cu
-SHORT_CONTEXT = 16384  # up to here one node's attention makes do with one chunk of values in shared memory
+# Up to so many tokens, by columns of a build, attention makes do with one chunk of values in shared memory.
+SHORT_CONTEXT = {1: 16384, 8: 0, 16: 8192, 24: 8192}
 # Copies of weights on their way to an SM, for one node and for trees. All that SMs exchange waits behind them: where an
 # SM has few bytes of a layer, fewer are faster. With more bytes than that, memory would be idle between two.
 IN_FLIGHT, FEW_IN_FLIGHT, FEW_BYTES = (4, 5), (2, 4), 1_400_000
@@ -156,7 +157,7 @@ class LargeBackend(CudaBackend):
             "IN_FLIGHT": (FEW_IN_FLIGHT if few else IN_FLIGHT)[nodes > 1],
             "SHARED_MEMORY": self.shared_memory,
             "SAMPLES": int(nodes == 1 and self.large.samples),  # the build that decodes
-            "SHORT_CONTEXT": int(nodes == 1 and self.context <= SHORT_CONTEXT),
+            "SHORT_CONTEXT": int(self.context <= SHORT_CONTEXT[nodes]),
         }
         return self.large.constants(nodes) | own | self.options
 
