@@ -7,7 +7,16 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from device_checks import check_drawn, check_interleaved, check_verified, distance, plain_run, relative, same_state
+from device_checks import (
+    check_drawn,
+    check_interleaved,
+    check_last_path,
+    check_verified,
+    distance,
+    plain_run,
+    relative,
+    same_state,
+)
 from large_cases import CACHES, MIXED, SHAPE, bound_of, remember, rounded_caches, tensors_of
 from random_models import random_tree
 from warpsmith.backend.base import LOGITS, Want
@@ -18,15 +27,14 @@ from warpsmith.backend.tree import Tree
 from warpsmith.errors import NoDevice
 
 pytestmark = pytest.mark.gpu
-LONG = 8320
+LONG, WATCHDOG = 8320, {"WATCHDOG_CYCLES": "2000000000ll"}
 
 
 @pytest.fixture(scope="module", params=CACHES, ids="-".join)
 def on_gpu(request: pytest.FixtureRequest) -> Iterator[tuple[LargeBackend, ReferenceBackend]]:
     tensors, (keys, values) = tensors_of(SHAPE, MIXED), request.param
-    options = {"WATCHDOG_CYCLES": "2000000000ll"}
     try:
-        cuda = LargeBackend(SHAPE, tensors, context=LONG, cache_type_k=keys, cache_type_v=values, options=options)
+        cuda = LargeBackend(SHAPE, tensors, context=LONG, cache_type_k=keys, cache_type_v=values, options=WATCHDOG)
     except NoDevice as error:
         pytest.skip(str(error))
     with rounded_caches(request.param):
@@ -70,6 +78,17 @@ def test_rows_do_not_depend_on_the_tree_around_them(on_gpu: tuple[LargeBackend, 
         cuda.commit(state, main)
         at += count
     assert same_state(SHAPE, state, plain)
+
+
+def test_trees_in_a_short_context_have_the_bits_of_plain_decoding() -> None:
+    """Their builds have other room for values and sums."""
+    try:
+        cuda = LargeBackend(SHAPE, tensors_of(SHAPE, MIXED), context=512, options=WATCHDOG)
+    except NoDevice as error:
+        pytest.skip(str(error))
+    state, plain, rng = cuda.new_state(512), cuda.new_state(512), np.random.default_rng(5)
+    for nodes in (13, 16, 22, 24, 64, 3, 24):
+        check_last_path(cuda, state, plain, random_tree(rng, nodes, SHAPE.vocab))
 
 
 def test_sequences_interleave(on_gpu: tuple[LargeBackend, ReferenceBackend]) -> None:
