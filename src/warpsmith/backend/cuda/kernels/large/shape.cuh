@@ -169,8 +169,8 @@ constexpr int OTHERS_BYTES = larger(larger(OPERAND_BYTES, ATTENTION_BYTES), SAMP
 // Of a tile of results: both groups of warps. Of one node a superblock's, see multiply_one.cuh. How many warps fill and
 // empty them. Where a second buffer would take the room of a slot of weights, one does: a tile takes far longer to
 // multiply than to add up.
-constexpr int SUM_BUFFERS = POLLED ? WARPS / 2 : NODES > 16 ? 1 : 2, SUM_BYTES = POLLED ? ROWS * 16 : 2 * 4 * OCTETS * 512,
-              SUM_WRITERS = POLLED ? 2 : WARPS;
+constexpr int SUM_BUFFERS = POLLED ? WARPS / 2 : NODES > 16 ? 1 : 2,
+              SUM_BYTES = POLLED ? ROWS * 16 : 2 * 4 * OCTETS * 512, SUM_WRITERS = POLLED ? 2 : WARPS;
 // In a tree they lie in the scratch, behind operands and what a mixer asks for early; before anything else is written
 // there, they have been read (see wait_for_empty_buffers). One node's lie behind the ring.
 constexpr int EARLY_BYTES = larger(OPERAND_BYTES, larger(VALUE_STAGES * VALUE_BYTES, MIX_ROWS_BYTES + MIX_INPUT_BYTES)),
