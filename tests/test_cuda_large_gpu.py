@@ -24,7 +24,6 @@ from warpsmith.backend.cuda.large.backend import LargeBackend
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
-from warpsmith.errors import NoDevice
 
 pytestmark = pytest.mark.gpu
 LONG, WATCHDOG = 8320, {"WATCHDOG_CYCLES": "2000000000ll"}
@@ -33,10 +32,7 @@ LONG, WATCHDOG = 8320, {"WATCHDOG_CYCLES": "2000000000ll"}
 @pytest.fixture(scope="module", params=CACHES, ids="-".join)
 def on_gpu(request: pytest.FixtureRequest) -> Iterator[tuple[LargeBackend, ReferenceBackend]]:
     tensors, (keys, values) = tensors_of(SHAPE, MIXED), request.param
-    try:
-        cuda = LargeBackend(SHAPE, tensors, context=LONG, cache_type_k=keys, cache_type_v=values, options=WATCHDOG)
-    except NoDevice as error:
-        pytest.skip(str(error))
+    cuda = LargeBackend(SHAPE, tensors, context=LONG, cache_type_k=keys, cache_type_v=values, options=WATCHDOG)
     with rounded_caches(request.param):
         yield cuda, ReferenceBackend(SHAPE, tensors)
 
@@ -82,10 +78,7 @@ def test_rows_do_not_depend_on_the_tree_around_them(on_gpu: tuple[LargeBackend, 
 
 def test_trees_in_a_short_context_have_the_bits_of_plain_decoding() -> None:
     """Their builds have other room for values and sums."""
-    try:
-        cuda = LargeBackend(SHAPE, tensors_of(SHAPE, MIXED), context=512, options=WATCHDOG)
-    except NoDevice as error:
-        pytest.skip(str(error))
+    cuda = LargeBackend(SHAPE, tensors_of(SHAPE, MIXED), context=512, options=WATCHDOG)
     state, plain, rng = cuda.new_state(512), cuda.new_state(512), np.random.default_rng(5)
     for nodes in (13, 16, 22, 24, 64, 3, 24):
         check_last_path(cuda, state, plain, random_tree(rng, nodes, SHAPE.vocab))

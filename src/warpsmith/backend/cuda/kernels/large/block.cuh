@@ -62,7 +62,6 @@ struct Block {
     }
     __device__ void sync() const { sync_threads<CONSUMERS>(); }
     // number / nodes by a multiplication: the compiler's division is many instructions more.
-    __device__ int over_nodes(int number) const { return over_nodes(number, POLLED ? 0 : s.half_by_nodes); }
     static __device__ int over_nodes(int number, u32 half_by_nodes) {
         return POLLED ? number : (int)((u64)(2 * (u32)number + 1) * half_by_nodes >> 32);
     }

@@ -273,7 +273,8 @@ __device__ __forceinline__ void ask_early(const Block& b, int i) {
                                          : recurrent ? DELTA_VECTORS + MIX_NORM
                                                      : ATTENTION_VECTORS + MIX_NORM);
         const int span = b.lane / 8 * SMS + b.sm, at = b.lane % 8 * 32;
-        if (span < SPANS * b.nodes && at < SPAN) prefetch(norm + b.over_nodes(span) * SPAN + at);
+        if (span < SPANS * b.nodes && at < SPAN)
+            prefetch(norm + Block::over_nodes(span, b.s.half_by_nodes) * SPAN + at);
     } else if (kind == IN && recurrent) {
         const DeltaShare share(b.sm);
         const float* states = b.p.delta + (size_t)b.deltas * VALUE_DIM * STATE_DIM + b.lane * 32;

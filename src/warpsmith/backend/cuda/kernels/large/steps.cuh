@@ -16,7 +16,7 @@ struct Spans {
     const u32 half_by_nodes;  // loaded once: behind loads of sums, it would come as late as they do
     int slot, number;
     __device__ __forceinline__ explicit Spans(const Block& block)
-        : b(block), half_by_nodes(POLLED ? 0 : block.s.half_by_nodes), slot(block.warp * 128 / SPAN),
+        : b(block), half_by_nodes(block.s.half_by_nodes), slot(block.warp * 128 / SPAN),
           number(slot * SMS + block.sm) {}
     __device__ __forceinline__ bool more() const { return number < K / SPAN * b.nodes; }
     __device__ __forceinline__ void next() { slot += AT_ONCE, number += AT_ONCE * SMS; }
