@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         leave_registers<OTHERS_REGISTERS>();
         const int other = block.warp - WARPS;
         if (other == 0 && block.lane == 0) {
-            Producer producer(memory, nullptr);
+            Producer producer(shared_address(memory));
             producer.source = params.stream + params.stream_start[blockIdx.x] +
                               (first == FC ? 0 : params.stream_start[SMS + blockIdx.x]);
 #pragma unroll 1

@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         leave_registers<OTHERS_REGISTERS>();
         const int other = block.warp - WARPS;
         if (other == 0 && block.lane == 0) {
-            Producer producer(memory, nullptr);
+            Producer producer(shared_address(memory));
             producer.source = params.head_stream + params.head_start[blockIdx.x];
             producer.stage(params.runs[blockIdx.x]);
             producer.drain();

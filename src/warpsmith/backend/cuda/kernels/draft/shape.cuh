@@ -11,6 +11,7 @@
 
 constexpr int NODES = 16, OCTETS = NODES / 8;  // rows of a launch
 constexpr int WARPS = 8, CONSUMERS = 256, REDUCERS = 2, THREADS = 384;
+constexpr bool COPIES_COUNTED = false;  // no warp skips a slot
 constexpr int DIM = 128, BLOCK_K = 256, ROWS = 64, MAX_LAYERS = 32;  // ROWS: of a tile of results
 constexpr int GROUP = HEADS / KV_HEADS, DRAFT_DIM = HEADS * DIM, KV_ROWS = KV_HEADS * DIM;
 constexpr int FC = -2, CONTEXT = -1, HEAD = 4 * LAYERS;

@@ -197,7 +197,7 @@ __device__ __forceinline__ void consume(Block& b) {
 }
 
 __device__ __forceinline__ void copy_weights(Block& b) {
-    Producer producer(b.scratch, &b.s.stopped);
+    Producer producer(b.base, b.base + (u32)((u8*)&b.s.stopped - b.scratch), (u32*)(b.scratch + ISSUED_AT));
 #pragma unroll 1
     for (int step = 0; step < max(1, b.r.steps); step++) {
         producer.source = b.p.stream + b.p.stream_start[blockIdx.x];
@@ -359,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         show_barriers();
     }
     __syncthreads();
-    constexpr int OTHERS_REGISTERS = 72, CONSUMER_REGISTERS = 216;
+    constexpr int OTHERS_REGISTERS = 88, CONSUMER_REGISTERS = 208;
     if (block.warp < WARPS) {
         take_registers<CONSUMER_REGISTERS>();
         consume(block);

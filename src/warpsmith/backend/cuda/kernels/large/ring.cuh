@@ -96,56 +96,61 @@ __device__ __forceinline__ u32 next_place(u32& end, u32 bytes) {
 
 constexpr int MOST_ON_WAY = IN_FLIGHT < SLOTS ? IN_FLIGHT : SLOTS;  // who is waited for must be the ring's last round
 
-// COPY_LANES threads copy the weights, in the order in which they are used.
+// COPY_LANES threads copy the weights, in the order in which they are used. What a slot takes them is what weights wait
+// for when memory is fast: beside products each instruction that waits for another one costs ten clocks or more.
 struct Producer {
-    const Barriers bars;
+    const u32 base, after_last;  // slots are known by their places of 8 bytes from `base` on
     const u8* source = nullptr;
-    const u32 base;
-    volatile int* const stopped;  // set when nobody waits for weights any more; or null
-    u32* const spans;             // [SLOTS]: bytes of the ring that a slot has taken
-    u32* const issued;
+    const u32 stopped;  // where it is said that nobody waits for weights any more; or 0
+    u32* const issued;  // where copies are counted, if they are
     u32 copies = 0;
-    u32 end = 0;    // of the last slot
-    u32 taken = 0;  // bytes of the ring that are not known to be empty again
-    int slot = 0, first_taken = 0, slots_taken = 0, first_on_way = 0, on_way = 0;
-    u32 taken_phase = 0, on_way_phase = 0;
+    u32 end = 0;             // of the last slot
+    int empty = RING_BYTES;  // bytes of the ring that are known to be
+    u32 slot, oldest, landing;  // the next one, the first that is not known to be empty, the first on its way
+    u32 oldest_phase = 0, landing_phase = 0;
+    int on_way = 0;
     const u64 policy = evict_first();
 
-    __device__ Producer(u8* memory, volatile int* stop)
-        : bars(shared_address(memory)), base(shared_address(memory)), stopped(stop), spans((u32*)(memory + SPANS_AT)),
-          issued((u32*)(memory + ISSUED_AT)) {}
+    __device__ Producer(u32 memory, u32 stop = 0, u32* count = nullptr)
+        : base(memory), after_last(base + 8 * SLOTS), stopped(stop), issued(count), slot(base), oldest(base),
+          landing(base) {}
 
-    __device__ void land_one() {
-        barrier_wait(bars.full + 8 * first_on_way, on_way_phase);
-        if (++first_on_way == SLOTS) first_on_way = 0, on_way_phase ^= 1;
+    __device__ __forceinline__ void pass(u32& at, u32& phase) const {
+        at += 8;
+        if (at == after_last) at = base, phase ^= 1;
+    }
+    __device__ __forceinline__ void land_one() {
+        barrier_wait(landing + BARRIERS_AT, landing_phase);
+        pass(landing, landing_phase);
         on_way--;
     }
     // Wait for the oldest slot's consumers. False when they have stopped.
-    __device__ bool take_back() {
+    __device__ __forceinline__ bool take_back() {
         Watchdog dog;
-        while (!copiers_agree(barrier_done(bars.empty + 8 * first_taken, taken_phase))) {
-            if (copiers_agree(stopped && *stopped)) return false;
+        const u32 span = load_shared4(oldest + SPANS_AT);
+        while (!copiers_agree(barrier_done(oldest + (BARRIERS_AT + 8 * SLOTS), oldest_phase))) {
+            if (copiers_agree(stopped && load_shared4(stopped))) return false;
             dog.check();
         }
-        taken -= spans[first_taken], slots_taken--;
-        if (++first_taken == SLOTS) first_taken = 0, taken_phase ^= 1;
+        empty += span;
+        pass(oldest, oldest_phase);
         return true;
     }
     // `room`: of a whole slot, though the last one of a part may have fewer bytes.
-    __device__ bool copy(u32 bytes, u32 room) {
-        if (on_way >= MOST_ON_WAY) land_one();
+    __device__ __forceinline__ bool copy(u32 bytes, u32 room) {
+        if (MOST_ON_WAY < SLOTS && on_way == MOST_ON_WAY) land_one();
         const u32 before = end, at = next_place(end, room), span = room + (at == before ? 0 : RING_BYTES - before);
         // An empty ring has room for any slot, though it may skip more than the rest of it.
-        while (slots_taken > 0 && (taken + span > RING_BYTES || slots_taken == SLOTS))
+        while (empty < (int)min(span, RING_BYTES))
             if (!take_back()) return false;
-        copy_slot(base + RING_AT + at, source, bytes, bars.full + 8 * slot, policy);
-        tell(issued, ++copies);
-        spans[slot] = span, taken += span, slots_taken++, on_way++;
-        source += bytes;
-        if (++slot == SLOTS) slot = 0;
+        copy_slot(base + RING_AT + at, source, bytes, slot + BARRIERS_AT, policy);
+        if (COPIES_COUNTED) tell(issued, ++copies);
+        store_shared(slot + SPANS_AT, span);
+        empty -= span, on_way++, source += bytes, slot += 8;
+        if (slot == after_last) slot = base;
         return true;
     }
-    __device__ bool stage(const Run& run) {
+    __device__ __forceinline__ bool stage(const Run& run) {
 #pragma unroll 1
         for (Walk walk(run); walk.more(); walk.to_part(run)) {
             const int type = tile_type(run, walk.tile), at_once = slot_blocks_of(type);
@@ -158,6 +163,6 @@ struct Producer {
     }
     // No copy may be on its way when the block exits.
     __device__ void drain() {
-        while (on_way > 0) land_one();
+        for (; oldest != slot; pass(oldest, oldest_phase)) barrier_wait(oldest + BARRIERS_AT, oldest_phase);
     }
 };

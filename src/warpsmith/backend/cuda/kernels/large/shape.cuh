@@ -23,6 +23,7 @@ constexpr int MAX_STOPS = 16, MAX_FEATURES = 8;
 constexpr int OCTETS = (NODES + 7) / 8;
 // One node: what is exchanged has two places by turns, and every SM makes its operands itself (see words.cuh).
 constexpr bool POLLED = NODES == 1;
+constexpr bool COPIES_COUNTED = POLLED;  // where warps skip slots
 // Groups of K of projections from the residual stream, from the mixers and from the MLP's inner activation; rows of
 // stages.
 __host__ __device__ constexpr int groups_of(int k) { return (k / BLOCK_K + GROUP_BLOCKS - 1) / GROUP_BLOCKS; }
