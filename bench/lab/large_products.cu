@@ -52,10 +52,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             producer.drain();
         }
         if (other == 1 || other == 2) {
-            u32 number = 0;
+            u32 number = 0, turns[ONE_GROUPS] = {};
             for (int i = 0; i < rounds; i++) {
                 if constexpr (POLLED)
-                    reduce_one(block, other - 1, run, number, 1.0f, sums, 0);
+                    reduce_one(block, other - 1, run, turns, 1.0f, sums, 0);
                 else
                     reduce_tiles(block, other - 1, run, number, sums, 0);
             }

@@ -234,7 +234,7 @@ __device__ __forceinline__ void wait_for_use(const Block& b, int which, u32 uses
 
 __device__ __forceinline__ void add_up(Block& b, int which) {
     const Barriers bars(b.base);
-    u32 count = 0, phase = 0, uses = 0;
+    u32 count = 0, phase = 0, uses = 0, turns[ONE_GROUPS] = {};
 #pragma unroll 1
     for (int i = 0; begun(b, phase); i = i == 4 * LAYERS ? 0 : i + 1, phase ^= 1) {
         measure(b, which, i);
@@ -243,7 +243,7 @@ __device__ __forceinline__ void add_up(Block& b, int which) {
         if (!POLLED && (i & 1)) wait_for_use(b, which, ++uses);
         float* sums = i < 4 * LAYERS ? sums_at(b, i) : b.p.head_sums;
         if constexpr (POLLED)
-            reduce_one(b, which, run, count, b.sum_factor(which, 0), sums, i & SUM_TAGS);
+            reduce_one(b, which, run, turns, b.sum_factor(which, 0), sums, i & SUM_TAGS);
         else
             reduce_tiles(b, which, run, count, sums, i & SUM_TAGS);
         if (b.lane == 0 && (!POLLED || i == 4 * LAYERS)) add_release(POLLED ? b.p.counter : b.sums_counter(i), 1);

@@ -133,32 +133,38 @@ struct OneMultiplier {
     }
 };
 
-// A stage's sums, of one node: each warp half of a superblock's rows, as the warp that multiplied them has them.
-// `turns`: a bit for each group of warps. `tag`: as in a tree.
-__device__ __forceinline__ void reduce_one(Block& b, int which, const Run& run, u32& turns, float by, float* sums,
-                                           u32 tag) {
+// A stage's sums, of one node: each warp half of a superblock's rows, as the warp that multiplied them has them. A
+// superblock is multiplied in 400 clocks, and beside products one instruction that waits for another costs ten or more:
+// groups of warps are known where the code is, and nothing is worked out between two superblocks.
+// `turns`: whether a group's next superblock is an odd one. `tag`: as in a tree.
+__device__ __forceinline__ void reduce_one(Block& b, int which, const Run& run, u32 (&turns)[ONE_GROUPS], float by,
+                                           float* sums, u32 tag) {
     const Barriers bars(b.base);
+    const u32 from = b.base + SUMS_AT + (which * 32 + b.lane) * 16;
     float* to = sums + (size_t)run.result * ROWS + which * 32 + (b.lane & 3) * 8 + (b.lane >> 2);
-    int index = 0;  // in its part
 #pragma unroll 1
-    for (Walk walk(run); walk.more(); walk.next(), to += ROWS) {
-        if (walk.tile == run.second || walk.tile == run.third) index = 0;
-        float even = 0.0f, odd = 0.0f;
+    for (Walk walk(run); walk.more(); walk.to_part(run)) {
+        int left = walk.count_in_part(run), in_tile = min(walk.blocks - walk.block, left);
+        float sum[2] = {};  // of even superblocks of the part, and of odd ones
 #pragma unroll 1
-        for (int left = walk.count(); left > 0; left--, index++) {
-            const int group = index % ONE_GROUPS;
-            barrier_wait(bars.sums_full + 8 * group, turns >> group & 1);
-            turns ^= 1u << group;
-            const float4 v = ((const float4*)(b.scratch + SUMS_AT + group * SUM_BYTES))[which * 32 + b.lane];
-            float total = fmaf(v.z, v.x, index & 1 ? odd : even);
-            total = fmaf(-v.w, v.y, total);
-            if (index & 1)
-                odd = total;
-            else
-                even = total;
-            arrive_for_warp(bars.sums_empty + 8 * group, b.lane);
+        while (left > 0) {
+#pragma unroll
+            for (int group = 0; group < ONE_GROUPS; group++) {
+                if (left == 0) break;
+                barrier_wait(bars.sums_full + 8 * group, turns[group]);
+                turns[group] ^= 1;
+                const uint4 v = load_shared16(from + group * SUM_BYTES);
+                float& total = sum[group % 2];
+                total = fmaf(__uint_as_float(v.z), __uint_as_float(v.x), total);
+                total = fmaf(-__uint_as_float(v.w), __uint_as_float(v.y), total);
+                arrive_for_warp(bars.sums_empty + 8 * group, b.lane);
+                left--;
+                if (--in_tile == 0) {
+                    store4(to, tagged((sum[0] + sum[1]) * by, tag));
+                    sum[0] = sum[1] = 0.0f, to += ROWS, in_tile = min(walk.blocks, left);
+                }
+            }
         }
-        store4(to, tagged((even + odd) * by, tag));
     }
     __syncwarp();
 }
