@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         leave_registers<72>();
         const int other = block.warp - WARPS;
         if (other == 0 && block.lane < (int)COPY_LANES) {
-            Producer producer(block.base, 0, (u32*)(block.scratch + ISSUED_AT));
+            Producer producer(block.base);
             for (int i = 0; i < rounds; i++) {
                 producer.source = stream + blockIdx.x * bytes + (i & 7) * (bytes >> 3);
                 producer.stage(run);

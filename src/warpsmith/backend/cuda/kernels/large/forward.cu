@@ -197,7 +197,7 @@ __device__ __forceinline__ void consume(Block& b) {
 }
 
 __device__ __forceinline__ void copy_weights(Block& b) {
-    Producer producer(b.base, b.base + (u32)((u8*)&b.s.stopped - b.scratch), (u32*)(b.scratch + ISSUED_AT));
+    Producer producer(b.base, b.base + (u32)((u8*)&b.s.stopped - b.scratch));
 #pragma unroll 1
     for (int step = 0; step < max(1, b.r.steps); step++) {
         producer.source = b.p.stream + b.p.stream_start[blockIdx.x];

@@ -90,7 +90,6 @@ struct OneMultiplier {
         const typename Here::Places places(b.base + RING_AT + (AT_ONCE == 2 ? group & 1 : 0) * BYTES +
                                                (b.warp & 1) * 2 * slab_bytes(TYPE),
                                            lane);
-        u32* issued = (u32*)(b.scratch + ISSUED_AT);
         skip_to(min(group, superblocks) / AT_ONCE);
 #pragma unroll 1
         for (int index = group; index < superblocks;) {
@@ -100,7 +99,7 @@ struct OneMultiplier {
             const int says = AT_ONCE == 2 && (index | 1) < superblocks ? WARPS / 4 : WARPS / 2;
             b.begin_wait();
             // Who skips slots may be two turns ahead of a barrier, which shows only whether a turn is odd.
-            for (Watchdog dog; (int)(b.issued - b.slots) < 0; dog.check()) b.issued = told(issued);
+            for (Watchdog dog; (int)(b.issued - b.slots) < 0; dog.check()) b.issued = told(b.base + ISSUED_AT);
             barrier_wait(full, phase);
             b.end_wait();
             slab[0].load(at, places), slab[1].load(at + slab_bytes(TYPE), places);

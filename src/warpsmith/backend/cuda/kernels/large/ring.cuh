@@ -11,12 +11,12 @@
 #ifdef EVERY_LANE_ARRIVES
 constexpr int LANES_ARRIVE = 32, THREADS_ARRIVE = CONSUMERS;
 // A number in shared memory that one thread writes and others poll.
-__device__ __forceinline__ void tell(u32* at, u32 n) { atomicExch(at, n); }
-__device__ __forceinline__ u32 told(u32* at) { return atomicAdd(at, 0); }
+__device__ __forceinline__ void tell(u32 at, u32 n) { atomicExch((u32*)__cvta_shared_to_generic(at), n); }
+__device__ __forceinline__ u32 told(u32 at) { return atomicAdd((u32*)__cvta_shared_to_generic(at), 0); }
 #else
 constexpr int LANES_ARRIVE = 1, THREADS_ARRIVE = 1;
-__device__ __forceinline__ void tell(u32* at, u32 n) { *(volatile u32*)at = n; }
-__device__ __forceinline__ u32 told(u32* at) { return *(volatile u32*)at; }
+__device__ __forceinline__ void tell(u32 at, u32 n) { store_shared(at, n); }
+__device__ __forceinline__ u32 told(u32 at) { return load_shared4(at); }
 #endif
 __device__ __forceinline__ void arrive_for_warp(u32 barrier, int lane) {
     __syncwarp();
@@ -102,7 +102,6 @@ struct Producer {
     const u32 base, after_last;  // slots are known by their places of 8 bytes from `base` on
     const u8* source = nullptr;
     const u32 stopped;  // where it is said that nobody waits for weights any more; or 0
-    u32* const issued;  // where copies are counted, if they are
     u32 copies = 0;
     u32 end = 0;             // of the last slot
     int empty = RING_BYTES;  // bytes of the ring that are known to be
@@ -111,9 +110,8 @@ struct Producer {
     int on_way = 0;
     const u64 policy = evict_first();
 
-    __device__ Producer(u32 memory, u32 stop = 0, u32* count = nullptr)
-        : base(memory), after_last(base + 8 * SLOTS), stopped(stop), issued(count), slot(base), oldest(base),
-          landing(base) {}
+    __device__ explicit Producer(u32 memory, u32 stop = 0)
+        : base(memory), after_last(base + 8 * SLOTS), stopped(stop), slot(base), oldest(base), landing(base) {}
 
     __device__ __forceinline__ void pass(u32& at, u32& phase) const {
         at += 8;
@@ -144,7 +142,7 @@ struct Producer {
         while (empty < (int)min(span, RING_BYTES))
             if (!take_back()) return false;
         copy_slot(base + RING_AT + at, source, bytes, slot + BARRIERS_AT, policy);
-        if (COPIES_COUNTED) tell(issued, ++copies);
+        if (COPIES_COUNTED) tell(base + ISSUED_AT, ++copies);
         store_shared(slot + SPANS_AT, span);
         empty -= span, on_way++, source += bytes, slot += 8;
         if (slot == after_last) slot = base;
