@@ -117,11 +117,6 @@ struct Producer {
         at += 8;
         if (at == after_last) at = base, phase ^= 1;
     }
-    __device__ __forceinline__ void land_one() {
-        barrier_wait(landing + BARRIERS_AT, landing_phase);
-        pass(landing, landing_phase);
-        on_way--;
-    }
     // Wait for the oldest slot's consumers. False when they have stopped.
     __device__ __forceinline__ bool take_back() {
         Watchdog dog;
@@ -136,15 +131,21 @@ struct Producer {
     }
     // `room`: of a whole slot, though the last one of a part may have fewer bytes.
     __device__ __forceinline__ bool copy(u32 bytes, u32 room) {
-        if (MOST_ON_WAY < SLOTS && on_way == MOST_ON_WAY) land_one();
         const u32 before = end, at = next_place(end, room), span = room + (at == before ? 0 : RING_BYTES - before);
         // An empty ring has room for any slot, though it may skip more than the rest of it.
         while (empty < (int)min(span, RING_BYTES))
             if (!take_back()) return false;
+        // Where few are on their way, memory waits for the next one: it is asked for as soon as one has landed.
+        const bool lands = MOST_ON_WAY < SLOTS && on_way == MOST_ON_WAY;
+        if (lands) barrier_wait(landing + BARRIERS_AT, landing_phase);
         copy_slot(base + RING_AT + at, source, bytes, slot + BARRIERS_AT, policy);
+        if (lands)
+            pass(landing, landing_phase);
+        else
+            on_way++;
         if (COPIES_COUNTED) tell(base + ISSUED_AT, ++copies);
         store_shared(slot + SPANS_AT, span);
-        empty -= span, on_way++, source += bytes, slot += 8;
+        empty -= span, source += bytes, slot += 8;
         if (slot == after_last) slot = base;
         return true;
     }
