@@ -43,10 +43,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     } else {
         leave_registers<72>();
         const int other = block.warp - WARPS;
-        if (other == 0 && block.lane < (int)COPY_LANES) {
+        if (other == 0) {
             Producer producer(block.base);
             for (int i = 0; i < rounds; i++) {
-                producer.source = stream + blockIdx.x * bytes + (i & 7) * (bytes >> 3);
+                producer.read_from(stream + blockIdx.x * bytes + (i & 7) * (bytes >> 3));
                 producer.stage(run);
             }
             producer.drain();

@@ -77,7 +77,6 @@ inline void copy_slot(u32 dst, const void* src, u32 bytes, u32 barrier, u64) {
 }
 constexpr u32 COPY_LANES = 32;
 #endif
-inline bool copiers_agree(bool so) { return COPY_LANES == 1 ? so : __all_sync(~0u, so); }
 inline void copy16(void* dst, const void* src) { machine::current->small_copies.push_back({dst, src, 16}); }
 inline void copy4(void* dst, const void* src) { machine::current->small_copies.push_back({dst, src, 4}); }
 inline void copy16(u32 to, const void* from, bool there = true) {

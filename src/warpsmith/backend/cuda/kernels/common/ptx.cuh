@@ -129,8 +129,6 @@ __device__ __forceinline__ void copy_slot(u32 dst, const void* src, u32 bytes, u
 }
 constexpr u32 COPY_LANES = 32;
 #endif
-// True where it is so for all threads that copy.
-__device__ __forceinline__ bool copiers_agree(bool so) { return COPY_LANES == 1 ? so : __all_sync(~0u, so); }
 
 // A small copy that is there after `copies_done` (or `copies_left`, for those of all groups but the last few) and a
 // barrier.

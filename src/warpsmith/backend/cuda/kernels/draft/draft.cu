@@ -136,14 +136,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     } else {
         leave_registers<OTHERS_REGISTERS>();
         const int other = block.warp - WARPS;
-        if (other == 0 && block.lane == 0) {
+        if (other == 0) {
             Producer producer(shared_address(memory));
-            producer.source = params.stream + params.stream_start[blockIdx.x] +
-                              (first == FC ? 0 : params.stream_start[SMS + blockIdx.x]);
+            producer.read_from(params.stream + params.stream_start[blockIdx.x] +
+                               (first == FC ? 0 : params.stream_start[SMS + blockIdx.x]));
 #pragma unroll 1
             for (int i = first; i <= end; i++) {
-                if (i == HEAD) producer.source = params.head_stream + params.head_start[blockIdx.x];
-                producer.stage(params.runs[i * SMS + (int)blockIdx.x]);
+                if (i == HEAD) producer.read_from(params.head_stream + params.head_start[blockIdx.x]);
+                producer.stage(run_of(params, i));
             }
             producer.drain();
         }

@@ -25,10 +25,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     } else {
         leave_registers<OTHERS_REGISTERS>();
         const int other = block.warp - WARPS;
-        if (other == 0 && block.lane == 0) {
+        if (other == 0) {
             Producer producer(shared_address(memory));
-            producer.source = params.head_stream + params.head_start[blockIdx.x];
-            producer.stage(params.runs[blockIdx.x]);
+            producer.read_from(params.head_stream + params.head_start[blockIdx.x]);
+            producer.stage(uniform_run(params.runs[blockIdx.x]));
             producer.drain();
         }
         if (other == 1 || other == 2) {

@@ -10,7 +10,7 @@
 // warps add both groups' up and write them to memory.
 #pragma once
 #include "draft/block.cuh"
-#include "large/ring.cuh"
+#include "large/copier.cuh"
 
 // --- activations ----------------------------------------------------------------------------------------------------
 

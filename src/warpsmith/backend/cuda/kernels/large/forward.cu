@@ -197,16 +197,16 @@ __device__ __forceinline__ void consume(Block& b) {
 }
 
 __device__ __forceinline__ void copy_weights(Block& b) {
-    Producer producer(b.base, b.base + (u32)((u8*)&b.s.stopped - b.scratch));
+    Producer producer(b.base, (u32)((u8*)&b.s.stopped - b.scratch));
 #pragma unroll 1
     for (int step = 0; step < max(1, b.r.steps); step++) {
-        producer.source = b.p.stream + b.p.stream_start[blockIdx.x];
+        producer.read_from(b.p.stream + b.p.stream_start[blockIdx.x]);
         Run run = b.p.runs[blockIdx.x];
         int stage = 0;
 #pragma unroll 1
         for (; stage <= 4 * LAYERS; stage++) {
             const Run next = b.p.runs[min(stage + 1, 4 * LAYERS) * SMS + blockIdx.x];  // early: it comes from memory
-            if (!producer.stage(run)) break;
+            if (!producer.stage(uniform_run(run))) break;
             run = next;
         }
         if (stage <= 4 * LAYERS) break;
@@ -366,7 +366,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     } else {
         leave_registers<OTHERS_REGISTERS>();
         const int other = block.warp - WARPS;
-        if (other == 0 && block.lane < (int)COPY_LANES) copy_weights(block);
+        if (other == 0) copy_weights(block);
         if (other == 1 || other == 2) add_up(block, other - 1);
         if (other == 3) find_tables(block);
     }

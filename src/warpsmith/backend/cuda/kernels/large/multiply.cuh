@@ -135,7 +135,7 @@ struct AnyMultiplier : PartWalk<TYPE> {
         float acc[SUMS], mins[SUMS];
         if constexpr (Here::EARLY) this->give_back(slab.landed());
         make_and_queue<0>(acc, mins, operands);
-        if constexpr (!Here::EARLY) this->give_back();
+        if constexpr (!Here::EARLY) this->give_back(zero_after(slab.last(), lane));
         const float4 f = slab.factors();
         const u32 operands_at = at;
         at += 2 * Part::PLACE;

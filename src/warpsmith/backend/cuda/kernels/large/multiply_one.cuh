@@ -121,7 +121,8 @@ struct OneMultiplier {
                 }
             }
             tile<3>(acc, operands);
-            if constexpr (!Here::EARLY) give_back(empty, says);
+            if constexpr (!Here::EARLY)
+                give_back(empty + zero_after(slab[0].last() ^ slab[1].last(), lane), says);
             store(acc, mins, load_shared_float(operands + BACK_AT));
             index += ONE_GROUPS;
             if (index < superblocks)

@@ -9,7 +9,7 @@
 // the weights, once; of a tree 4 bytes a k and node (read 2, keep 2); 4 a result.
 #pragma once
 #include "large/operands.cuh"
-#include "large/ring.cuh"
+#include "large/copier.cuh"
 
 // --- activations ----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-// Weights on their way through shared memory: who copies them, and where each superblock lies.
+// Weights on their way through shared memory: where each superblock lies, and when. Who copies them: copier.cuh.
 //
 // A slot of the ring is 64 rows x 1 or 2 superblocks, with the bytes of their type; slots lie one behind another and
 // begin again at 0 where one would not fit. Copier and consumers find the same places by the same rule (`next_place`).
@@ -93,75 +93,3 @@ __device__ __forceinline__ u32 next_place(u32& end, u32 bytes) {
     end = at + bytes;
     return at;
 }
-
-constexpr int MOST_ON_WAY = IN_FLIGHT < SLOTS ? IN_FLIGHT : SLOTS;  // who is waited for must be the ring's last round
-
-// COPY_LANES threads copy the weights, in the order in which they are used. What a slot takes them is what weights wait
-// for when memory is fast: beside products each instruction that waits for another one costs ten clocks or more.
-struct Producer {
-    const u32 base, after_last;  // slots are known by their places of 8 bytes from `base` on
-    const u8* source = nullptr;
-    const u32 stopped;  // where it is said that nobody waits for weights any more; or 0
-    u32 copies = 0;
-    u32 end = 0;             // of the last slot
-    int empty = RING_BYTES;  // bytes of the ring that are known to be
-    u32 slot, oldest, landing;  // the next one, the first that is not known to be empty, the first on its way
-    u32 oldest_phase = 0, landing_phase = 0;
-    int on_way = 0;
-    const u64 policy = evict_first();
-
-    __device__ explicit Producer(u32 memory, u32 stop = 0)
-        : base(memory), after_last(base + 8 * SLOTS), stopped(stop), slot(base), oldest(base), landing(base) {}
-
-    __device__ __forceinline__ void pass(u32& at, u32& phase) const {
-        at += 8;
-        if (at == after_last) at = base, phase ^= 1;
-    }
-    // Wait for the oldest slot's consumers. False when they have stopped.
-    __device__ __forceinline__ bool take_back() {
-        Watchdog dog;
-        const u32 span = load_shared4(oldest + SPANS_AT);
-        while (!copiers_agree(barrier_done(oldest + (BARRIERS_AT + 8 * SLOTS), oldest_phase))) {
-            if (copiers_agree(stopped && load_shared4(stopped))) return false;
-            dog.check();
-        }
-        empty += span;
-        pass(oldest, oldest_phase);
-        return true;
-    }
-    // `room`: of a whole slot, though the last one of a part may have fewer bytes.
-    __device__ __forceinline__ bool copy(u32 bytes, u32 room) {
-        const u32 before = end, at = next_place(end, room), span = room + (at == before ? 0 : RING_BYTES - before);
-        // An empty ring has room for any slot, though it may skip more than the rest of it.
-        while (empty < (int)min(span, RING_BYTES))
-            if (!take_back()) return false;
-        // Where few are on their way, memory waits for the next one: it is asked for as soon as one has landed.
-        const bool lands = MOST_ON_WAY < SLOTS && on_way == MOST_ON_WAY;
-        if (lands) barrier_wait(landing + BARRIERS_AT, landing_phase);
-        copy_slot(base + RING_AT + at, source, bytes, slot + BARRIERS_AT, policy);
-        if (lands)
-            pass(landing, landing_phase);
-        else
-            on_way++;
-        if (COPIES_COUNTED) tell(base + ISSUED_AT, ++copies);
-        store_shared(slot + SPANS_AT, span);
-        empty -= span, source += bytes, slot += 8;
-        if (slot == after_last) slot = base;
-        return true;
-    }
-    __device__ __forceinline__ bool stage(const Run& run) {
-#pragma unroll 1
-        for (Walk walk(run); walk.more(); walk.to_part(run)) {
-            const int type = tile_type(run, walk.tile), at_once = slot_blocks_of(type);
-            const u32 bytes = 4 * slab_bytes_of(type);
-#pragma unroll 1
-            for (int left = walk.count_in_part(run); left > 0; left -= at_once)
-                if (!copy(min(left, at_once) * bytes, at_once * bytes)) return false;
-        }
-        return true;
-    }
-    // No copy may be on its way when the block exits.
-    __device__ void drain() {
-        for (; oldest != slot; pass(oldest, oldest_phase)) barrier_wait(oldest + BARRIERS_AT, oldest_phase);
-    }
-};

@@ -62,7 +62,12 @@ struct OperandQuad {
 // superblock, they would take as many instructions as the loads do.
 __device__ __forceinline__ u32 kept(u32 place, int lane) { return __shfl_sync(~0u, place, lane); }
 
-// A lane's part of a slab. `factors` are d and dmin of rows g, g + 8; TERMS: operands a product of 16 k takes.
+// A slot is given back when its words are in registers: an arrival at a barrier may overtake loads before it. So it has
+// to need them. 0, but the compiler does not know that, if `lane` comes from a shuffle.
+__device__ __forceinline__ u32 zero_after(u32 word, int lane) { return min(word, (u32)lane >> 5); }
+
+// A lane's part of a slab. `factors` are d and dmin of rows g, g + 8; TERMS: operands a product of 16 k takes. Where
+// words are loaded one after another, `last` depends on the last of them.
 template <int TYPE>
 struct Slab;
 
@@ -273,6 +278,7 @@ struct Slab<SLAB_Q8_0> {
     }
     __device__ __forceinline__ void scales() {}
     __device__ __forceinline__ void mins(u32 (&)[4]) const {}
+    __device__ __forceinline__ u32 last() const { return w[1].w ^ s.w ^ d.y; }
     template <int T, int J>
     __device__ __forceinline__ void operand(u32 (&o)[4], int term) {
 #pragma unroll
@@ -299,7 +305,7 @@ template <>
 struct Slab<SLAB_HALF> {
     static constexpr bool MINS = false, EARLY = false;
     static constexpr int TERMS = 1;
-    u32 words;
+    u32 words, last_word;
     uint2 d;
 
     struct Places {
@@ -313,12 +319,13 @@ struct Slab<SLAB_HALF> {
     }
     __device__ __forceinline__ void scales() {}
     __device__ __forceinline__ void mins(u32 (&)[4]) const {}
+    __device__ __forceinline__ u32 last() const { return last_word ^ d.y; }
     template <int T, int J>
-    __device__ __forceinline__ void operand(u32 (&o)[4], int) const {
+    __device__ __forceinline__ void operand(u32 (&o)[4], int) {
 #pragma unroll
         for (int row = 0; row < 2; row++) {
             const uint2 v = load_shared8(words + ((T * 2 + row) * 2 + J / 2) * 512 + (J & 1) * 8);
-            o[row] = v.x, o[row + 2] = v.y;
+            o[row] = v.x, o[row + 2] = v.y, last_word = v.y;
         }
     }
     __device__ __forceinline__ float4 factors() const {
