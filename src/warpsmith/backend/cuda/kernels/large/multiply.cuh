@@ -133,9 +133,10 @@ struct AnyMultiplier : PartWalk<TYPE> {
     __device__ __forceinline__ void superblock() {
         const u64 operands = matrix_at<128, 256>(at);
         float acc[SUMS], mins[SUMS];
-        if constexpr (Here::EARLY) this->give_back(slab.landed());
+        // where products queue, it was loaded long before
+        if constexpr (Here::EARLY) this->give_back(PRODUCTS_QUEUE ? slab.landed() : zero_after(slab.loaded(), lane));
         make_and_queue<0>(acc, mins, operands);
-        if constexpr (!Here::EARLY) this->give_back(zero_after(slab.last(), lane));
+        if constexpr (!Here::EARLY) this->give_back(zero_after(slab.loaded(), lane));
         const float4 f = slab.factors();
         const u32 operands_at = at;
         at += 2 * Part::PLACE;

@@ -108,7 +108,8 @@ struct OneMultiplier {
             slab[0].scales(), slab[1].scales();
             float acc[2][4] = {}, mins[2][4] = {};
             tile<0>(acc, operands);
-            if constexpr (Here::EARLY) give_back(empty + (slab[0].landed() | slab[1].landed()), says);
+            const auto loaded = [&] { return zero_after(slab[0].loaded() ^ slab[1].loaded(), lane); };
+            if constexpr (Here::EARLY) give_back(empty + loaded(), says);
             tile<1>(acc, operands);
             tile<2>(acc, operands);
             if constexpr (Here::MINS) {
@@ -121,8 +122,7 @@ struct OneMultiplier {
                 }
             }
             tile<3>(acc, operands);
-            if constexpr (!Here::EARLY)
-                give_back(empty + zero_after(slab[0].last() ^ slab[1].last(), lane), says);
+            if constexpr (!Here::EARLY) give_back(empty + loaded(), says);
             store(acc, mins, load_shared_float(operands + BACK_AT));
             index += ONE_GROUPS;
             if (index < superblocks)

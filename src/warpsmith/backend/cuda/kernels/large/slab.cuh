@@ -63,11 +63,11 @@ struct OperandQuad {
 __device__ __forceinline__ u32 kept(u32 place, int lane) { return __shfl_sync(~0u, place, lane); }
 
 // A slot is given back when its words are in registers: an arrival at a barrier may overtake loads before it. So it has
-// to need them. 0, but the compiler does not know that, if `lane` comes from a shuffle.
+// to need them, or be far behind them. 0, but the compiler does not know that, if `lane` comes from a shuffle.
 __device__ __forceinline__ u32 zero_after(u32 word, int lane) { return min(word, (u32)lane >> 5); }
 
-// A lane's part of a slab. `factors` are d and dmin of rows g, g + 8; TERMS: operands a product of 16 k takes. Where
-// words are loaded one after another, `last` depends on the last of them.
+// A lane's part of a slab. `factors` are d and dmin of rows g, g + 8; TERMS: operands a product of 16 k takes.
+// `loaded` needs all loads, or the last of those that are made one after another. `landed` is 0 and needs the last one.
 template <int TYPE>
 struct Slab;
 
@@ -106,7 +106,10 @@ struct Slab<SLAB_Q4_K> {
         const u32 v = row ? (j < 2 ? w[t].z : w[t].w) : (j < 2 ? w[t].x : w[t].y);
         return j & 1 ? __byte_perm(v, 0, 0x4341) : v;
     }
-    // 0, once all words are in registers: the sign of an operand.
+    __device__ __forceinline__ u32 loaded() const {
+        return w[0].x ^ w[1].x ^ w[2].x ^ w[3].x ^ scale_bytes.x ^ min_bytes ^ d.x;
+    }
+    // The sign of an operand.
     __device__ __forceinline__ u32 landed() const { return multiply_half<1>(w[3].w & 0x00f000f0u, s[1][1]) >> 31; }
     template <int T, int J>
     __device__ __forceinline__ void operand(u32 (&o)[4], int) const {
@@ -130,6 +133,9 @@ struct Slab<SLAB_Q5_K> : Slab<SLAB_Q4_K> {
         Slab<SLAB_Q4_K>::load(from, at);
 #pragma unroll
         for (int t = 0; t < 4; t++) high[t] = load_shared4(from + at.mins + (2368 - 2176) + t * 128);
+    }
+    __device__ __forceinline__ u32 loaded() const {
+        return Slab<SLAB_Q4_K>::loaded() ^ high[0] ^ high[1] ^ high[2] ^ high[3];
     }
     __device__ __forceinline__ u32 landed() const { return multiply_half<1>(high[3] & 0x00800080u, s[1][1]) >> 31; }
     // Bit `from` of each half to bit `to`.
@@ -182,6 +188,9 @@ struct Slab<SLAB_Q6_K> {
             }
     }
     __device__ __forceinline__ void mins(u32 (&)[4]) const {}
+    __device__ __forceinline__ u32 loaded() const {
+        return w[0] ^ w[4] ^ w[8] ^ w[12] ^ w[16] ^ w[20] ^ scale_bytes.x ^ d;
+    }
     __device__ __forceinline__ u32 landed() const { return multiply_half<1>(w[23] & 0x003f003fu, s[1][1]) >> 30 & 1; }
     template <int T, int J>
     __device__ __forceinline__ void operand(u32 (&o)[4], int) const {
@@ -242,7 +251,10 @@ struct Slab<SLAB_Q8_0> {
             }
     }
     __device__ __forceinline__ void mins(u32 (&)[4]) const {}
-    // 0, once all words are in registers: bit 30 of an operand below 2.
+    __device__ __forceinline__ u32 loaded() const {
+        return w[0].x ^ w[1].x ^ w[2].x ^ w[3].x ^ w[4].x ^ w[5].x ^ w[6].x ^ w[7].x ^ stored.x ^ d.x;
+    }
+    // Bit 30 of an operand below 2.
     __device__ __forceinline__ u32 landed() const {
         return multiply_add_half<1>(__byte_perm(w[7].w, 0, 0x4342), s16[1][1], offset16[1][1]) >> 30 & 1;
     }
@@ -278,7 +290,7 @@ struct Slab<SLAB_Q8_0> {
     }
     __device__ __forceinline__ void scales() {}
     __device__ __forceinline__ void mins(u32 (&)[4]) const {}
-    __device__ __forceinline__ u32 last() const { return w[1].w ^ s.w ^ d.y; }
+    __device__ __forceinline__ u32 loaded() const { return w[0].x ^ w[1].x ^ s.x ^ d.x; }
     template <int T, int J>
     __device__ __forceinline__ void operand(u32 (&o)[4], int term) {
 #pragma unroll
@@ -305,7 +317,7 @@ template <>
 struct Slab<SLAB_HALF> {
     static constexpr bool MINS = false, EARLY = false;
     static constexpr int TERMS = 1;
-    u32 words, last_word;
+    u32 words, last_words[2];  // of rows g, g + 8
     uint2 d;
 
     struct Places {
@@ -319,13 +331,13 @@ struct Slab<SLAB_HALF> {
     }
     __device__ __forceinline__ void scales() {}
     __device__ __forceinline__ void mins(u32 (&)[4]) const {}
-    __device__ __forceinline__ u32 last() const { return last_word ^ d.y; }
+    __device__ __forceinline__ u32 loaded() const { return last_words[0] ^ last_words[1] ^ d.x; }
     template <int T, int J>
     __device__ __forceinline__ void operand(u32 (&o)[4], int) {
 #pragma unroll
         for (int row = 0; row < 2; row++) {
             const uint2 v = load_shared8(words + ((T * 2 + row) * 2 + J / 2) * 512 + (J & 1) * 8);
-            o[row] = v.x, o[row + 2] = v.y, last_word = v.y;
+            o[row] = v.x, o[row + 2] = v.y, last_words[row] = v.x;
         }
     }
     __device__ __forceinline__ float4 factors() const {
