@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Run run = {0, blocks, 0, 0, count, 0, 1 << 20, 1 << 30, (u32)type, {}};
     sums += (size_t)blockIdx.x * 128 * NODES * ROWS;
     if (block.warp < WARPS) {
-        take_registers<216>();
+        take_registers<CONSUMER_REGISTERS>();
         block.sync();
         const long long start = clock64();
 #pragma unroll 1
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         block.sync();
         if (threadIdx.x == 0) clocks[blockIdx.x] = clock64() - start;
     } else {
-        leave_registers<72>();
+        leave_registers<OTHERS_REGISTERS>();
         const int other = block.warp - WARPS;
         if (other == 0) {
             Producer producer(block.base);

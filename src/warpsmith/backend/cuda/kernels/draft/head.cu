@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (other == 0) {
             Producer producer(shared_address(memory));
             producer.read_from(params.head_stream + params.head_start[blockIdx.x]);
-            producer.stage(uniform_run(params.runs[blockIdx.x]));
+            producer.stage(run_of(params, HEAD));
             producer.drain();
         }
         if (other == 1 || other == 2) {

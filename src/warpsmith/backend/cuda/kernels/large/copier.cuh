@@ -3,7 +3,8 @@
 // Where the chip copies in bulk, a lane asks for a slot at a time, and what the warp does for a slot is what weights
 // wait for when memory is fast: beside products each instruction that waits for another one costs ten clocks or more.
 // So all numbers are the whole warp's, places of slots are addresses, and the next copy is asked for as soon as one has
-// landed. On other chips all lanes copy, sixteen bytes at a time, and have far more to do than that.
+// landed. On other chips all lanes copy, sixteen bytes at a time, and have far more to do than that. They keep the
+// copier that their programs have been tested with (see the notebook, "The day's figures").
 #pragma once
 #include "large/ring.cuh"
 
@@ -19,7 +20,7 @@ struct Copier {
     const u64 policy = evict_first();
 
     // `stop`: where that is, from the beginning of shared memory on.
-    __device__ explicit Copier(u32 memory, u32 stop)
+    __device__ Copier(u32 memory, u32 stop)
         : base((u32)uniform((int)memory)), stopped(stop ? base + stop : 0) {}
 
     __device__ void read_from(const u8* at) {
@@ -41,7 +42,7 @@ struct Copier {
             const u32 bytes = 4 * slab_bytes_of(type);
 #pragma unroll 1
             for (int left = walk.count_in_part(run); left > 0; left -= at_once)
-                if (!((Own*)this)->copy(min(left, at_once) * bytes, at_once * bytes)) return false;
+                if (!static_cast<Own*>(this)->copy(min(left, at_once) * bytes, at_once * bytes)) return false;
         }
         return true;
     }

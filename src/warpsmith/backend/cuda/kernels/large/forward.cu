@@ -359,7 +359,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         show_barriers();
     }
     __syncthreads();
-    constexpr int OTHERS_REGISTERS = 88, CONSUMER_REGISTERS = 208;
     if (block.warp < WARPS) {
         take_registers<CONSUMER_REGISTERS>();
         consume(block);

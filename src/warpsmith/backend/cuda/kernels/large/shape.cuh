@@ -13,6 +13,7 @@
 #include "large/slab.cuh"
 
 constexpr int WARPS = 8, CONSUMERS = 256, REDUCERS = 2, THREADS = 384;
+constexpr int CONSUMER_REGISTERS = 208, OTHERS_REGISTERS = 88;
 constexpr int HEAD_DIM = 256, STATE_DIM = 128, BLOCK_K = 256, ROWS = 64;  // ROWS: of a tile of results
 constexpr int KEY_DIM = KEY_HEADS * STATE_DIM, VALUE_DIM = VALUE_HEADS * STATE_DIM,
               CONV_CHANNELS = 2 * KEY_DIM + VALUE_DIM;
