@@ -148,6 +148,28 @@ def test_one_node_gives_a_slot_back_when_its_words_are_there() -> None:
     assert not any(found)
 
 
+def loops_that_poll_shared_memory(image: bytes) -> int:
+    """Loops of a few instructions that load from one place in shared memory. By opcodes of sm_90."""
+    load, branch, most = 0x984, 0x947, 6
+    words = [low for section in code_sections(image) for low, _ in struct.iter_unpack("<QQ", section)]
+    found = 0
+    for at, word in enumerate(words):
+        offset = (word >> 34) << 8 | (word >> 16 & 0xFF)  # in four bytes, from the next instruction on
+        back = ((1 << 38) - offset) // 4
+        if word & 0xFFF != branch or not 1 < back <= most:
+            continue
+        body = words[at + 1 - back : at]
+        written = {each >> 16 & 0xFF for each in body}
+        found += any(each & 0xFFF == load and each >> 24 & 0xFF not in written for each in body)
+    return found
+
+
+def test_one_node_asks_again_how_many_copies_there_were() -> None:
+    """A compiler may load a word once, ahead of the loop that waits for it, and then leave the loop out."""
+    image, _ = built("h200", "27B", "q4_k_m", ("f16", "f16"), 1)
+    assert loops_that_poll_shared_memory(image) >= 2  # of Q4_K and of Q6_K
+
+
 @pytest.mark.parametrize("nodes", [1, 24])
 def test_the_laboratory_times_products_by_the_same_code(nodes: int) -> None:
     image, _ = built("h200", "27B", "q4_k_m", ("f16", "f16"), nodes, "large_products.cu")

@@ -245,6 +245,7 @@ inline uint4 load_transposed(const void* row) {
 inline uint4 load_shared16(u32 address) { return *(const uint4*)shared_pointer(address); }
 inline uint2 load_shared8(u32 address) { return *(const uint2*)shared_pointer(address); }
 inline u32 load_shared4(u32 address) { return *(const u32*)shared_pointer(address); }
+inline u32 poll_shared(u32 address) { return *(const volatile u32*)shared_pointer(address); }
 inline u32 load_shared2(u32 address) { return *(const u16*)shared_pointer(address); }
 inline void load_shared_words(u32* v, u32 at) { std::memcpy(v, shared_pointer(at), 16); }
 inline float load_shared_float(u32 at) { return *(const float*)shared_pointer(at); }

@@ -335,6 +335,12 @@ __device__ __forceinline__ u32 load_shared4(u32 address) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
     return v;
 }
+// A word that others write meanwhile. Without `volatile` in PTX, a loop may read it once only, before it begins.
+__device__ __forceinline__ u32 poll_shared(u32 address) {
+    u32 v;
+    asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+    return v;
+}
 __device__ __forceinline__ u32 load_shared2(u32 address) {
     u32 v;
     asm volatile("ld.shared.u16 %0, [%1];" : "=r"(v) : "r"(address));

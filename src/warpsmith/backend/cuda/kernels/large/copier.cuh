@@ -30,7 +30,7 @@ struct Copier {
     __device__ __forceinline__ bool emptied(u32 barrier, u32 phase) const {
         Watchdog dog;
         while (!everywhere(barrier_done(barrier, phase))) {
-            if (everywhere(stopped && load_shared4(stopped))) return false;
+            if (everywhere(stopped && poll_shared(stopped))) return false;
             dog.check();
         }
         return true;

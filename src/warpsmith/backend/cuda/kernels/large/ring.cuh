@@ -16,7 +16,7 @@ __device__ __forceinline__ u32 told(u32 at) { return atomicAdd((u32*)__cvta_shar
 #else
 constexpr int LANES_ARRIVE = 1, THREADS_ARRIVE = 1;
 __device__ __forceinline__ void tell(u32 at, u32 n) { store_shared(at, n); }
-__device__ __forceinline__ u32 told(u32 at) { return load_shared4(at); }
+__device__ __forceinline__ u32 told(u32 at) { return poll_shared(at); }
 #endif
 __device__ __forceinline__ void arrive_for_warp(u32 barrier, int lane) {
     __syncwarp();
