@@ -242,3 +242,14 @@ def test_decoding_is_forward_after_forward(small: tuple[LargeBackend, ReferenceB
 @pytest.mark.slow
 def test_sequences_interleave(small: tuple[LargeBackend, ReferenceBackend]) -> None:
     check_interleaved(small[0], [2, 3], 4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_decoding_where_the_ring_has_fewer_slots_than_a_warp_passes() -> None:
+    options = {"SHARED_MEMORY": LITTLE}
+    with emulated_gpu(6, (1, 8), often=True):
+        cuda = LargeBackend(
+            SHAPE, tensors_of(SHAPE, {"": "Q8_0"}), architecture="sm_86", options=options, context=512, prompts=False
+        )
+        check_decoded(cuda, 3)

@@ -73,10 +73,9 @@ __device__ __forceinline__ float dot16(const float4 (&a)[4], const float4 (&b)[4
     };
     return more(dot4(a[0], b[0]), a[1], b[1]) + more(dot4(a[2], b[2]), a[3], b[3]);
 }
-__device__ __forceinline__ float sum_of_eight(float v) {
-    v += __shfl_xor_sync(~0u, v, 4);
-    v += __shfl_xor_sync(~0u, v, 2);
-    return v + __shfl_xor_sync(~0u, v, 1);
+template <int DISTANCE>
+__device__ __forceinline__ float add_from(float v) {
+    return v + __shfl_xor_sync(~0u, v, DISTANCE);
 }
 
 // All nodes, one after the other: o and what is written to their rows. C: columns that a lane has.
@@ -105,32 +104,39 @@ __device__ __forceinline__ void walk_states(const Block& b, const DeltaShare& sh
     const u32 to = ((result < C ? MIX_V : WRITTEN) + own_column + result % C * 4) * 4;
     u32 row = row_of(visit(0)), after = visit(1);
     float4 q[4], k[4];
-    load_rows(q, b, row), load_rows(k, b, row + MIX_K * 4);
+    load_rows(k, b, row + MIX_K * 4);
+    // The compiler moves no load across `__syncwarp`, which is no instruction; without it, all loads would be last.
 #pragma unroll 1
     for (int i = 0; i < b.nodes; i++) {
-        const float4 norms = float4_at(row + NORMS * 4);
-        const uint2 gates = load_shared8(row + gates_at);
-        const float fade = __uint_as_float(gates.x), beta = __uint_as_float(gates.y), rk = norms.x;
         const u32 next = row_of(after);
         float ks[C], qs[C], v[C], results[2 * C];
 #pragma unroll
-        for (int c = 0; c < C; c++) {
-            v[c] = load_shared_float(row + values_at + c * 16);
-            qs[c] = dot16(q, own.s[c]), ks[c] = dot16(k, own.s[c]);
-        }
-        load_rows(q, b, next);  // the next node's, as soon as there is room for them
+        for (int c = 0; c < C; c++) ks[c] = add_from<4>(dot16(k, own.s[c]));
+        __syncwarp();
+        const uint2 gates = load_shared8(row + gates_at);
+        const float4 norms = float4_at(row + NORMS * 4);
+        const float fade = __uint_as_float(gates.x), beta = __uint_as_float(gates.y), rk = norms.x;
+        load_rows(q, b, row);
+#pragma unroll
+        for (int c = 0; c < C; c++) v[c] = load_shared_float(row + values_at + c * 16);
         after = visit(i + 2);
+        __syncwarp();
+#pragma unroll
+        for (int c = 0; c < C; c++) ks[c] = add_from<1>(add_from<2>(ks[c])), qs[c] = dot16(q, own.s[c]);
 #pragma unroll
         for (int c = 0; c < C; c++) {
-            const float write = beta * fmaf(-fade, rk * sum_of_eight(ks[c]), v[c]);
-            results[C + c] = write * rk;
-            results[c] = fmaf(norms.z, write, fade * (norms.y * sum_of_eight(qs[c])));
+            results[c] = beta * fmaf(-fade, rk * ks[c], v[c]);
+            results[C + c] = results[c] * rk;
         }
 #pragma unroll
         for (int c = 0; c < C; c++)
 #pragma unroll
             for (int j = 0; j < 4; j++) own.s[c][j] = update_state(own.s[c][j], fade, k[j], results[C + c]);
         load_rows(k, b, next + MIX_K * 4);
+        __syncwarp();
+#pragma unroll
+        for (int c = 0; c < C; c++)
+            results[c] = fmaf(norms.z, results[c], fade * (norms.y * add_from<1>(add_from<2>(add_from<4>(qs[c])))));
         float mine = results[0];
 #pragma unroll
         for (int c = 1; c < 2 * C; c++)

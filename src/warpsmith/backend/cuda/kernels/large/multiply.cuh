@@ -56,7 +56,9 @@ struct PartWalk {
             give_back();
         }
     }
-    __device__ __forceinline__ void load(Slab<TYPE>& slab) { slab.load(next_slot(), places); }
+    __device__ __forceinline__ void load(Slab<TYPE>& slab) {
+        slab.template load<!PRODUCTS_QUEUE>(next_slot(), places);
+    }
     __device__ __forceinline__ void end_tile() {
         b.begin_wait();
         barrier_wait(bars.sums_empty + 8 * b.buffer, b.buffer_phase ^ 1);

@@ -22,22 +22,35 @@ struct OneMultiplier {
     const int group, lane;           // lane: see PartWalk
     int place;                       // of the next superblock in its tile
     int slots_seen = 0;
-    Here slab[2] = {};  // set: see Multiplier
+    const u32 own, own_sums;  // this lane's words of a superblock's operands, and of their sums
+    Here slab[2] = {};        // set: see Multiplier
 
     __device__ __forceinline__ OneMultiplier(Block& block, const Walk& walk, int count)
         : b(block), bars(block.base), superblocks(count), in_tile(walk.blocks), group(block.warp >> 1),
-          lane(__shfl_sync(~0u, block.lane, block.lane)), place(walk.block + group) {
+          lane(__shfl_sync(~0u, block.lane, block.lane)), place(walk.block + group), own(kept((lane & 3) * 16, lane)),
+          own_sums(kept(512 + (lane & 3) * 8, lane)) {
         while (place >= in_tile) place -= in_tile;
     }
-    __device__ __forceinline__ u32 next_slot() {
-        slots_seen++, b.slots++;
-        if (++b.slot == SLOTS) b.slot = 0, b.slot_phase ^= 1;
-        return next_place(b.ring_end, AT_ONCE * BYTES);
+    // So many slots further on, of which the first has its place already.
+    __device__ __forceinline__ void pass_slots(int count) {
+        slots_seen += count, b.slot += count;
+#pragma unroll
+        for (int turn = 0; turn < (ONE_GROUPS + SLOTS - 1) / SLOTS; turn++)
+            if (b.slot >= SLOTS) b.slot -= SLOTS, b.slot_phase ^= 1;
+        for (int i = 1; i < count; i++) next_place(b.ring_end, AT_ONCE * BYTES);
     }
     // Slots that have nothing for this warp.
     __device__ __forceinline__ void skip_to(int slot) {
 #pragma unroll 1
-        while (slots_seen < slot) next_slot();
+        while (slots_seen < slot) next_place(b.ring_end, AT_ONCE * BYTES), pass_slots(1);
+    }
+    // Who skips slots may be two turns ahead of a barrier, which shows only whether a turn is odd: wait until the next
+    // slot's copy has been asked for. IN_ORDER: where a warp comes from its last slot it need not. The copy to that one
+    // was asked for when all but MOST_ON_WAY before it had landed, and so had the next slot's last turn.
+    static constexpr bool IN_ORDER = SLOTS - ONE_GROUPS / AT_ONCE >= MOST_ON_WAY;
+    __device__ __forceinline__ void wait_for_issue() {
+        for (Watchdog dog; (int)(b.issued - (b.slots + slots_seen)) <= 0; dog.check())
+            b.issued = told(b.base + ISSUED_AT);
     }
     // All lanes say so that a slot needs of its warps.
     __device__ __forceinline__ void give_back(u32 empty, int says) const {
@@ -50,7 +63,7 @@ struct OneMultiplier {
         u32 x[8];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const uint4 v = load_shared16(operands + (2 * T + half) * 64 + (lane & 3) * 16);
+            const uint4 v = load_shared16(operands + own + (2 * T + half) * 64);
             x[half * 4] = v.x, x[half * 4 + 1] = v.y, x[half * 4 + 2] = v.z, x[half * 4 + 3] = v.w;
         }
 #pragma unroll
@@ -72,13 +85,11 @@ struct OneMultiplier {
     }
     // Lane 4 g + q: row g + 8 (q mod 2) of slab q / 2.
     __device__ __forceinline__ void store(const float (&acc)[2][4], const float (&mins)[2][4], float back) {
-        const float4 f[2] = {slab[0].factors(), slab[1].factors()};
         const bool second = lane & 2, late = lane & 1;
         const auto own = [&](float a, float b, float c, float d) { return second ? late ? d : c : late ? b : a; };
+        const float2 f = Here::factor(second ? slab[1].row_word(late) : slab[0].row_word(late));
         const float4 sums = {own(acc[0][0], acc[0][2], acc[1][0], acc[1][2]),
-                             own(mins[0][0], mins[0][2], mins[1][0], mins[1][2]),
-                             own(f[0].x, f[0].z, f[1].x, f[1].z) * back,
-                             own(f[0].y, f[0].w, f[1].y, f[1].w) * back};
+                             own(mins[0][0], mins[0][2], mins[1][0], mins[1][2]), f.x * back, f.y * back};
         b.begin_wait();
         barrier_wait(bars.sums_empty + 8 * group, b.buffer_phase ^ 1);
         b.end_wait();
@@ -91,29 +102,28 @@ struct OneMultiplier {
                                                (b.warp & 1) * 2 * slab_bytes(TYPE),
                                            lane);
         skip_to(min(group, superblocks) / AT_ONCE);
+        if (IN_ORDER && group < superblocks) wait_for_issue();
 #pragma unroll 1
         for (int index = group; index < superblocks;) {
+            if (!IN_ORDER) wait_for_issue();
             const u32 full = bars.full + 8 * b.slot, empty = bars.empty + 8 * b.slot, phase = b.slot_phase,
-                      at = next_slot(), operands = b.base + place * BLOCK_BYTES;
+                      at = next_place(b.ring_end, AT_ONCE * BYTES), operands = b.base + place * BLOCK_BYTES;
             // a slot is empty when as many have said so as there are warps
             const int says = AT_ONCE == 2 && (index | 1) < superblocks ? WARPS / 4 : WARPS / 2;
             b.begin_wait();
-            // Who skips slots may be two turns ahead of a barrier, which shows only whether a turn is odd.
-            for (Watchdog dog; (int)(b.issued - b.slots) < 0; dog.check()) b.issued = told(b.base + ISSUED_AT);
             barrier_wait(full, phase);
             b.end_wait();
-            slab[0].load(at, places), slab[1].load(at + slab_bytes(TYPE), places);
+            slab[0].template load<true>(at, places), slab[1].template load<true>(at + slab_bytes(TYPE), places);
             place += ONE_GROUPS;
             while (place >= in_tile) place -= in_tile;
             slab[0].scales(), slab[1].scales();
             float acc[2][4] = {}, mins[2][4] = {};
             tile<0>(acc, operands);
-            const auto loaded = [&] { return zero_after(slab[0].loaded() ^ slab[1].loaded(), lane); };
-            if constexpr (Here::EARLY) give_back(empty + loaded(), says);
+            if constexpr (Here::EARLY) give_back(empty + zero_after(slab[1].loaded(), lane), says);
             tile<1>(acc, operands);
             tile<2>(acc, operands);
             if constexpr (Here::MINS) {
-                const uint2 v = load_shared8(operands + 512 + (lane & 3) * 8);
+                const uint2 v = load_shared8(operands + own_sums);
 #pragma unroll
                 for (int s = 0; s < 2; s++) {
                     u32 m[4];
@@ -122,14 +132,14 @@ struct OneMultiplier {
                 }
             }
             tile<3>(acc, operands);
-            if constexpr (!Here::EARLY) give_back(empty + loaded(), says);
+            if constexpr (!Here::EARLY)
+                give_back(empty + zero_after(slab[0].loaded() ^ slab[1].loaded(), lane), says);
             store(acc, mins, load_shared_float(operands + BACK_AT));
             index += ONE_GROUPS;
-            if (index < superblocks)
-#pragma unroll
-                for (int i = 1; i < ONE_GROUPS / AT_ONCE; i++) next_slot();
+            pass_slots(index < superblocks ? ONE_GROUPS / AT_ONCE : 1);
         }
         skip_to((superblocks + AT_ONCE - 1) / AT_ONCE);
+        b.slots += slots_seen;
     }
 };
 

@@ -65,9 +65,16 @@ __device__ __forceinline__ u32 kept(u32 place, int lane) { return __shfl_sync(~0
 // A slot is given back when its words are in registers: an arrival at a barrier may overtake loads before it. So it has
 // to need them, or be far behind them. 0, but the compiler does not know that, if `lane` comes from a shuffle.
 __device__ __forceinline__ u32 zero_after(u32 word, int lane) { return min(word, (u32)lane >> 5); }
+// Loads come in order. Where a slot is given back soon after them (ORDERED), the last one must be behind all others:
+// the compiler moves none across this, which is no instruction.
+template <bool ORDERED>
+__device__ __forceinline__ void before_last() {
+    if constexpr (ORDERED) __syncwarp();
+}
 
 // A lane's part of a slab. `factors` are d and dmin of rows g, g + 8; TERMS: operands a product of 16 k takes.
-// `loaded` needs all loads, or the last of those that are made one after another. `landed` is 0 and needs the last one.
+// `row_word` is what row g or g + 8 has of these, `factor` both of them from it. `loaded` needs the last load, if all
+// are made at once (EARLY), else the last one of each kind. `landed` is 0 and needs the last one.
 template <int TYPE>
 struct Slab;
 
@@ -85,12 +92,15 @@ struct Slab<SLAB_Q4_K> {
             : words(kept(at + lane * 16, lane)), scales(kept(at + 2048 + (lane >> 1) * 8, lane)),
               mins(kept(at + 2176 + lane * 4, lane)), factors(kept(at + 2304 + (lane >> 2) * 8, lane)) {}
     };
+    template <bool ORDERED>
     __device__ __forceinline__ void load(u32 from, const Places& at) {
         scale_bytes = load_shared8(from + at.scales);
         min_bytes = load_shared4(from + at.mins);
         d = load_shared8(from + at.factors);
 #pragma unroll
-        for (int t = 0; t < 4; t++) w[t] = load_shared16(from + at.words + t * 512);
+        for (int t = 0; t < 3; t++) w[t] = load_shared16(from + at.words + t * 512);
+        before_last<ORDERED>();
+        w[3] = load_shared16(from + at.words + 3 * 512);
     }
     __device__ __forceinline__ void scales() {
         s[0][0] = subtract_half(__byte_perm(scale_bytes.x, 0x64646464u, 0x4140), HALF_1024);
@@ -106,9 +116,7 @@ struct Slab<SLAB_Q4_K> {
         const u32 v = row ? (j < 2 ? w[t].z : w[t].w) : (j < 2 ? w[t].x : w[t].y);
         return j & 1 ? __byte_perm(v, 0, 0x4341) : v;
     }
-    __device__ __forceinline__ u32 loaded() const {
-        return w[0].x ^ w[1].x ^ w[2].x ^ w[3].x ^ scale_bytes.x ^ min_bytes ^ d.x;
-    }
+    __device__ __forceinline__ u32 loaded() const { return w[3].x; }
     // The sign of an operand.
     __device__ __forceinline__ u32 landed() const { return multiply_half<1>(w[3].w & 0x00f000f0u, s[1][1]) >> 31; }
     template <int T, int J>
@@ -123,20 +131,23 @@ struct Slab<SLAB_Q4_K> {
         }
     }
     __device__ __forceinline__ float4 factors() const { return row_factors(d.x, d.y); }
+    __device__ __forceinline__ u32 row_word(bool late) const { return late ? d.y : d.x; }
+    static __device__ __forceinline__ float2 factor(u32 word) { return unpack_half(word); }
 };
 
 template <>
 struct Slab<SLAB_Q5_K> : Slab<SLAB_Q4_K> {
     u32 high[4];
 
+    template <bool ORDERED>
     __device__ __forceinline__ void load(u32 from, const Places& at) {
-        Slab<SLAB_Q4_K>::load(from, at);
+        Slab<SLAB_Q4_K>::load<ORDERED>(from, at);
 #pragma unroll
-        for (int t = 0; t < 4; t++) high[t] = load_shared4(from + at.mins + (2368 - 2176) + t * 128);
+        for (int t = 0; t < 3; t++) high[t] = load_shared4(from + at.mins + (2368 - 2176) + t * 128);
+        before_last<ORDERED>();
+        high[3] = load_shared4(from + at.mins + (2368 - 2176) + 3 * 128);
     }
-    __device__ __forceinline__ u32 loaded() const {
-        return Slab<SLAB_Q4_K>::loaded() ^ high[0] ^ high[1] ^ high[2] ^ high[3];
-    }
+    __device__ __forceinline__ u32 loaded() const { return high[3]; }
     __device__ __forceinline__ u32 landed() const { return multiply_half<1>(high[3] & 0x00800080u, s[1][1]) >> 31; }
     // Bit `from` of each half to bit `to`.
     template <int FROM, int TO>
@@ -167,11 +178,13 @@ struct Slab<SLAB_Q6_K> {
             : words(kept(at + lane * 16, lane)), scales(kept(at + 3072 + lane * 8, lane)),
               factors(kept(at + 3328 + (lane >> 2) * 4, lane)) {}
     };
+    template <bool ORDERED>
     __device__ __forceinline__ void load(u32 from, const Places& at) {
         scale_bytes = load_shared8(from + at.scales);
         d = load_shared4(from + at.factors);
 #pragma unroll
         for (int i = 0; i < 6; i++) {
+            if (i == 5) before_last<ORDERED>();
             const uint4 v = load_shared16(from + at.words + i * 512);
             w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
         }
@@ -188,9 +201,7 @@ struct Slab<SLAB_Q6_K> {
             }
     }
     __device__ __forceinline__ void mins(u32 (&)[4]) const {}
-    __device__ __forceinline__ u32 loaded() const {
-        return w[0] ^ w[4] ^ w[8] ^ w[12] ^ w[16] ^ w[20] ^ scale_bytes.x ^ d;
-    }
+    __device__ __forceinline__ u32 loaded() const { return w[20]; }
     __device__ __forceinline__ u32 landed() const { return multiply_half<1>(w[23] & 0x003f003fu, s[1][1]) >> 30 & 1; }
     template <int T, int J>
     __device__ __forceinline__ void operand(u32 (&o)[4], int) const {
@@ -212,6 +223,8 @@ struct Slab<SLAB_Q6_K> {
         const float2 f = unpack_half(d);
         return {f.x, 0.0f, f.y, 0.0f};
     }
+    __device__ __forceinline__ u32 row_word(bool late) const { return late ? d >> 16 : d; }
+    static __device__ __forceinline__ float2 factor(u32 word) { return {unpack_half(word).x, 0.0f}; }
 };
 
 struct PlacesQ8_0 {
@@ -232,11 +245,15 @@ struct Slab<SLAB_Q8_0> {
     u32 s[2][2], s16[2][2], offset[2][2], offset16[2][2];  // [row][tiles 0|1, 2|3]
 
     typedef PlacesQ8_0 Places;
+    template <bool ORDERED>
     __device__ __forceinline__ void load(u32 from, const Places& at) {
         stored = load_shared16(from + at.scales);
         d = load_shared8(from + at.factors);
 #pragma unroll
-        for (int i = 0; i < 8; i++) w[i] = load_shared16(from + at.words + i * 512);
+        for (int i = 0; i < 8; i++) {
+            if (i == 7) before_last<ORDERED>();
+            w[i] = load_shared16(from + at.words + i * 512);
+        }
     }
     __device__ __forceinline__ void scales() {
         const u32 words[2][2] = {{stored.x, stored.y}, {stored.z, stored.w}};
@@ -251,9 +268,7 @@ struct Slab<SLAB_Q8_0> {
             }
     }
     __device__ __forceinline__ void mins(u32 (&)[4]) const {}
-    __device__ __forceinline__ u32 loaded() const {
-        return w[0].x ^ w[1].x ^ w[2].x ^ w[3].x ^ w[4].x ^ w[5].x ^ w[6].x ^ w[7].x ^ stored.x ^ d.x;
-    }
+    __device__ __forceinline__ u32 loaded() const { return w[7].x; }
     // Bit 30 of an operand below 2.
     __device__ __forceinline__ u32 landed() const {
         return multiply_add_half<1>(__byte_perm(w[7].w, 0, 0x4342), s16[1][1], offset16[1][1]) >> 30 & 1;
@@ -271,6 +286,8 @@ struct Slab<SLAB_Q8_0> {
     __device__ __forceinline__ float4 factors() const {
         return {__uint_as_float(d.x) * 0x1p17f, 0.0f, __uint_as_float(d.y) * 0x1p17f, 0.0f};
     }
+    __device__ __forceinline__ u32 row_word(bool late) const { return late ? d.y : d.x; }
+    static __device__ __forceinline__ float2 factor(u32 word) { return {__uint_as_float(word) * 0x1p17f, 0.0f}; }
 };
 #else
 // A product of quant and fp16 scale has 19 bits: its upper part in one operand, the rest in a second one, both exact.
@@ -283,6 +300,7 @@ struct Slab<SLAB_Q8_0> {
     uint2 d;
 
     typedef PlacesQ8_0 Places;
+    template <bool ORDERED>
     __device__ __forceinline__ void load(u32 from, const Places& at) {
         words = from + at.words;
         s = load_shared16(from + at.scales);
@@ -310,6 +328,8 @@ struct Slab<SLAB_Q8_0> {
     __device__ __forceinline__ float4 factors() const {
         return {__uint_as_float(d.x), 0.0f, __uint_as_float(d.y), 0.0f};
     }
+    __device__ __forceinline__ u32 row_word(bool late) const { return late ? d.y : d.x; }
+    static __device__ __forceinline__ float2 factor(u32 word) { return {__uint_as_float(word), 0.0f}; }
 };
 #endif
 
@@ -325,6 +345,7 @@ struct Slab<SLAB_HALF> {
         __device__ __forceinline__ Places(u32 at, int lane)
             : words(kept(at + lane * 16, lane)), factors(kept(at + 8192 + (lane >> 2) * 8, lane)) {}
     };
+    template <bool ORDERED>
     __device__ __forceinline__ void load(u32 from, const Places& at) {
         words = from + at.words;
         d = load_shared8(from + at.factors);
@@ -343,4 +364,6 @@ struct Slab<SLAB_HALF> {
     __device__ __forceinline__ float4 factors() const {
         return {__uint_as_float(d.x), 0.0f, __uint_as_float(d.y), 0.0f};
     }
+    __device__ __forceinline__ u32 row_word(bool late) const { return late ? d.y : d.x; }
+    static __device__ __forceinline__ float2 factor(u32 word) { return {__uint_as_float(word), 0.0f}; }
 };
