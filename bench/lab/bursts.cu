@@ -4,8 +4,8 @@
 //
 // One thread an SM copies slots of 18,944 bytes (two superblocks of Q4_K), some of them on their way at once; another
 // takes them and gives them back at once, a stage of so many, then meets all SMs and waits. In the pause the ring fills
-// up. `fresh` is the rate at which the rest of a stage comes. Slots lie SM after SM, or side by side: first slots of all
-// SMs, then second ones.
+// up. `fresh` is the rate at which the rest of a stage comes. Slots lie SM after SM, or side by side: the first ones of
+// all SMs, then the second ones.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -85,7 +85,8 @@ int main() {
         }
         std::printf("%2d slots%s, %d on their way, %3d in a stage, pause %5d: %6.0f clocks, slowest SM %6.0f, "
                     "fresh %4.1f bytes a clock\n",
-                    slots, beside ? " side by side" : "", on_way, in_stage, pause, mean, slowest, (in_stage - slots) * (double)SLOT / mean);
+                    slots, beside ? " side by side" : "", on_way, in_stage, pause, mean, slowest,
+                    (in_stage - slots) * (double)SLOT / mean);
     };
     for (int on_way = 1; on_way <= 4; on_way++) run(9, on_way, 400, 0);
     for (int in_stage : {24, 40})
