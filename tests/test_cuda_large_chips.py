@@ -150,7 +150,7 @@ def test_one_node_gives_a_slot_back_when_its_words_are_there() -> None:
 
 def loops_that_poll_shared_memory(image: bytes) -> int:
     """Loops of a few instructions that load from one place in shared memory. By opcodes of sm_90."""
-    load, branch, most = 0x984, 0x947, 6
+    load, branch, compare, most = 0x984, 0x947, 0x00C, 6  # comparisons write predicates
     words = [low for section in code_sections(image) for low, _ in struct.iter_unpack("<QQ", section)]
     found = 0
     for at, word in enumerate(words):
@@ -159,7 +159,7 @@ def loops_that_poll_shared_memory(image: bytes) -> int:
         if word & 0xFFF != branch or not 1 < back <= most:
             continue
         body = words[at + 1 - back : at]
-        written = {each >> 16 & 0xFF for each in body}
+        written = {each >> 16 & 0xFF for each in body if each & 0x1FF != compare}
         found += any(each & 0xFFF == load and each >> 24 & 0xFF not in written for each in body)
     return found
 
