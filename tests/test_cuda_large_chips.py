@@ -60,8 +60,10 @@ def built(
     shapes, architecture = expected_shapes(config), target(chip.capability)
     stored = {n: tensor_type(recipe, n, shape, config.layers, config.tied).name for n, shape in shapes.items()}
     layout = LargeLayout(config, chip.sms, stored, caches)
+    in_flight, between = IN_FLIGHT[nodes > 1]
     constants = layout.constants(nodes) | {
-        "IN_FLIGHT": IN_FLIGHT[nodes > 1],
+        "IN_FLIGHT": in_flight,
+        "BETWEEN": between,
         "SHARED_MEMORY": chip.shared_memory,
         "SAMPLES": int(nodes == 1 and layout.samples),
         "SHORT_CONTEXT": int(nodes == 1),

@@ -43,7 +43,7 @@ def main() -> None:
     print("nodes  type " + "".join(f"{count:6}/{blocks}" for count, blocks in STAGES))
     for nodes in given.nodes:
         short = int(SHORT_CONTEXT[nodes] > 0)
-        constants = {"IN_FLIGHT": 4, "SHARED_MEMORY": SHARED, "SAMPLES": 0, "SHORT_CONTEXT": short}
+        constants = {"IN_FLIGHT": 4, "BETWEEN": 4, "SHARED_MEMORY": SHARED, "SAMPLES": 0, "SHORT_CONTEXT": short}
         constants |= layout.constants(nodes) | ({"COPIES": 1} if given.copies else {})
         image, _ = compile_source(source, "large_products.cu", "sm_90a", constants)
         kernel = device.load(image).kernel("products", SHARED)

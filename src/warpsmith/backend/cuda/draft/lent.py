@@ -75,7 +75,7 @@ class HeadProgram:
             "EPS": f"{c.eps!r}f", "FEATURES": 1, "ROUND_Q8_0": 1,
             "SLAB_TYPE_MASK": sum(1 << i for i, slab in enumerate(SLABS) if slab in kinds),
             "EMBEDDING_TYPE": EMBEDDINGS.index(lent.embedding_type), "GROUP_BLOCKS": GROUP_BLOCKS, "SMS": sms,
-            "TABLE_ENTRIES": 2, "IN_FLIGHT": 4, "SHARED_MEMORY": backend.chip.shared_memory,
+            "TABLE_ENTRIES": 2, "IN_FLIGHT": 4, "BETWEEN": 4, "SHARED_MEMORY": backend.chip.shared_memory,
         } | backend.options  # fmt: skip
         image = build("draft/head.cu", backend.architecture, constants)
         self._kernel = device.load(image).kernel("head", backend.chip.shared_memory)

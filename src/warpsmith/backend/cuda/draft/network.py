@@ -85,7 +85,7 @@ class CudaDraft(BlockDraft):
         lent = lend()
         self.layout = layout = DraftLayout(config, stream, lent.deal, max(capacity))
         constants = layout.constants(EMBEDDINGS.index(lent.embedding_type))
-        constants |= {"IN_FLIGHT": 4, "SHARED_MEMORY": backend.chip.shared_memory} | backend.options
+        constants |= {"IN_FLIGHT": 4, "BETWEEN": 1, "SHARED_MEMORY": backend.chip.shared_memory} | backend.options
         sizes = {"HIDDEN": config.hidden, "FEATURES": len(config.target_layers), "NODES": COLUMNS}
         with ThreadPoolExecutor(3) as compilers:
             image = compilers.submit(build, "draft/draft.cu", backend.architecture, constants)

@@ -42,9 +42,10 @@ THREADS = 384
 COMMITTED_COLUMNS = 64  # of a DeltaNet layer's state, by a block of commit.cu
 # Up to so many tokens, by columns of a build, attention makes do with one chunk of values in shared memory.
 SHORT_CONTEXT = {1: 16384, 8: 0, 16: 8192, 24: 8192}
-# Copies of weights on their way to an SM, for one node and for trees. All that SMs exchange waits behind them: where an
-# SM has few bytes of a layer, fewer are faster. With more bytes than that, memory would be idle between two.
-IN_FLIGHT, FEW_IN_FLIGHT, FEW_BYTES = (4, 5), (2, 4), 1_400_000
+# Copies of weights on their way to an SM while it multiplies and before it does, for one node and for trees. All that
+# SMs exchange waits behind them: where an SM has few bytes of a layer, fewer are faster. With more bytes than that,
+# memory would be idle between two. What trees wait for is a full ring.
+IN_FLIGHT, FEW_IN_FLIGHT, FEW_BYTES = ((3, 2), (5, 5)), ((2, 2), (4, 4)), 1_400_000
 
 
 class LargeBackend(CudaBackend):
@@ -153,8 +154,10 @@ class LargeBackend(CudaBackend):
     def constants(self, nodes: int) -> dict[str, object]:
         """What the kernels for so many nodes are built with."""
         few = self.large.stream_bytes < FEW_BYTES * self.config.layers * self.large.sms
+        in_flight, between = (FEW_IN_FLIGHT if few else IN_FLIGHT)[nodes > 1]
         own = {
-            "IN_FLIGHT": (FEW_IN_FLIGHT if few else IN_FLIGHT)[nodes > 1],
+            "IN_FLIGHT": in_flight,
+            "BETWEEN": between,
             "SHARED_MEMORY": self.shared_memory,
             "SAMPLES": int(nodes == 1 and self.large.samples),  # the build that decodes
             "SHORT_CONTEXT": int(self.context <= SHORT_CONTEXT[nodes]),

@@ -2,9 +2,10 @@
 //
 // Given with -D: HIDDEN FFN VOCAB LAYERS HEADS KV_HEADS EPS FEATURES (the draft; VOCAB: the target's; FEATURES: layers
 // of the target that it reads); SLAB_TYPE_MASK EMBEDDING_TYPE (how weights are stored); GROUP_BLOCKS (superblocks of K
-// that an SM has at most); TABLE_ENTRIES (of the largest table of tiles but the head's); SMS SHARED_MEMORY IN_FLIGHT
-// (the chip). Heads have 128 dimensions. Stages count from the block's first: -2 is fc, -1 keys and values of the
-// context for all layers, then four a layer, then the target's head.
+// that an SM has at most); TABLE_ENTRIES (of the largest table of tiles but the head's); SMS SHARED_MEMORY (the chip);
+// IN_FLIGHT BETWEEN (copies on their way to the ring, see large/copier.cuh). Heads have 128 dimensions. Stages count
+// from the block's first: -2 is fc, -1 keys and values of the context for all layers, then four a layer, then the
+// target's head.
 #pragma once
 #include "common/commit.cuh"
 #include "large/slab.cuh"

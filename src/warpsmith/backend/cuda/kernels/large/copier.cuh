@@ -8,9 +8,12 @@
 #include "large/ring.cuh"
 
 constexpr int MOST_ON_WAY = IN_FLIGHT < SLOTS ? IN_FLIGHT : SLOTS;  // who is waited for must be the ring's last round
+// Fewer are on their way to a stage that has not begun: what SMs exchange before it would come behind them.
+constexpr bool FEWER_BETWEEN = BETWEEN < MOST_ON_WAY && MOST_ON_WAY < SLOTS;
 
 struct Producer {
     const u32 base, after_last;  // slots are known by their places of 8 bytes from `base` on
+    const u32 begun;             // what a stage begins with
     const u32 stopped;           // where it is said that nobody waits for weights any more; or 0
     const u8* source = nullptr;
     const u64 policy = evict_first();
@@ -18,13 +21,13 @@ struct Producer {
     u32 end = 0;                // of the last slot
     int empty = RING_BYTES;     // bytes of the ring that are known to be
     u32 slot, oldest, landing;  // the next one, the first that is not known to be empty, the first on its way
-    u32 oldest_phase = 0, landing_phase = 0;
+    u32 oldest_phase = 0, landing_phase = 0, begun_phase = 0;
     int on_way = 0;
 
     // `stop`: where that is, from the beginning of shared memory on.
     __device__ explicit Producer(u32 memory, u32 stop = 0)
-        : base((u32)uniform((int)memory)), after_last(base + 8 * SLOTS), stopped(stop ? base + stop : 0), slot(base),
-          oldest(base), landing(base) {}
+        : base((u32)uniform((int)memory)), after_last(base + 8 * SLOTS), begun(Barriers(base).begun),
+          stopped(stop ? base + stop : 0), slot(base), oldest(base), landing(base) {}
 
     __device__ void read_from(const u8* at) {
         source = (const u8*)((u64)(u32)uniform((int)((u64)at >> 32)) << 32 | (u32)uniform((int)(u64)at));
@@ -51,6 +54,13 @@ struct Producer {
         // An empty ring has room for any slot, though it may skip more than the rest of it.
         while (empty < (int)min(span, RING_BYTES))
             if (!take_back()) return false;
+        if (FEWER_BETWEEN && on_way >= BETWEEN && !everywhere(barrier_seen(begun, begun_phase))) {
+#pragma unroll 1
+            for (; on_way >= BETWEEN; on_way--) {
+                barrier_wait(landing + BARRIERS_AT, landing_phase);
+                pass(landing, landing_phase);
+            }
+        }
         const bool lands = MOST_ON_WAY < SLOTS && on_way == MOST_ON_WAY;
         if (lands) barrier_wait(landing + BARRIERS_AT, landing_phase);
         const u32 lane = threadIdx.x & 31;
@@ -78,6 +88,7 @@ struct Producer {
             for (int left = walk.count_in_part(run); left > 0; left -= at_once)
                 if (!copy(min(left, at_once) * bytes, at_once * bytes)) return false;
         }
+        begun_phase ^= 1;
         return true;
     }
     // No copy may be on its way when the block exits.

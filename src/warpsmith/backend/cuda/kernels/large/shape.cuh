@@ -3,10 +3,11 @@
 // Given with -D: HIDDEN FFN VOCAB LAYERS HEADS KV_HEADS KEY_HEADS VALUE_HEADS EPS (the model); SLAB_TYPE_MASK
 // EMBEDDING_TYPE (how its weights are stored); KEY_TYPE VALUE_TYPE (how keys and values are kept); GROUP_BLOCKS
 // (superblocks of K that an SM has at most); MOST_PARTS (of a group's tile, where SMs share it); TABLE_ENTRIES (of the
-// largest table of tiles but the head's); SMS SHARED_MEMORY IN_FLIGHT (the chip); NODES (1, 8, 16 or 24: columns of
-// this build); SAMPLES (whether it draws tokens); SHORT_CONTEXT (whether an SM has so few chunks of keys that room is
-// better given to weights); LAYER_RESULTS (tiles of results that a layer's stage writes at most); SUM_TAGS (last bits
-// of sums that say of which stage they are, see words.cuh).
+// largest table of tiles but the head's); SMS SHARED_MEMORY (the chip); IN_FLIGHT BETWEEN (copies on their way to the
+// ring, see copier.cuh); NODES (1, 8, 16 or 24: columns of this build); SAMPLES (whether it draws tokens);
+// SHORT_CONTEXT (whether an SM has so few chunks of keys that room is better given to weights); LAYER_RESULTS (tiles of
+// results that a layer's stage writes at most); SUM_TAGS (last bits of sums that say of which stage they are, see
+// words.cuh).
 #pragma once
 #include "common/cache.cuh"
 #include "common/made_tree.cuh"
