@@ -94,12 +94,12 @@ def print_profile(backend: LargeBackend, network: CudaDraft, depth: int) -> None
         backend.device.synchronize()
     marks = backend.profile.read(np.int64, (backend.chip.sms, MARKS // 2, 2))
     took, waits = np.diff(marks[:, :, 0], axis=1), marks[:, 1:, 1]
-    before, after = ("wait", "operands", "products", "wait for sums"), ("work", "done")
-    steps: list[tuple[str, str]] = []
-    for stage in ("fc", "context", *("in", "out", "mlp_in", "mlp_out") * LAYERS):
-        mixed = ("rows", "parts") if stage == "in" else ()
-        steps += [(stage, step) for step in (*before, *(() if stage == "fc" else (*mixed, *after)))]
-    steps += [("head", step) for step in (*before, "logits")]
+    # what is made of the sums before a stage, then the stage
+    steps = [("fc", "start"), ("fc", "operands"), ("fc", "products")]
+    for stage in ("context", *("in", "out", "mlp_in", "mlp_out") * LAYERS, "head"):
+        mixed = ("rows", "parts") if stage == "out" else ()
+        steps += [(stage, step) for step in ("wait", *mixed, "work", "operands", "products")]
+    steps += [("head", "wait for sums"), ("head", "logits")]
     found: dict[tuple[str, str], list[int]] = {}
     for at, step in enumerate(steps):
         found.setdefault(step, []).append(at)

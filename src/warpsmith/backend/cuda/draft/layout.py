@@ -17,6 +17,7 @@ from warpsmith.backend.cuda.large.layout import (
     LargeStage,
     SlabStages,
     kernel_tables,
+    most_parts,
 )
 from warpsmith.backend.cuda.shape import MAX_FEATURES
 from warpsmith.checkpoint.dflash import DFlashConfig
@@ -114,17 +115,28 @@ class DraftLayout:
         batches = -(-COLUMNS * (c.heads // c.kv_heads) // BATCH)
         return max(1, min(self.sms // (c.kv_heads * batches), 32))
 
+    @cached_property
+    def layer_results(self) -> int:
+        """Tiles of results that a stage but the head writes at most."""
+        return max(deal.results for deal in self.deals[:-1])
+
+    @property
+    def word_bytes(self) -> int:
+        """ALL_WORDS of kernels/draft/words.cuh."""
+        c, block = self.config, -(-COLUMNS * (17 * 32 + 4) // 128) * 128
+        residual = c.hidden // BLOCK_K * block + COLUMNS * (c.hidden // 128) * 4
+        layer = (c.heads * DIM + c.ffn) // BLOCK_K * block
+        return (2 * c.layers + 2) * residual + c.layers * layer
+
     def scratch_bytes(self) -> dict[str, int]:
         """Between SMs."""
         c, parts = self.config, COLUMNS * self.config.heads * self.splits
         kv = c.kv_heads * COLUMNS * DIM * 2
         return {
-            "counter": 128,
-            "sums": max(deal.results for deal in self.deals) * COLUMNS * ROWS * 4,
-            "x": COLUMNS * c.hidden * 2,
-            "x_squares": COLUMNS * self.sms * 4,
-            "y": COLUMNS * c.heads * DIM * 2,
-            "h": COLUMNS * c.ffn * 2,
+            "counter": 5 * 128,
+            "words": self.word_bytes,
+            "sums": 2 * self.layer_results * COLUMNS * ROWS * 4,
+            "head_sums": self.deals[-1].results * COLUMNS * ROWS * 4,
             "queries": COLUMNS * c.heads * DIM * 2,
             "parts": parts * DIM * 2,
             "part_stats": parts * 8,
@@ -170,5 +182,7 @@ class DraftLayout:
             "KV_HEADS": c.kv_heads, "EPS": f"{c.eps!r}f", "FEATURES": len(c.target_layers), "ROUND_Q8_0": 1,
             "SLAB_TYPE_MASK": sum(1 << i for i, slab in enumerate(SLABS) if slab in kinds),
             "EMBEDDING_TYPE": embedding, "GROUP_BLOCKS": GROUP_BLOCKS, "SMS": self.sms,
-            "TABLE_ENTRIES": 1 + max(deal.tables.size for deal in self.deals[:-1]),
+            "TABLE_ENTRIES": max(-(-deal.tables.size // 8) * 8 for deal in self.deals[:-1]),
+            "MOST_PARTS": most_parts(self.deals), "LAYER_RESULTS": self.layer_results,
+            "FC_RESULTS": self.deals[0].results, "CONTEXT_RESULTS": self.deals[1].results,
         }  # fmt: skip

@@ -14,7 +14,7 @@ from warpsmith.backend.cuda.draft.layout import COLUMNS
 from warpsmith.backend.cuda.draft.plan import embedding_type, head_stream
 from warpsmith.backend.cuda.draft.structures import DraftParams, DraftRequest, Gather
 from warpsmith.backend.cuda.large.formats import EMBEDDINGS, SLABS
-from warpsmith.backend.cuda.large.layout import GROUP_BLOCKS, ROWS, Deal, kernel_tables
+from warpsmith.backend.cuda.large.layout import GROUP_BLOCKS, ROWS, Deal, kernel_tables, most_parts
 from warpsmith.backend.cuda.large.loading import held_as, load_slabs, load_table
 from warpsmith.backend.cuda.memory.driver import Buffer
 from warpsmith.backend.cuda.rows import CudaRows
@@ -75,7 +75,8 @@ class HeadProgram:
             "EPS": f"{c.eps!r}f", "FEATURES": 1, "ROUND_Q8_0": 1,
             "SLAB_TYPE_MASK": sum(1 << i for i, slab in enumerate(SLABS) if slab in kinds),
             "EMBEDDING_TYPE": EMBEDDINGS.index(lent.embedding_type), "GROUP_BLOCKS": GROUP_BLOCKS, "SMS": sms,
-            "TABLE_ENTRIES": 2, "IN_FLIGHT": 4, "BETWEEN": 4, "SHARED_MEMORY": backend.chip.shared_memory,
+            "MOST_PARTS": most_parts([lent.deal]), "LAYER_RESULTS": 1, "FC_RESULTS": 1, "CONTEXT_RESULTS": 1,
+            "TABLE_ENTRIES": 8, "IN_FLIGHT": 4, "BETWEEN": 4, "SHARED_MEMORY": backend.chip.shared_memory,
         } | backend.options  # fmt: skip
         image = build("draft/head.cu", backend.architecture, constants)
         self._kernel = device.load(image).kernel("head", backend.chip.shared_memory)
@@ -90,7 +91,7 @@ class HeadProgram:
         stages, runs, tiles = (table.pointer for table in self._tables)
         self._params = DraftParams(
             stages=stages, runs=runs, tiles=tiles, head_stream=lent.stream.pointer, head_start=self._start.pointer,
-            sums=self._sums.pointer, counter=self._counter.pointer, waiting=self._waiting.pointer,
+            head_sums=self._sums.pointer, counter=self._counter.pointer, waiting=self._waiting.pointer,
             out_logits=backend.outputs.logits.pointer, profile=backend.profile.pointer,
         )  # fmt: skip
 

@@ -20,6 +20,7 @@ from warpsmith.backend.cuda.draft.structures import DraftParams, DraftRequest, G
 from warpsmith.backend.cuda.large.formats import EMBEDDINGS
 from warpsmith.backend.cuda.large.loading import copies_of, load_slabs
 from warpsmith.backend.cuda.memory.driver import Buffer, Device
+from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.cuda.memory.layout import turns
 from warpsmith.backend.cuda.memory.room import gib
 from warpsmith.backend.cuda.rows import CudaRows
@@ -101,6 +102,8 @@ class CudaDraft(BlockDraft):
         self._starts, self._head_start = device.upload(layout.starts), device.upload(lent.start.astype(np.uint64))
         self._tables = [device.upload(table) for table in layout.tables]
         self._scratch = {name: device.zeros(size) for name, size in layout.scratch_bytes().items()}
+        for name in ("words", "sums"):
+            self._scratch[name].fill_starts(NOT_YET, 1, self._scratch[name].nbytes // 4)
         self._from_host: Buffer | None = None
         self._step: StepProgram | None = None  # once trees grow on the device
         windows = [window or 0 for window in config.windows]

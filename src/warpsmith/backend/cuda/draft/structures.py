@@ -18,7 +18,7 @@ class DraftParams(ctypes.Structure):
            "rope", "keys", "values", "positions", "waiting")),
         ("capacity", ctypes.c_longlong),
         *((name, ctypes.c_void_p) for name in
-          ("counter", "sums", "x", "x_squares", "y", "h", "queries", "block_keys", "block_values", "parts",
+          ("counter", "words", "sums", "head_sums", "queries", "block_keys", "block_values", "parts",
            "part_stats", "out_logits", "out_hidden", "profile")),
     ]  # fmt: skip
 

@@ -235,6 +235,11 @@ def kernel_tables(deals: Sequence[Deal]) -> tuple[np.ndarray, np.ndarray, np.nda
     return stages, runs, np.concatenate(tiles)
 
 
+def most_parts(deals: Sequence[Deal]) -> int:
+    """Of a group's tile, where SMs share it."""
+    return max(int(np.diff(deal.tables, axis=1).max()) for deal in deals)
+
+
 class LargeLayout(SlabStages):
     """Sizes and offsets for one model on one number of SMs, with keys and values kept as named types."""
 
@@ -406,6 +411,6 @@ class LargeLayout(SlabStages):
             "GROUP_BLOCKS": self.group_blocks, "SMS": self.sms, "NODES": nodes,
             "DELTA_LAYERS": self.delta_layers, "KEY_TYPE": self.key_rows.number, "VALUE_TYPE": self.value_rows.number,
             "LAYER_RESULTS": self.layer_results, "SUM_TAGS": self.sum_tags,
-            "MOST_PARTS": max(int(np.diff(deal.tables, axis=1).max()) for deal in self.deals),
+            "MOST_PARTS": most_parts(self.deals),
             "TABLE_ENTRIES": max(-(-deal.tables.size // 8) * 8 for deal in self.deals[:-1]),
         }  # fmt: skip

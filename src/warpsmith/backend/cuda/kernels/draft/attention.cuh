@@ -7,7 +7,7 @@
 // x 8 keys x 16 dimensions a product, a warp 8 keys of a chunk. Sums: 16 queries x 8 dimensions x 16 keys, a warp 16
 // dimensions.
 #pragma once
-#include "draft/steps.cuh"
+#include "draft/products.cuh"
 
 static_assert(DIM == 16 * WARPS && CHUNK == 8 * WARPS && NODES <= CHUNK, "a warp has 16 dimensions, or 8 keys");
 constexpr float DRAFT_SCALE = 0.088388347648f * 1.44269504f;  // 128 ** -0.5, and scores are to base 2
@@ -44,8 +44,10 @@ __device__ __forceinline__ uint2 as_halves(float4 row) {
 }
 
 // What every layer keeps of the appended rows.
-__device__ __forceinline__ void keep_context(Block& b, const Params& p, const Request& r) {
-    const Sums<HIDDEN_GROUPS> sums(b, CONTEXT_ROWS);
+__device__ __forceinline__ void keep_context(Block& b) {
+    const Params& p = b.p;
+    const Request& r = b.r;
+    const auto sums = sums_of<HIDDEN_GROUPS>(b, CONTEXT, CONTEXT_ROWS);
     constexpr int EACH = LAYERS * 2 * KV_HEADS;
 #pragma unroll 1
     for (int task = b.warp * SMS + b.sm; task < r.rows * EACH; task += WARPS * SMS) {
@@ -62,8 +64,8 @@ __device__ __forceinline__ void keep_context(Block& b, const Params& p, const Re
 }
 
 // Queries, keys and values of the block.
-__device__ __forceinline__ void block_rows(Block& b) {
-    const Sums<HIDDEN_GROUPS> sums(b, IN_ROWS);
+__device__ __forceinline__ void block_rows(Block& b, int stage) {
+    const auto sums = sums_of<HIDDEN_GROUPS>(b, stage, IN_ROWS);
     constexpr int EACH = HEADS + 2 * KV_HEADS;
 #pragma unroll 1
     for (int task = b.warp * SMS + b.sm; task < b.nodes * EACH; task += WARPS * SMS) {
@@ -84,8 +86,9 @@ __device__ __forceinline__ void block_rows(Block& b) {
 
 // Rows of queries `first_row` .. of a key head, (node, head in its group) in order, against every SPLITS-th
 // chunk.
-__device__ __forceinline__ void attend(Block& b, const Params& p, int layer, int window, bool causal, int kv_head,
-                                       int first_row, int rows, int remembered, int split) {
+__device__ __forceinline__ void attend(Block& b, int layer, int window, bool causal, int kv_head, int first_row,
+                                       int rows, int remembered, int split) {
+    const Params& p = b.p;
     AttentionScratch& at = *(AttentionScratch*)b.scratch;
     first_row = uniform(first_row), rows = uniform(rows);
     const int tiles = (rows + 15) / 16, g = b.lane >> 2, q = b.lane & 3;
@@ -228,20 +231,20 @@ __device__ __forceinline__ void attend(Block& b, const Params& p, int layer, int
     }
 }
 
-__device__ __forceinline__ int remembered_rows(const Params& p, const Request& r) {
-    return min(r.appended + r.rows, (int)p.capacity);
+__device__ __forceinline__ int remembered_rows(const Block& b) {
+    return min(b.r.appended + b.r.rows, (int)b.p.capacity);
 }
 __device__ __forceinline__ int splits_of(int remembered) {
     return min((remembered + CHUNK - 1) / CHUNK + 1, SPLITS);
 }
 
-__device__ __forceinline__ void draft_parts(Block& b, const Params& p, const Request& r, int layer) {
-    const int remembered = uniform(remembered_rows(p, r)), splits = splits_of(remembered), all_rows = b.nodes * GROUP;
+__device__ __forceinline__ void draft_parts(Block& b, int layer) {
+    const int remembered = uniform(remembered_rows(b)), splits = splits_of(remembered), all_rows = b.nodes * GROUP;
     const int batches = (all_rows + BATCH - 1) / BATCH;
 #pragma unroll 1
     for (int item = b.sm; item < splits * batches * KV_HEADS; item += SMS) {
         const int kv_head = item % KV_HEADS, split = item / KV_HEADS % splits, first = item / KV_HEADS / splits * BATCH;
-        attend(b, p, layer, r.window[layer], r.causal[layer], kv_head, first, min(BATCH, all_rows - first), remembered,
+        attend(b, layer, b.r.window[layer], b.r.causal[layer], kv_head, first, min(BATCH, all_rows - first), remembered,
                split);
     }
 }
@@ -249,12 +252,14 @@ __device__ __forceinline__ void draft_parts(Block& b, const Params& p, const Req
 // --- merge ----------------------------------------------------------------------------------------------------------
 
 // A warp a row's head, a lane four dimensions.
-__device__ __forceinline__ void draft_merge(Block& b, const Params& p, const Request& r) {
-    const int splits = splits_of(uniform(remembered_rows(p, r)));
+__device__ __forceinline__ void draft_merge(Block& b, int stage) {
+    const int splits = splits_of(uniform(remembered_rows(b)));
+    u32* words = operand_words(b, stage + 1);
+    int turn = 0;
 #pragma unroll 1
-    for (int task = b.warp * SMS + b.sm; task < b.nodes * HEADS; task += WARPS * SMS) {
-        const int node = task / HEADS, head = task % HEADS;
-        const size_t at = (size_t)task * SPLITS;
+    for (Spans<DRAFT_DIM> own(b); own.more(); own.next(), turn ^= 1) {
+        const int node = own.node(), k = own.k();
+        const size_t at = (size_t)(node * HEADS + k / DIM) * SPLITS;
         float peak = b.lane < splits ? __ldcg(b.p.part_stats + at + b.lane).x : LEAST_SCORE;
         peak = warp_max(peak);
         float sum[4] = {}, weight = 0.0f;
@@ -269,7 +274,7 @@ __device__ __forceinline__ void draft_merge(Block& b, const Params& p, const Req
             sum[2] = fmaf(share, high.x, sum[2]), sum[3] = fmaf(share, high.y, sum[3]);
         }
         const float inverse = reciprocal(weight);
-        *(uint2*)(b.p.y + activation_at(node, head * DIM + b.lane * 4)) = {
-            pack_bf16(sum[0] * inverse, sum[1] * inverse), pack_bf16(sum[2] * inverse, sum[3] * inverse)};
+        const uint2 out = {pack_bf16(sum[0] * inverse, sum[1] * inverse), pack_bf16(sum[2] * inverse, sum[3] * inverse)};
+        publish_half(b, words, node, k, out, turn);
     }
 }

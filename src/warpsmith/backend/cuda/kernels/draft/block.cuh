@@ -1,12 +1,17 @@
 // What one thread block (one SM) knows while it runs, and how all of them wait for each other.
 //
-// A launch is a sequence of steps. Between two steps every SM waits until all have ended the one before: a counter in
-// memory, to which each SM adds when what it wrote can be seen. Weights do not wait: their ring fills on through every
-// step.
+// A launch is a sequence of steps. Between two steps an SM waits for the words that it needs (see words.cuh), or, within
+// attention and after the head, until all have ended the one before: a counter in memory, to which each SM adds when
+// what it wrote can be seen. Weights do not wait: their ring fills on through every step.
 #pragma once
 #include "draft/shape.cuh"
 
 constexpr int ARRIVALS = REDUCERS * SMS;  // of a step
+
+__device__ __forceinline__ u8* shared_memory() {
+    extern __shared__ __align__(128) u8 memory[];
+    return memory;
+}
 
 struct Block {
     const Params& p;
@@ -22,12 +27,28 @@ struct Block {
     u32 slot_phase = 0, buffer_phase = 0, ring_end = 0;
     const float* vectors;
 
-    __device__ Block(const Params& params, const Request& request, u8* memory)
-        : p(params), r(request), s(*(Shared*)(memory + SHARED_AT)), scratch(memory), base(shared_address(memory)),
-          nodes(request.nodes), vectors(params.vectors) {}
+    __device__ Block()
+        : p(((Shared*)(shared_memory() + SHARED_AT))->params), r(((Shared*)(shared_memory() + SHARED_AT))->request),
+          s(*(Shared*)(shared_memory() + SHARED_AT)), scratch(shared_memory()), base(shared_address(shared_memory())),
+          nodes(r.nodes), vectors(p.vectors) {}
 
-    __device__ float sum_factor(int which, int token) const { return s.scale[token] * s.inverse[which][token]; }
+    __device__ int first_stage() const { return r.rows ? FC : 0; }
+    // Odd or even: how many stages came before this one.
+    __device__ u32 turn(int stage) const { return (u32)(stage - first_stage()) & 1; }
+    __device__ int place(int node) const { return node; }
     __device__ void sync() const { sync_threads<CONSUMERS>(); }
+    // From here on with so many rows.
+    __device__ void take_nodes(int count) {
+        nodes = count;
+        sync();
+        if (threadIdx.x == 0) s.half_by_nodes = ((1u << 31) + count - 1) / count;
+        sync();
+    }
+    static __device__ int over_nodes(int number, u32 half_by_nodes) {
+        return (int)((u64)(2 * (u32)number + 1) * half_by_nodes >> 32);
+    }
+    __device__ u32 back_at(u32 sixteens) const { return sixteens * 16 + BACK_AT; }
+    __device__ float sum_factor(int which, int token) const { return s.inverse[which][token] * OPERANDS_BACK; }
 
     // All SMs have done what came before.
     __device__ void wait_for_all() {
@@ -44,9 +65,18 @@ struct Block {
         sync();
         if (threadIdx.x == 0) add_release(p.counter, REDUCERS);
     }
+    // A stage has begun on this SM, so that all words and sums before it have been read: a counter for every fourth
+    // stage, since an SM may be at one before another is at the one before.
+    __device__ u32* begun_counter(int stage) const { return p.counter + 32 * (1 + (stage & 3)); }
+    __device__ void wait_until_begun(int stage) const {
+        const u32 all = (((stage - first_stage()) >> 2) + 1) * ARRIVALS;
+        for (Watchdog dog; (int)(load_acquire(begun_counter(stage)) - all) < 0;) dog.check();
+    }
     // After the last wait: who leaves last leaves no arrivals behind.
     __device__ void leave() {
-        if (threadIdx.x == 0 && atomicAdd(p.counter + 1, 1u) == SMS - 1) p.counter[0] = p.counter[1] = 0;
+        if (threadIdx.x != 0 || atomicAdd(p.counter + 1, 1u) != SMS - 1) return;
+        p.counter[0] = p.counter[1] = 0;
+        for (int i = 0; i < 4; i++) *begun_counter(i) = 0;
     }
     __device__ void mark() {
 #ifdef PROFILE
@@ -77,88 +107,4 @@ __device__ __forceinline__ size_t activation_at(int node, int k) {
     return ((size_t)(k / 64) * NODES + node) * 64 + k % 64;
 }
 
-// What a tile of results has been summed to: all groups of K, and where SMs share a group's tile, all its parts, in
-// order. The stage's table of tiles is in shared memory, where `load_table` put it. GROUPS: as many groups as K has at
-// most.
-template <int GROUPS>
-struct Sums {
-    const float* sums;
-    const u16* tiles;
-    int stride;
-
-    __device__ Sums(const Block& b, const u16* table, const Stage& stage)
-        : sums(b.p.sums), tiles(table), stride(stage.tile_rows + 1) {}
-    __device__ Sums(const Block& b, int rows) : sums(b.p.sums), tiles(b.s.tiles), stride(rows / ROWS + 1) {}
-
-    // Rows `row` .. + 3, a multiple of 4: every part is asked for at once.
-    __device__ float4 at(int node, int row) const {
-        const u16* from = tiles + row / ROWS;
-        const float4* first = (const float4*)(sums + node * ROWS + row % ROWS);
-        int tile[GROUPS], end[GROUPS];
-        float4 v[GROUPS][2];
-#pragma unroll
-        for (int g = 0; g < GROUPS; g++) tile[g] = from[g * stride], end[g] = from[g * stride + 1];
-#pragma unroll
-        for (int g = 0; g < GROUPS; g++) {
-            v[g][0] = __ldcg(first + (size_t)tile[g] * (NODES * ROWS / 4));
-            v[g][1] = tile[g] + 1 < end[g] ? __ldcg(first + (size_t)(tile[g] + 1) * (NODES * ROWS / 4)) : float4{};
-        }
-        float4 total = {};
-#pragma unroll
-        for (int g = 0; g < GROUPS; g++) {
-            total = add(add(total, v[g][0]), v[g][1]);
-#pragma unroll 1
-            for (int i = tile[g] + 2; i < end[g]; i++)
-                total = add(total, __ldcg(first + (size_t)i * (NODES * ROWS / 4)));
-        }
-        return total;
-    }
-    // The same of every node from `first` on: `use(node, sum)`. Four nodes are asked for at once.
-    template <class Use>
-    __device__ __forceinline__ void each(int first, int nodes, int row, Use use) const {
-        const u16* from = tiles + row / ROWS;
-        int tile[GROUPS], end[GROUPS];
-#pragma unroll
-        for (int g = 0; g < GROUPS; g++) tile[g] = from[g * stride], end[g] = from[g * stride + 1];
-#pragma unroll 1
-        for (int at = first; at < nodes; at += 4) {
-            float4 v[4][GROUPS][2];
-#pragma unroll
-            for (int n = 0; n < 4; n++) {
-                const float4* to = (const float4*)(sums + min(at + n, nodes - 1) * ROWS + row % ROWS);
-#pragma unroll
-                for (int g = 0; g < GROUPS; g++) {
-                    v[n][g][0] = __ldcg(to + (size_t)tile[g] * (NODES * ROWS / 4));
-                    v[n][g][1] = float4{};
-                    if (tile[g] + 1 < end[g]) v[n][g][1] = __ldcg(to + (size_t)(tile[g] + 1) * (NODES * ROWS / 4));
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < 4; n++) {
-                if (at + n >= nodes) break;
-                const float4* to = (const float4*)(sums + (at + n) * ROWS + row % ROWS);
-                float4 total = {};
-#pragma unroll
-                for (int g = 0; g < GROUPS; g++) {
-                    total = add(add(total, v[n][g][0]), v[n][g][1]);
-#pragma unroll 1
-                    for (int i = tile[g] + 2; i < end[g]; i++)
-                        total = add(total, __ldcg(to + (size_t)i * (NODES * ROWS / 4)));
-                }
-                use(at + n, total);
-            }
-        }
-    }
-    static __device__ __forceinline__ float4 add(float4 a, float4 b) {
-        return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
-    }
-};
-
-// The stage's table of tiles to shared memory; it is there after the next barrier.
-__device__ __forceinline__ void load_table(Block& b, int stage_index) {
-    const Stage stage = b.p.stages[stage_index];
-    const u32* from = (const u32*)(b.p.tiles + stage.tiles_at);
-    const int words = (stage.groups * (stage.tile_rows + 1) + 1) / 2;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < words; i += CONSUMERS) ((u32*)b.s.tiles)[i] = __ldg(from + i);
-}
+#include "large/sums.cuh"

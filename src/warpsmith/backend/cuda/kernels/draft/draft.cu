@@ -1,18 +1,18 @@
 // A DFlash draft in one dispatch: what was committed goes into its memory, and a block of positions is filled.
 //
-// The parts are those of the activations-first pass (large/), with barriers between steps: the ring, the products, the
-// residual stream. Grid: one block an SM, all resident (cooperative launch). Steps, each ended by all SMs. Rows to
-// append: fc (their features), norm, keys and values of all layers, keep. The block: embed; per layer: in, rows, parts,
-// merge, out, residual, mlp_in, activate, mlp_out, residual; then the target's head. Bytes: the draft's weights once,
-// those of keys and values twice, the target's head once, and what the draft remembers.
+// The parts are those of the activations-first pass (large/): the ring, the products, the residual stream, words that
+// SMs poll for. Grid: one block an SM, all resident (cooperative launch). Steps. Rows to append: fc (their features),
+// norm, keys and values of all layers, keep. The block: embed; per layer: in, rows, parts, merge, out, residual, mlp_in,
+// activate, mlp_out, residual; then the target's head. Rows, parts and the head are ended by all SMs. Bytes: the draft's
+// weights once, those of keys and values twice, the target's head once, and what the draft remembers.
 #include "draft/attention.cuh"
 #include "draft/output.cuh"
 
 // The sums of a stage added to the residual stream, or in its place.
 template <int GROUPS, bool ADD>
-__device__ __forceinline__ void to_residual(Block& b, const float* norm) {
-    const Sums<GROUPS> sums(b, RESIDUAL_ROWS);
-    update_residual(b, norm, [&](float4 x, int node, int k) {
+__device__ __forceinline__ void to_residual(Block& b, int done, const float* norm) {
+    const auto sums = sums_of<GROUPS>(b, done, RESIDUAL_ROWS);
+    update_residual(b, done + 1, norm, nullptr, [&](float4 x, int node, int k) {
         const float4 v = sums.at(node, k);
         return ADD ? Sums<GROUPS>::add(x, v) : v;
     });
@@ -20,106 +20,143 @@ __device__ __forceinline__ void to_residual(Block& b, const float* norm) {
 
 // A layer's attention, apart from the rest: the compiler would give the products worse code beside it. Returns the
 // steps done so far.
-__device__ __noinline__ u32 block_mix(const Params& p, const Request& r, u8* memory, int layer,
-                                      const float* vectors, u32 steps_done) {
-    Block b(p, r, memory);
-    b.vectors = vectors, b.steps_done = steps_done;
-    block_rows(b);
+__device__ __noinline__ u32 block_mix(int stage, u32 steps_done) {
+    const int layer = stage >> 2;
+    Block b;
+    b.vectors = b.p.vectors + layer * VECTORS, b.steps_done = steps_done;
+    block_rows(b, stage);
     b.step_done();
     b.wait_for_all();
     b.mark();
-    draft_parts(b, p, r, layer);
+    draft_parts(b, layer);
     b.step_done();
     b.wait_for_all();
     b.mark();
-    draft_merge(b, p, r);
+    draft_merge(b, stage);
     return b.steps_done;
 }
 
-// Features of committed rows to what every layer keeps of them. The last step is left to who comes next.
-__device__ __noinline__ u32 append_rows(const Params& p, const Request& r, u8* memory, u32 steps_done,
-                                        int stage) {
-    Block b(p, r, memory);
-    b.nodes = r.rows, b.steps_done = steps_done;
-    if (stage == FC) {
-        to_residual<FC_GROUPS, false>(b, p.vectors + HIDDEN_NORM);
-        b.step_done();
-    } else {
-        keep_context(b, p, r);
-    }
-    return b.steps_done;
+// What becomes of features that are projected, and of keys and values of the context.
+__device__ __noinline__ void append_rows(int done) {
+    Block b;
+    b.nodes = b.r.rows;
+    barrier_wait(Barriers(b.base).tabled, b.turn(done));
+    b.mark();
+    if (done == FC)
+        to_residual<FC_GROUPS, false>(b, done, b.p.vectors + HIDDEN_NORM);
+    else
+        keep_context(b);
 }
 
-__device__ __forceinline__ void draft_pass(Block& b, const Params& p, const Request& r) {
-    enum { IN, OUT, MLP_IN, MLP_OUT };
-    const int first = r.rows ? FC : 0, end = r.nodes ? HEAD : CONTEXT;
-    b.vectors = p.vectors;
-    if (threadIdx.x < r.nodes) b.s.token[threadIdx.x] = r.tokens[threadIdx.x];
-    b.sync();
-    if (!r.rows) {
+// From a layer's products before number `stage`, or from where a block begins, to this one's operands: apart from the
+// products, so that the compiler has all registers for either. Returns the steps done so far.
+__device__ __noinline__ u32 lead_to(int stage, u32 steps_done) {
+    Block b;
+    b.steps_done = steps_done;
+    const int done = stage - 1, kind = done & 3;
+    if (stage < 0) {
+        b.nodes = b.r.rows;
+    } else if (stage == 0) {
+        b.take_nodes(b.r.nodes);
         embed(b);
-        b.step_done();
+    } else {
+        const float* vectors = b.p.vectors + (done >> 2) * VECTORS;
+        barrier_wait(Barriers(b.base).tabled, b.turn(done));
+        b.mark();
+        if (kind == IN)
+            b.steps_done = block_mix(done, b.steps_done);
+        else if (kind == OUT)
+            to_residual<OUT_GROUPS, true>(b, done, vectors + MLP_NORM);
+        else if (kind == MLP_IN)
+            activate(b, done);
+        else
+            to_residual<INNER_GROUPS, true>(b, done, vectors + VECTORS + MIX_NORM);
     }
+    b.mark();
+    b.sync();  // who has nothing more to do rests: polls would be in the way of the others
+    const Run run = run_of(b.p, stage);
+    if (stage == FC)
+        prepare_rows(b, run, stage, b.p.waiting);
+    else
+        prepare_operands(b, run, stage);
+    b.mark();
+    return b.steps_done;
+}
+
+// Of rows that were appended without a block what was exchanged is set back, when all SMs have read it.
+__device__ __forceinline__ void forget_context(Block& b) {
+    b.step_done();
+    b.wait_for_all();
+    reset_words(b, x_words(b, CONTEXT), X_WORDS, threadIdx.x, CONSUMERS);
+    reset_words(b, (u32*)sums_at(b, FC), FC_RESULTS * NODES * ROWS, threadIdx.x, CONSUMERS);
+    reset_words(b, (u32*)sums_at(b, CONTEXT), CONTEXT_RESULTS * NODES * ROWS, threadIdx.x, CONSUMERS);
+    b.leave();
+}
+
+__device__ __forceinline__ void draft_pass(Block& b) {
+    const int first = b.first_stage(), end = b.r.nodes ? HEAD : CONTEXT;
+    if (threadIdx.x < b.r.nodes) b.s.token[threadIdx.x] = b.r.tokens[threadIdx.x];
+    if (first < 0) b.take_nodes(b.r.rows);
     b.mark();
 #pragma unroll 1
-    for (int i = first; i <= end; i++) {
-        const int kind = i & 3, layer = i >> 2;
-        const bool head = i == HEAD, appends = i < 0;
-        const Run run = run_of(p, i);
-        const Source from = i == FC                      ? Source{p.waiting, false}
-                            : !appends && kind == OUT     ? Source{p.y, false}
-                            : !appends && kind == MLP_OUT ? Source{p.h, false}
-                                                          : Source{p.x, true};
-        b.nodes = appends ? r.rows : r.nodes;
-        if (i != FC) b.wait_for_all();
-        b.mark();
-        prepare_operands(b, run, from);
-        b.mark();
-        multiply(b, run);
-        b.mark();
-        if (head) break;
-        load_table(b, i);
-        b.wait_for_all();
-        b.mark();
-        if (appends) {
-            b.steps_done = append_rows(p, r, b.scratch, b.steps_done, i);
-            if (i == FC) continue;
-            if (!r.nodes) {
-                b.leave();
-                return;
-            }
-            b.nodes = r.nodes;
-            embed(b);
-        } else if (kind == IN) {
-            b.steps_done = block_mix(p, r, b.scratch, layer, b.vectors, b.steps_done);
-        } else if (kind == OUT) {
-            to_residual<OUT_GROUPS, true>(b, b.vectors + MLP_NORM);
-        } else if (kind == MLP_IN) {
-            activate(b);
-        } else {
-            b.vectors += VECTORS;
-            to_residual<INNER_GROUPS, true>(b, b.vectors + MIX_NORM);
-        }
-        b.mark();
-        b.step_done();
+    for (int stage = first; stage <= end; stage++) {
+        if (stage > first && stage <= 0) append_rows(stage - 1);
+        b.steps_done = lead_to(stage, b.steps_done);
+        multiply_stage(b, stage, run_of(b.p, stage));
         b.mark();
     }
+    if (end == CONTEXT) {
+        append_rows(CONTEXT);
+        forget_context(b);
+        return;
+    }
+    barrier_wait(Barriers(b.base).tabled, b.turn(HEAD));
+    b.nodes = b.r.nodes;
     b.wait_for_all();
     b.mark();
     b.leave();
+    b.vectors = b.p.vectors + LAYERS * VECTORS;
     give_out(b, 1);  // nobody asks about the root
     b.mark();
 }
 
+// One warp finds what the consumers need after a stage while they multiply, and beside the head sets back what was
+// exchanged.
+__device__ __forceinline__ void find_tables(Block& b, int end) {
+    const Barriers bars(b.base);
+    Stage next = b.p.stages[b.first_stage()];
+#pragma unroll 1
+    for (int stage = b.first_stage(); stage <= end; stage++) {
+        const Stage here = next;
+        next = b.p.stages[min(stage + 1, end)];
+        barrier_wait(bars.begun, b.turn(stage));
+        if (stage < HEAD) {
+            load_table(b, here);
+            copies_done();
+        } else {
+            if (b.lane == 0) b.wait_until_begun(HEAD);
+            __syncwarp();
+            reset_words(b, b.p.words, ALL_WORDS, b.lane, 32);
+            reset_words(b, (u32*)b.p.sums, 2 * LAYER_RESULTS * NODES * ROWS, b.lane, 32);
+        }
+        arrive_for_warp(bars.tabled, b.lane);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     draft(const __grid_constant__ Params params, const __grid_constant__ Request asked) {
-    extern __shared__ __align__(128) u8 memory[];
-    Request& request = ((Shared*)(memory + SHARED_AT))->request;
+    Shared& shared = *(Shared*)(shared_memory() + SHARED_AT);
+    Request& request = shared.request;
+    for (int i = threadIdx.x; i < (int)sizeof(Params) / 4; i += THREADS) ((u32*)&shared.params)[i] = ((u32*)&params)[i];
     if (threadIdx.x == 0) {
-        Barriers(shared_address(memory)).init();
+        Barriers(shared_address(shared_memory())).init();
         show_barriers();
         request = asked;
-        ((Shared*)(memory + SHARED_AT))->marks = 0;
+        shared.marks = 0, shared.scaled = NO_STAGE;
+#ifdef EVERY_LANE_ARRIVES
+        for (int i = 0; i < WARPS / 2; i++) barrier_init(shared_address(&shared.pairs[i]), 64);
+        for (int i = 0; i < WARPS; i++) shared.meetings[i] = 0;
+#endif
         if (asked.path) {
             request.rows = asked.path->count;
             request.position = asked.first_position + request.rows;
@@ -127,17 +164,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
     }
     __syncthreads();
-    Block block(params, request, memory);
+    Block block;
     const int first = request.rows ? FC : 0, end = request.nodes ? HEAD : CONTEXT;
     constexpr int OTHERS_REGISTERS = 80, CONSUMER_REGISTERS = 208;
     if (block.warp < WARPS) {
         take_registers<CONSUMER_REGISTERS>();
-        draft_pass(block, params, request);
+        draft_pass(block);
     } else {
         leave_registers<OTHERS_REGISTERS>();
         const int other = block.warp - WARPS;
         if (other == 0) {
-            Producer producer(shared_address(memory));
+            Producer producer(block.base);
             producer.read_from(params.stream + params.stream_start[blockIdx.x] +
                                (first == FC ? 0 : params.stream_start[SMS + blockIdx.x]));
 #pragma unroll 1
@@ -148,12 +185,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             producer.drain();
         }
         if (other == 1 || other == 2) {
-            u32 count = 0, phase = 0;
+            u32 count = 0;
 #pragma unroll 1
-            for (int i = first; i <= end; i++, phase ^= 1) {
+            for (int i = first; i <= end; i++) {
                 block.nodes = i < 0 ? request.rows : request.nodes;
-                reduce(block, other - 1, run_of(params, i), phase, count);
+                reduce(block, other - 1, i, count);
             }
         }
+        if (other == 3) find_tables(block, end);
     }
 }

@@ -6,19 +6,20 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     head(const __grid_constant__ Params params, const __grid_constant__ Request request) {
-    extern __shared__ __align__(128) u8 memory[];
-    Block block(params, request, memory);
+    Shared& shared = *(Shared*)(shared_memory() + SHARED_AT);
     if (threadIdx.x == 0) {
-        Barriers(block.base).init();
+        shared.params = params, shared.request = request, shared.scaled = NO_STAGE;
+        Barriers(shared_address(shared_memory())).init();
         show_barriers();
     }
     __syncthreads();
+    Block block;
     constexpr int OTHERS_REGISTERS = 80, CONSUMER_REGISTERS = 208;
     if (block.warp < WARPS) {
         take_registers<CONSUMER_REGISTERS>();
         const Run run = run_of(params, HEAD);
-        prepare_operands(block, run, Source{params.waiting, false});
-        multiply(block, run);
+        prepare_rows(block, run, HEAD, params.waiting);
+        multiply_stage(block, HEAD, run);
         block.wait_for_all();
         block.leave();
         give_out(block, 0);
@@ -26,14 +27,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         leave_registers<OTHERS_REGISTERS>();
         const int other = block.warp - WARPS;
         if (other == 0) {
-            Producer producer(shared_address(memory));
+            Producer producer(block.base);
             producer.read_from(params.head_stream + params.head_start[blockIdx.x]);
             producer.stage(run_of(params, HEAD));
             producer.drain();
         }
         if (other == 1 || other == 2) {
             u32 count = 0;
-            reduce(block, other - 1, run_of(params, HEAD), 0, count);
+            barrier_wait(Barriers(block.base).begun, 0);
+            measure(block, other - 1, HEAD, false);
+            reduce_tiles(block, other - 1, run_of(params, HEAD), count, params.head_sums, tag_of(HEAD));
+            if (block.lane == 0) add_release(params.counter, 1);
         }
     }
 }

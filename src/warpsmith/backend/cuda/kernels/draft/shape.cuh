@@ -2,20 +2,22 @@
 //
 // Given with -D: HIDDEN FFN VOCAB LAYERS HEADS KV_HEADS EPS FEATURES (the draft; VOCAB: the target's; FEATURES: layers
 // of the target that it reads); SLAB_TYPE_MASK EMBEDDING_TYPE (how weights are stored); GROUP_BLOCKS (superblocks of K
-// that an SM has at most); TABLE_ENTRIES (of the largest table of tiles but the head's); SMS SHARED_MEMORY (the chip);
-// IN_FLIGHT BETWEEN (copies on their way to the ring, see large/copier.cuh). Heads have 128 dimensions. Stages count
-// from the block's first: -2 is fc, -1 keys and values of the context for all layers, then four a layer, then the
-// target's head.
+// that an SM has at most); MOST_PARTS (of a group's tile, where SMs share it); LAYER_RESULTS (tiles of results that a
+// stage but the head writes at most), FC_RESULTS and CONTEXT_RESULTS of them; TABLE_ENTRIES (of the largest table of
+// tiles but the head's); SMS SHARED_MEMORY (the chip); IN_FLIGHT BETWEEN (copies on their way to the ring, see
+// large/copier.cuh). Heads have 128 dimensions. Stages count from the block's first: -2 is fc, -1 keys and values of the
+// context for all layers, then four a layer, then the target's head.
 #pragma once
 #include "common/commit.cuh"
 #include "large/slab.cuh"
 
 constexpr int NODES = 16, OCTETS = NODES / 8;  // rows of a launch
 constexpr int WARPS = 8, CONSUMERS = 256, REDUCERS = 2, THREADS = 384;
+constexpr bool POLLED = false;          // SMs do not make their operands themselves, as for one node
 constexpr bool COPIES_COUNTED = false;  // no warp skips a slot
 constexpr int DIM = 128, BLOCK_K = 256, ROWS = 64, MAX_LAYERS = 32;  // ROWS: of a tile of results
 constexpr int GROUP = HEADS / KV_HEADS, DRAFT_DIM = HEADS * DIM, KV_ROWS = KV_HEADS * DIM;
-constexpr int FC = -2, CONTEXT = -1, HEAD = 4 * LAYERS;
+constexpr int NO_STAGE = -3, FC = -2, CONTEXT = -1, HEAD = 4 * LAYERS;
 
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 __host__ __device__ constexpr int up(int n, int to) { return (n + to - 1) / to * to; }
@@ -28,8 +30,8 @@ constexpr int HIDDEN_GROUPS = groups_of(HIDDEN), INNER_GROUPS = groups_of(FFN), 
 constexpr int IN_ROWS = DRAFT_DIM + 2 * KV_ROWS, CONTEXT_ROWS = LAYERS * 2 * KV_ROWS, RESIDUAL_ROWS = up(HIDDEN, ROWS),
               MLP_ROWS = up(2 * FFN, ROWS);
 
-// Who has which part of the residual stream: pieces of 8 rows, dealt in order.
-constexpr int PIECES = HIDDEN / 8, OWN_PIECES = (PIECES + SMS - 1) / SMS;
+// What an SM has of the residual stream: superblocks of a row, two warps'.
+constexpr int SPAN = BLOCK_K, SPANS = HIDDEN / SPAN, OWN_SPANS = (SPANS * NODES + SMS - 1) / SMS;
 __device__ __forceinline__ int first_of(int all, int sm) { return (int)((unsigned)all * (unsigned)sm / SMS); }
 
 // Vectors: of every layer two norms of rows, norms of queries and keys; the last norm; that of the context.
@@ -51,43 +53,6 @@ struct AttentionScratch {
     float peak[BATCH], weight[BATCH], factor[BATCH];
 };
 
-// --- a thread block's shared memory ---------------------------------------------------------------------------------
-// Activations of a group of superblocks: 16 steps of 16 k, then the sums of 32 k (rounded, rests):
-// [octet][half][token][8] fp16.
-constexpr int STEP_BYTES = NODES * 32, BLOCK_BYTES = 17 * STEP_BYTES, OPERAND_BYTES = GROUP_BLOCKS * BLOCK_BYTES;
-constexpr int SCRATCH_BYTES = up(larger(OPERAND_BYTES, (int)sizeof(AttentionScratch)), 128);
-constexpr int SUM_BUFFERS = 2, SUM_BYTES = 2 * 4 * OCTETS * 512;  // of a tile of results: both groups of warps
-constexpr int SUM_WRITERS = WARPS;
-constexpr u32 SUM_TAGS = 0;  // sums are waited for by the counter
-
-// What is asked of one launch.
-struct Request {
-    int nodes, position;       // of the block, 0 for none; where the root stands
-    int rows, first_position;  // to append, and where the first of them stands
-    int appended;              // before, since the beginning
-    int want_logits, want_hidden;
-    int tokens[NODES];
-    int window[MAX_LAYERS];  // how far a layer sees, 0: all the way
-    int causal[MAX_LAYERS];
-    const Path* path;  // whose nodes are the rows to append, and whose last token is the root; or null
-};
-struct Shared {
-    alignas(16) float residual[NODES][OWN_PIECES * 8];
-    float scale[NODES];    // of a row's sums
-    float inverse[REDUCERS][NODES];  // 1 / rms of its residual stream, if the stage's activations are `normed`
-    bool normed;
-    u32 exponent[WARPS][NODES];
-    float squares[OWN_PIECES][NODES];
-    int token[NODES];
-    int marks;  // of a profile, so far
-    Request request;
-    u16 tiles[TABLE_ENTRIES];  // of the stage whose sums are at work
-};
-constexpr int RING_AT = SCRATCH_BYTES, SUMS_AFTER = SUM_BUFFERS * SUM_BYTES, SUMS_INSIDE = 0,
-              SHARED_STRUCT = up((int)sizeof(Shared), 128);
-constexpr int BARRIER_BYTES = 1024;
-#include "large/room.cuh"
-
 // --- arguments (see structures.py) ----------------------------------------------------------------------------------
 struct Stage {
     int tiles_at, tile_rows, groups, pad;  // where its table of tiles begins; tiles of 64 rows; groups of K
@@ -108,7 +73,7 @@ struct Params {
     const u64* head_start;    // [SMS]
     const Stage* stages;
     const Run* runs;        // [stages][SMS]
-    const u16* tiles;       // a stage's [groups][tile_rows + 1]: where results of a tile of rows begin
+    const u16* tiles;       // a stage's [groups][tile_rows + 1], aligned: where results of a tile of rows begin
     const u8* embedding;    // the file's rows
     const float* vectors;
     const float2* rope;
@@ -119,12 +84,10 @@ struct Params {
     const u16* waiting;   // bf16 (see activation_at), features of rows to be appended
     long long capacity;
     // between SMs
-    u32* counter;          // arrivals, then who has left; 0 before and after
-    float* sums;           // [tile][NODES][64]
-    u16* x;                // bf16 (see activation_at): the residual stream times the next norm's weight
-    float* x_squares;      // [SMS][NODES]
-    u16* y;                // bf16, attention's output
-    u16* h;                // bf16, silu(gate) * up
+    u32* counter;          // arrivals, then who has left; 32 words on those of stages, see `used`; 0 before and after
+    u32* words;            // see words.cuh
+    float* sums;           // [2][tile][NODES][64]: of all stages, by turns, but the head, and
+    float* head_sums;      // of the head
     u32* queries;          // fp16 [NODES][HEADS][128]
     u32* block_keys;       // fp16 [KV_HEADS][NODES][128]
     u32* block_values;
@@ -135,3 +98,51 @@ struct Params {
     float* out_hidden;
     long long* profile;
 };
+// What is asked of one launch.
+struct Request {
+    int nodes, position;       // of the block, 0 for none; where the root stands
+    int rows, first_position;  // to append, and where the first of them stands
+    int appended;              // before, since the beginning
+    int want_logits, want_hidden;
+    int tokens[NODES];
+    int window[MAX_LAYERS];  // how far a layer sees, 0: all the way
+    int causal[MAX_LAYERS];
+    const Path* path;  // whose nodes are the rows to append, and whose last token is the root; or null
+};
+
+// --- a thread block's shared memory ---------------------------------------------------------------------------------
+// Activations of a group of superblocks, as in the activations-first pass (large/shape.cuh).
+constexpr int STEP_BYTES = NODES * 32, BACK_AT = 17 * STEP_BYTES, BLOCK_BYTES = up(BACK_AT + NODES * 4, 128),
+              OPERAND_BYTES = GROUP_BLOCKS * BLOCK_BYTES;
+constexpr float OPERANDS_BACK = 0x1p24f;  // weights are integers times 2^-24
+constexpr int SCRATCH_BYTES = up(larger(OPERAND_BYTES, (int)sizeof(AttentionScratch)), 128);
+constexpr int SUM_BUFFERS = 2, SUM_BYTES = 2 * 4 * OCTETS * 512;  // of a tile of results: both groups of warps
+constexpr int SUM_WRITERS = WARPS;
+// Last bits of sums that tell a stage from the others with the same place, and all ones from none of them.
+__host__ __device__ constexpr u32 ones_above(u32 n) {
+    u32 ones = 1;
+    while (ones <= n) ones = 2 * ones + 1;
+    return ones;
+}
+constexpr u32 SUM_TAGS = ones_above(2 * LAYERS + 1);
+
+struct Shared {
+    Params params;  // here, since functions would fetch them from memory
+    Request request;
+    alignas(16) float residual[OWN_SPANS][SPAN];
+    float inverse[REDUCERS][NODES];  // 1 / rms of its residual stream, if the stage's activations are `normed`
+    u32 largest[2][WARPS];           // of a span, by turns
+#ifdef EVERY_LANE_ARRIVES
+    alignas(8) u64 pairs[WARPS / 2];  // see sync_pair
+    u32 meetings[WARPS];
+#endif
+    int scaled;         // the last stage with a superblock that has a scale of its own
+    u32 half_by_nodes;  // 2^31 / rows, rounded up
+    int token[NODES];
+    int marks;  // of a profile, so far
+    alignas(16) u16 tiles[TABLE_ENTRIES];  // of the stage whose sums are at work
+};
+constexpr int RING_AT = SCRATCH_BYTES, SUMS_AFTER = SUM_BUFFERS * SUM_BYTES, SUMS_INSIDE = 0,
+              SHARED_STRUCT = up((int)sizeof(Shared), 128);
+constexpr int BARRIER_BYTES = 1024;
+#include "large/room.cuh"

@@ -237,7 +237,7 @@ __device__ __forceinline__ void add_up(Block& b, int which) {
     u32 count = 0, phase = 0, uses = 0, turns[ONE_GROUPS] = {};
 #pragma unroll 1
     for (int i = 0; begun(b, phase); i = i == 4 * LAYERS ? 0 : i + 1, phase ^= 1) {
-        measure(b, which, i);
+        measure(b, which, i, normed(i));
         const Run run = uniform_run(b.s.runs[phase]);
         arrive_for_warp(bars.tabled, b.lane);
         if (!POLLED && (i & 1)) wait_for_use(b, which, ++uses);

@@ -8,8 +8,9 @@
 //
 // In a tree who makes activations publishes operands, in the order in which they lie in shared memory (BLOCK_BYTES a
 // superblock). For one node who multiplies makes them.
+//
+// Included where the pass has its own words (large/words.cuh, draft/words.cuh).
 #pragma once
-#include "large/words.cuh"
 
 // `largest`: bits of the superblock's largest absolute value, in f32.
 struct BlockScale {

@@ -76,13 +76,6 @@ __device__ __forceinline__ u32* operand_words(const Block& b, int stage) {
                              : x_words(b, stage);
 }
 
-// Every SM some of them, by `threads` threads, of which this is number `thread`.
-__device__ __forceinline__ void reset_words(const Block& b, u32* words, int count, int thread, int threads) {
-    const int end = first_of(count / 4, b.sm + 1);
-#pragma unroll 1
-    for (int i = first_of(count / 4, b.sm) + thread; i < end; i += threads)
-        store16(words + i * 4, NOT_YET, NOT_YET, NOT_YET, NOT_YET);
-}
 // Beside the products of a stage, by one warp: those that everybody has read by then.
 __device__ __forceinline__ void reset_read_words(const Block& b, int stage) {
     if (!POLLED && stage == 0) return;
