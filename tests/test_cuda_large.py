@@ -30,10 +30,12 @@ from large_cases import CACHES, MIXED, SHAPE, bound_of, remember, rounded_caches
 from random_models import random_tree
 from warpsmith.backend.base import LOGITS, Want
 from warpsmith.backend.cuda.large.backend import LargeBackend
+from warpsmith.backend.cuda.large.deal import GROUP_BLOCKS, deal_groups
 from warpsmith.backend.cuda.large.formats import SLABS
-from warpsmith.backend.cuda.large.layout import GROUP_BLOCKS, LargeLayout, deal_groups, takes
+from warpsmith.backend.cuda.large.layout import LargeLayout, takes
 from warpsmith.backend.cuda.large.loading import changes
 from warpsmith.backend.cuda.large.rounds import rounds_of
+from warpsmith.backend.cuda.large.stream import PARCEL_UNIT
 from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.cuda.structures import Commit, Path
 from warpsmith.backend.cuda.weights.loading import warn_of_changes
@@ -107,10 +109,40 @@ def test_every_block_has_its_place_and_bytes_are_shared_out(size: str, recipe: s
         starts, ends = np.sort(places[..., 0].ravel()), np.sort(places[..., 1].ravel())
         assert (starts[1:] >= ends[:-1]).all()  # nothing overlaps
         assert deal.count.sum() == stage.tiles * stage.blocks
+        assert starts[0] == layout.stage_at[number]
+        assert ends[-1] - starts[0] == deal.nbytes.sum()  # no room is left between them
         assert (np.diff(deal.tables, axis=1) >= 1).all()  # every tile of rows has a result in every group of K
         assert deal.tables.max() == deal.results
     slowest = sum(int(deal.nbytes.max()) for deal in layout.deals) * 132 / layout.stream_bytes
     assert slowest < (1.05 if size == "27B" else 1.12)
+
+
+@pytest.mark.parametrize(("size", "recipe"), [("27B", "q4_k_m"), ("4B", "q4_k_m"), ("0.8B", "q8_0")])
+def test_who_copies_finds_every_block_in_its_turn(size: str, recipe: str) -> None:
+    """By the list of parcels, which lie by turns: the n-th of one SM behind the n-th of the SM before."""
+    config, sms = SIZES[size], 132
+    shapes = expected_shapes(config)
+    stored = {n: tensor_type(recipe, n, shape, config.layers, config.tied).name for n, shape in shapes.items()}
+    layout = LargeLayout(config, sms, stored)
+
+    for number in (0, 1, 2, 3, 12, 15, len(layout.stages) - 1):
+        deal, places, by_turns = layout.deals[number], layout.offsets(number), []
+        for sm in range(sms):
+            group = deal.groups[deal.group_of[sm]]
+            at = layout.first_parcel[number][sm]
+            tiles, blocks = np.divmod(np.arange(deal.first[sm], deal.first[sm] + deal.count[sm]), group.blocks)
+            own = list(zip(tiles, blocks + group.first_block, strict=True))
+            while own:
+                nbytes = deal.stage.tile_bytes[own[0][0]]
+                of_one_type = [n for n, (tile, _) in enumerate(own) if deal.stage.tile_bytes[tile] != nbytes]
+                count = min([deal.stage.parcel_blocks[own[0][0]], len(own), *of_one_type[:1]])
+                begins = int(layout.parcels[at]) * PARCEL_UNIT
+                assert [places[pair] for pair in own[:count]] == [begins + i * nbytes for i in range(count)]
+                by_turns.append((at - layout.first_parcel[number][sm], sm, begins))
+                at, own = at + 1, own[count:]
+            after = layout.first_parcel[number + 1 :, sm]
+            assert at == (after[0] if len(after) else [*layout.first_parcel[0, 1:], len(layout.parcels) - 64][sm])
+        assert [begins for *_, begins in sorted(by_turns)] == sorted(begins for *_, begins in by_turns)
 
 
 @pytest.mark.parametrize(("size", "ffn", "tags"), [("27B", 17408, 7), ("4B", 9216, 7), ("27B", 2048, 15)])

@@ -7,9 +7,9 @@ __device__ __forceinline__ void no_copy(u32, const void*, u32, u32 barrier, u64)
 #endif
 #include "large/products.cuh"
 
-// Every SM multiplies `count` superblocks of a type, `blocks` a tile of rows, so many `rounds`.
+// `parcels`: where they lie in an eighth of an SM's weights. Every SM multiplies `count` superblocks of a type, `blocks` a tile of rows, so many `rounds`.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    products(const u8* stream, size_t bytes, float* sums, long long* clocks, int count, int type, int blocks,
+    products(const u8* stream, const u32* parcels, size_t bytes, float* sums, long long* clocks, int count, int type, int blocks,
              int rounds) {
     Shared& shared = *(Shared*)(shared_memory() + SHARED_AT);
     for (int i = threadIdx.x; i < SHARED_AT / 4; i += THREADS) ((u32*)shared_memory())[i] = 0x01020304u * (i & 15);
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (other == 0) {
             Producer producer(block.base);
             for (int i = 0; i < rounds; i++) {
-                producer.read_from(stream + blockIdx.x * bytes + (i & 7) * (bytes >> 3));
+                producer.follow(stream + blockIdx.x * bytes + (i & 7) * (bytes >> 3), parcels);
                 producer.stage(run);
             }
             producer.drain();

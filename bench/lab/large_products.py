@@ -15,7 +15,9 @@ import numpy as np
 
 from warpsmith.backend.cuda.build.compiler import compile_source
 from warpsmith.backend.cuda.large.backend import SHORT_CONTEXT
+from warpsmith.backend.cuda.large.formats import SLAB_BYTES
 from warpsmith.backend.cuda.large.layout import LargeLayout
+from warpsmith.backend.cuda.large.stream import PARCEL_UNIT
 from warpsmith.backend.cuda.memory.driver import Device
 from warpsmith.checkpoint.convert import tensor_type
 from warpsmith.model.config import SIZES
@@ -50,7 +52,9 @@ def main() -> None:
         for kind, name in ((0, "Q4_K"), (2, "Q6_K")):
             took = []
             for count, blocks in STAGES:
-                pointers = (ctypes.c_uint64(v) for v in (stream.pointer, BYTES, sums.pointer, clocks.pointer))
+                parcels = device.upload(np.arange(128, dtype=np.uint32) * (8 * SLAB_BYTES[name] // PARCEL_UNIT))
+                places = (stream.pointer, parcels.pointer, BYTES, sums.pointer, clocks.pointer)
+                pointers = (ctypes.c_uint64(v) for v in places)
                 numbers = (ctypes.c_int(v) for v in (count, kind, blocks, ROUNDS))
                 arguments = (*pointers, *numbers)
                 for _ in range(2):

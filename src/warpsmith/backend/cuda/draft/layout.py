@@ -8,17 +8,17 @@ from functools import cached_property
 import numpy as np
 
 from warpsmith.backend.cuda.draft.formats import HELD
-from warpsmith.backend.cuda.large.formats import SLABS
-from warpsmith.backend.cuda.large.layout import (
+from warpsmith.backend.cuda.large.deal import (
     BLOCK_K,
     GROUP_BLOCKS,
     ROWS,
     Deal,
     LargeStage,
-    SlabStages,
     kernel_tables,
     most_parts,
 )
+from warpsmith.backend.cuda.large.formats import SLABS
+from warpsmith.backend.cuda.large.stream import SlabStages
 from warpsmith.backend.cuda.shape import MAX_FEATURES
 from warpsmith.checkpoint.dflash import DFlashConfig
 
@@ -103,10 +103,9 @@ class DraftLayout:
         return kernel_tables(self.deals)
 
     @property
-    def starts(self) -> np.ndarray:
-        """[2, sms]: where each SM's stream begins, and how far from there the block's stages do."""
-        before = self.stream.deals[0].nbytes + self.stream.deals[1].nbytes
-        return np.stack([self.stream.stream_start, before]).astype(np.uint64)
+    def first_parcel(self) -> np.ndarray:
+        """[2, sms]: each SM's first parcel of all, and of the block's stages."""
+        return self.stream.first_parcel[[0, 2]].astype(np.uint32)
 
     @property
     def splits(self) -> int:

@@ -13,8 +13,8 @@ from warpsmith.backend.cuda.build.compiler import build
 from warpsmith.backend.cuda.draft.layout import COLUMNS
 from warpsmith.backend.cuda.draft.plan import embedding_type, head_stream
 from warpsmith.backend.cuda.draft.structures import DraftParams, DraftRequest, Gather
+from warpsmith.backend.cuda.large.deal import GROUP_BLOCKS, ROWS, Deal, kernel_tables, most_parts
 from warpsmith.backend.cuda.large.formats import EMBEDDINGS, SLABS
-from warpsmith.backend.cuda.large.layout import GROUP_BLOCKS, ROWS, Deal, kernel_tables, most_parts
 from warpsmith.backend.cuda.large.loading import held_as, load_slabs, load_table
 from warpsmith.backend.cuda.memory.driver import Buffer
 from warpsmith.backend.cuda.rows import CudaRows
@@ -36,14 +36,16 @@ class Lent:
 
     stream: Buffer
     deal: Deal
-    start: np.ndarray  # [sms] where each SM's share of the head begins
+    parcels: Buffer  # where the stream has them
+    first_parcel: Buffer  # of each SM's share of the head
     embedding: Buffer
     embedding_type: str
     copied: bool = False  # for drafts alone
 
     @property
     def copied_bytes(self) -> int:
-        return self.stream.nbytes + self.embedding.nbytes if self.copied else 0
+        own = (self.stream, self.parcels, self.first_parcel, self.embedding)
+        return sum(buffer.nbytes for buffer in own) if self.copied else 0
 
 
 def lendable(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -60,7 +62,8 @@ def lend_copies(backend: CudaBackend, tensors: Mapping[str, Tensor]) -> Lent:
     rows = StagedRows(device, 0, None)
     stream = load_slabs(device, pack, head, tensors, rows)
     table = load_table(device, tensors[EMBEDDING], held_as(kind), rows)
-    return Lent(stream, head.deals[0], head.stream_start, table, kind, copied=True)
+    parcels, first = device.upload(head.parcels), device.upload(head.first_parcel[0].astype(np.uint32))
+    return Lent(stream, head.deals[0], parcels, first, table, kind, copied=True)
 
 
 class HeadProgram:
@@ -83,14 +86,14 @@ class HeadProgram:
         sizes = {"HIDDEN": c.hidden, "FEATURES": 1, "NODES": COLUMNS}
         self._gather = device.load(build("draft/gather.cu", backend.architecture, sizes)).kernel("gather")
         self._tables = [device.upload(table) for table in kernel_tables([lent.deal])]
-        self._start = device.upload(lent.start.astype(np.uint64))
         self._sums = device.zeros(lent.deal.results * COLUMNS * ROWS * 4)
         self._counter = device.zeros(128)
         self._waiting = device.allocate(COLUMNS * c.hidden * 2)
         self._from_host: Buffer | None = None
         stages, runs, tiles = (table.pointer for table in self._tables)
         self._params = DraftParams(
-            stages=stages, runs=runs, tiles=tiles, head_stream=lent.stream.pointer, head_start=self._start.pointer,
+            stages=stages, runs=runs, tiles=tiles, head_stream=lent.stream.pointer,
+            head_parcels=lent.parcels.pointer, first_head_parcel=lent.first_parcel.pointer,
             head_sums=self._sums.pointer, counter=self._counter.pointer, waiting=self._waiting.pointer,
             out_logits=backend.outputs.logits.pointer, profile=backend.profile.pointer,
         )  # fmt: skip

@@ -99,7 +99,7 @@ class CudaDraft(BlockDraft):
         self._lent = lent
         self._vectors = device.upload(np.concatenate([tensors[n].float32().reshape(-1) for n in layout.vectors()]))
         self._rope = device.upload(turns(DIM // 2, config.rope_theta, backend.context + COLUMNS))
-        self._starts, self._head_start = device.upload(layout.starts), device.upload(lent.start.astype(np.uint64))
+        self._parcels, self._first_parcel = device.upload(stream.parcels), device.upload(layout.first_parcel)
         self._tables = [device.upload(table) for table in layout.tables]
         self._scratch = {name: device.zeros(size) for name, size in layout.scratch_bytes().items()}
         for name in ("words", "sums"):
@@ -124,10 +124,12 @@ class CudaDraft(BlockDraft):
         stages, runs, tiles = (table.pointer for table in self._tables)
         pointers = {name: buffer.pointer for name, buffer in (self._scratch | memory.buffers).items()}
         return DraftParams(
-            stream=self.stream.pointer, stream_start=self._starts.pointer, stages=stages + 2 * 16,
+            stream=self.stream.pointer, parcels=self._parcels.pointer, first_parcel=self._first_parcel.pointer,
+            stages=stages + 2 * 16,
             runs=runs + 2 * self.layout.sms * 48, tiles=tiles, embedding=self._lent.embedding.pointer,
             vectors=self._vectors.pointer, rope=self._rope.pointer, capacity=self.layout.capacity,
-            head_stream=self._lent.stream.pointer, head_start=self._head_start.pointer,
+            head_stream=self._lent.stream.pointer, head_parcels=self._lent.parcels.pointer,
+            first_head_parcel=self._lent.first_parcel.pointer,
             out_logits=self.backend.outputs.logits.pointer + 4 * MAX_NODES * self.layout.vocab,
             out_hidden=self.backend.outputs.hidden.pointer, profile=self.backend.profile.pointer, **pointers,
         )  # fmt: skip

@@ -21,8 +21,8 @@ def draft_parts(layout: DraftLayout, context: int, sequences: int = 1, lent: int
     c = layout.config
     vectors = 4 * (c.layers * 2 * (c.hidden + c.head_dim) + 2 * c.hidden)
     turns = (64 + (context + COLUMNS) // 64 + 1) * (DIM // 2) * 8
-    head_starts = 8 * layout.sms
-    tables = sum(table.nbytes for table in layout.tables) + layout.starts.nbytes + head_starts
+    parcels = layout.stream.parcels.nbytes + layout.first_parcel.nbytes
+    tables = sum(table.nbytes for table in layout.tables) + parcels
     own = layout.stream.stream_bytes + vectors + turns + tables + sum(layout.scratch_bytes().values())
     return [
         MemoryPart("draft", own + lent),
@@ -45,7 +45,8 @@ def embedding_type(stored: Mapping[str, str]) -> str:
 def lent_bytes(config: Config, stored: Mapping[str, str], sms: int) -> int:
     """Of the copies that a target of another layout lends."""
     table = config.vocab * TYPES[embedding_type(stored)].row_bytes(config.hidden)
-    return head_stream(config, stored, sms).stream_bytes + table
+    head = head_stream(config, stored, sms)
+    return head.stream_bytes + head.parcels.nbytes + 4 * sms + table
 
 
 def planned_draft(

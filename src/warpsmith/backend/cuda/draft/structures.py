@@ -14,8 +14,8 @@ class DraftParams(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in
-          ("stream", "stream_start", "head_stream", "head_start", "stages", "runs", "tiles", "embedding", "vectors",
-           "rope", "keys", "values", "positions", "waiting")),
+          ("stream", "parcels", "first_parcel", "head_stream", "head_parcels", "first_head_parcel", "stages", "runs",
+           "tiles", "embedding", "vectors", "rope", "keys", "values", "positions", "waiting")),
         ("capacity", ctypes.c_longlong),
         *((name, ctypes.c_void_p) for name in
           ("counter", "words", "sums", "head_sums", "queries", "block_keys", "block_values", "parts",

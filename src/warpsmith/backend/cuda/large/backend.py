@@ -20,6 +20,7 @@ from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.large.loading import load_weights
 from warpsmith.backend.cuda.large.plan import large_parts, variants_for
 from warpsmith.backend.cuda.large.rounds import rounds_of
+from warpsmith.backend.cuda.large.stream import PARCEL_UNIT
 from warpsmith.backend.cuda.large.structures import LargeParams, LargeRequest
 from warpsmith.backend.cuda.memory.driver import Device, Kernel
 from warpsmith.backend.cuda.memory.exchange import NOT_YET
@@ -97,7 +98,10 @@ class LargeBackend(CudaBackend):
         self.stream, self.embedding = load_weights(device, pack, layout, tensors, progress)
         self.vectors = device.upload(np.concatenate([tensors[n].float32().reshape(-1) for n in layout.vectors()]))
         self.rope = device.upload(rope_table(config, self.context))
-        self.stream_start = device.upload(layout.stream_start.astype(np.uint64))
+        self.parcels = device.upload(layout.parcels)
+        self.first_parcel, self.first_head_parcel = (
+            device.upload(layout.first_parcel[stage].astype(np.uint32)) for stage in (0, -1)
+        )
         self.tables = [device.upload(table) for table in layout.tables]
         self.recurrent = device.upload(np.array(config.recurrent, np.uint8))
         self.scratch = {name: device.zeros(size) for name, size in layout.scratch_bytes(self.largest_launch).items()}
@@ -125,8 +129,8 @@ class LargeBackend(CudaBackend):
     def lend(self) -> Lent:
         if self._lent is None:
             layout = self.large
-            start = layout.stage_start[-1]
-            self._lent = Lent(self.stream, layout.deals[-1], start, self.embedding, layout.embedding_type)
+            places = self.parcels, self.first_head_parcel
+            self._lent = Lent(self.stream, layout.deals[-1], *places, self.embedding, layout.embedding_type)
         return self._lent
 
     def trace(self, state: State, tree: Tree, stop_after: str) -> dict[str, np.ndarray]:
@@ -140,7 +144,8 @@ class LargeBackend(CudaBackend):
         return weights + sum(layout.cache_bytes(length)) + 2 * layout.delta_bytes
 
     def _stream_bounds(self) -> np.ndarray:
-        return np.append(self.large.stream_start, self.large.stream_bytes)
+        units = self.large.stream_bytes // PARCEL_UNIT
+        return np.arange(self.chip.sms + 1) * units // self.chip.sms * PARCEL_UNIT
 
     # -- launching ------------------------------------------------------------------------------------------------
 
@@ -174,10 +179,10 @@ class LargeBackend(CudaBackend):
         shared = {name: buffer.pointer for name, buffer in self.scratch.items()}
         own = {name: buffer.pointer for name, buffer in state.pending.items()}
         return LargeParams(
-            stream=self.stream.pointer, stream_start=self.stream_start.pointer, stages=stages, runs=runs, tiles=tiles,
-            recurrent=self.recurrent.pointer, embedding=self.embedding.pointer, vectors=self.vectors.pointer,
-            rope=self.rope.pointer, delta=state.delta.pointer, history=state.history.pointer, keys=state.keys.pointer,
-            values=state.values.pointer, context=state.context,
+            stream=self.stream.pointer, parcels=self.parcels.pointer, first_parcel=self.first_parcel.pointer,
+            stages=stages, runs=runs, tiles=tiles, recurrent=self.recurrent.pointer, embedding=self.embedding.pointer,
+            vectors=self.vectors.pointer, rope=self.rope.pointer, delta=state.delta.pointer,
+            history=state.history.pointer, keys=state.keys.pointer, values=state.values.pointer, context=state.context,
             out_count=outputs.ring.pointer, out_tokens=outputs.ring.pointer + 4, out_logits=outputs.logits.pointer,
             out_features=outputs.features.pointer, out_hidden=outputs.hidden.pointer, profile=self.profile.pointer,
             **shared, **own,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from warpsmith.backend.cuda.large.formats import SLAB_BYTES, SLAB_WEIGHTS, SOURCES
-from warpsmith.backend.cuda.large.layout import LargeLayout, SlabStages
+from warpsmith.backend.cuda.large.layout import LargeLayout
+from warpsmith.backend.cuda.large.stream import SlabStages
 from warpsmith.backend.cuda.large.structures import LargePack
 from warpsmith.backend.cuda.memory.driver import Buffer, Device, Kernel
 from warpsmith.backend.cuda.weights.loading import (
@@ -37,7 +38,7 @@ class Blocks:
 def load_weights(
     device: Device, pack: Kernel, layout: LargeLayout, tensors: Mapping[str, Tensor], progress: Progress | None = None
 ) -> tuple[Buffer, Buffer]:
-    """Every matrix as slabs, each SM's in the order it reads them; and the embedding's rows as they are."""
+    """Every matrix as slabs, where its stream has them; and the embedding's rows as they are."""
     table = tensors[EMBEDDING], held_as(layout.embedding_type)
     copied = [*copies_of(layout, tensors), table]
     warn_of_changes(changes(layout, tensors))
@@ -73,7 +74,7 @@ def changes(layout: LargeLayout, tensors: Mapping[str, Tensor]) -> Iterator[tupl
 def load_slabs(
     device: Device, pack: Kernel, planned: SlabStages, tensors: Mapping[str, Tensor], rows: StagedRows
 ) -> Buffer:
-    """Matrices as slabs, each SM's in the order it reads them."""
+    """Matrices as slabs, where their stream has them."""
     stream, staging = device.zeros(planned.stream_bytes), device.allocate(STAGING_BYTES)
     for number, stage in enumerate(planned.stages):
         offsets = device.upload(planned.offsets(number))

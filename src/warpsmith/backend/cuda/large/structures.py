@@ -28,8 +28,8 @@ class LargeParams(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in
-          ("stream", "stream_start", "stages", "runs", "tiles", "recurrent", "embedding", "vectors", "rope", "delta",
-           "history", "keys", "values")),
+          ("stream", "parcels", "first_parcel", "stages", "runs", "tiles", "recurrent", "embedding", "vectors", "rope",
+           "delta", "history", "keys", "values")),
         ("context", ctypes.c_longlong),
         *((name, ctypes.c_void_p) for name in
           ("counter", "words", "sums", "head_sums", "queries", "parts", "part_stats", "best", "pending_raw",

@@ -274,7 +274,8 @@ __device__ __forceinline__ void draft_merge(Block& b, int stage) {
             sum[2] = fmaf(share, high.x, sum[2]), sum[3] = fmaf(share, high.y, sum[3]);
         }
         const float inverse = reciprocal(weight);
-        const uint2 out = {pack_bf16(sum[0] * inverse, sum[1] * inverse), pack_bf16(sum[2] * inverse, sum[3] * inverse)};
+        const uint2 out = {pack_bf16(sum[0] * inverse, sum[1] * inverse),
+                           pack_bf16(sum[2] * inverse, sum[3] * inverse)};
         publish_half(b, words, node, k, out, turn);
     }
 }

@@ -1,8 +1,8 @@
 // What one thread block (one SM) knows while it runs, and how all of them wait for each other.
 //
-// A launch is a sequence of steps. Between two steps an SM waits for the words that it needs (see words.cuh), or, within
-// attention and after the head, until all have ended the one before: a counter in memory, to which each SM adds when
-// what it wrote can be seen. Weights do not wait: their ring fills on through every step.
+// A launch is a sequence of steps. Between two steps an SM waits for the words that it needs (see words.cuh), or,
+// within attention and after the head, until all have ended the one before: a counter in memory, to which each SM adds
+// when what it wrote can be seen. Weights do not wait: their ring fills on through every step.
 #pragma once
 #include "draft/shape.cuh"
 

@@ -2,9 +2,9 @@
 //
 // The parts are those of the activations-first pass (large/): the ring, the products, the residual stream, words that
 // SMs poll for. Grid: one block an SM, all resident (cooperative launch). Steps. Rows to append: fc (their features),
-// norm, keys and values of all layers, keep. The block: embed; per layer: in, rows, parts, merge, out, residual, mlp_in,
-// activate, mlp_out, residual; then the target's head. Rows, parts and the head are ended by all SMs. Bytes: the draft's
-// weights once, those of keys and values twice, the target's head once, and what the draft remembers.
+// norm, keys and values of all layers, keep. The block: embed; per layer: in, rows, parts, merge, out, residual,
+// mlp_in, activate, mlp_out, residual; then the target's head. Rows, parts and the head are ended by all SMs. Bytes:
+// the draft's weights once, those of keys and values twice, the target's head once, and what the draft remembers.
 #include "draft/attention.cuh"
 #include "draft/output.cuh"
 
@@ -175,11 +175,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int other = block.warp - WARPS;
         if (other == 0) {
             Producer producer(block.base);
-            producer.read_from(params.stream + params.stream_start[blockIdx.x] +
-                               (first == FC ? 0 : params.stream_start[SMS + blockIdx.x]));
+            producer.follow(params.stream,
+                            params.parcels + params.first_parcel[(first == FC ? 0 : SMS) + blockIdx.x]);
 #pragma unroll 1
             for (int i = first; i <= end; i++) {
-                if (i == HEAD) producer.read_from(params.head_stream + params.head_start[blockIdx.x]);
+                if (i == HEAD)
+                    producer.follow(params.head_stream, params.head_parcels + params.first_head_parcel[blockIdx.x]);
                 producer.stage(run_of(params, i));
             }
             producer.drain();

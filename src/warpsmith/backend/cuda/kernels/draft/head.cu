@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int other = block.warp - WARPS;
         if (other == 0) {
             Producer producer(block.base);
-            producer.read_from(params.head_stream + params.head_start[blockIdx.x]);
+            producer.follow(params.head_stream, params.head_parcels + params.first_head_parcel[blockIdx.x]);
             producer.stage(run_of(params, HEAD));
             producer.drain();
         }

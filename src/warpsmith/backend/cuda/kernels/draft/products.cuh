@@ -6,8 +6,8 @@
 #include "large/published.cuh"
 #include "large/residual.cuh"
 
-// The group's rows of bf16 as operands. A warp has a superblock, a lane 16 k of one row in each tile of 64 k. With it the
-// stage begins: the first one, so that nobody multiplies what was there.
+// The group's rows of bf16 as operands. A warp has a superblock, a lane 16 k of one row in each tile of 64 k. With it
+// the stage begins: the first one, so that nobody multiplies what was there.
 __device__ __forceinline__ void prepare_rows(Block& b, const Run& run, int stage, const u16* rows) {
     const int q = b.lane & 3, in_octet = b.lane >> 2;
     const bool mine = b.warp < run.blocks;

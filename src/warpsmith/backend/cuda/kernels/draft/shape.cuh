@@ -5,8 +5,8 @@
 // that an SM has at most); MOST_PARTS (of a group's tile, where SMs share it); LAYER_RESULTS (tiles of results that a
 // stage but the head writes at most), FC_RESULTS and CONTEXT_RESULTS of them; TABLE_ENTRIES (of the largest table of
 // tiles but the head's); SMS SHARED_MEMORY (the chip); IN_FLIGHT BETWEEN (copies on their way to the ring, see
-// large/copier.cuh). Heads have 128 dimensions. Stages count from the block's first: -2 is fc, -1 keys and values of the
-// context for all layers, then four a layer, then the target's head.
+// large/copier.cuh). Heads have 128 dimensions. Stages count from the block's first: -2 is fc, -1 keys and values of
+// the context for all layers, then four a layer, then the target's head.
 #pragma once
 #include "common/commit.cuh"
 #include "large/slab.cuh"
@@ -68,9 +68,11 @@ struct Run {
 };
 struct Params {
     const u8* stream;
-    const u64* stream_start;  // [SMS], then how far from there the block's first stage is
+    const u32* parcels;       // where they lie, SM after SM (see large/copier.cuh)
+    const u32* first_parcel;  // [SMS] of each SM, then [SMS] of its part of the block's first stage
     const u8* head_stream;    // the target's
-    const u64* head_start;    // [SMS]
+    const u32* head_parcels;
+    const u32* first_head_parcel;
     const Stage* stages;
     const Run* runs;        // [stages][SMS]
     const u16* tiles;       // a stage's [groups][tile_rows + 1], aligned: where results of a tile of rows begin

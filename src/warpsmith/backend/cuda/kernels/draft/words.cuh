@@ -3,8 +3,8 @@
 //
 // A launch has few layers: every stage's words have a place of their own, and are set back beside the head's products,
 // when all SMs have begun them. So are sums, which have two places by turns: their last bits are those of the stage's
-// number, and an SM writes a stage's when all have begun the one before, so that they have read those that were there. A
-// launch without a block sets back what it wrote itself.
+// number, and an SM writes a stage's when all have begun the one before, so that they have read those that were there.
+// A launch without a block sets back what it wrote itself.
 #pragma once
 #include "draft/block.cuh"
 

@@ -200,7 +200,7 @@ __device__ __forceinline__ void copy_weights(Block& b) {
     Producer producer(b.base, (u32)((u8*)&b.s.stopped - b.scratch));
 #pragma unroll 1
     for (int step = 0; step < max(1, b.r.steps); step++) {
-        producer.read_from(b.p.stream + b.p.stream_start[blockIdx.x]);
+        producer.follow(b.p.stream, b.p.parcels + b.p.first_parcel[blockIdx.x]);
         Run run = b.p.runs[blockIdx.x];
         int stage = 0;
 #pragma unroll 1

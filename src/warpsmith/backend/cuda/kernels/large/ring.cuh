@@ -79,11 +79,11 @@ __device__ __forceinline__ int slab_bytes_of(int type) {
     return bytes;
 }
 
-__device__ __forceinline__ int slot_blocks_of(int type) {
+__device__ __forceinline__ int parcel_blocks_of(int type) {
     int blocks = 0;
 #pragma unroll
     for (int t = 0; t < SLAB_TYPES; t++)
-        if (has_type(t) && t == type) blocks = slot_blocks(t);
+        if (has_type(t) && t == type) blocks = parcel_blocks(t);
     return blocks;
 }
 

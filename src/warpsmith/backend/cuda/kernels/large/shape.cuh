@@ -82,7 +82,8 @@ struct Request {
 };
 struct Params {
     const u8* stream;
-    const u64* stream_start;  // [SMS]
+    const u32* parcels;       // where they lie, SM after SM (see copier.cuh)
+    const u32* first_parcel;  // [SMS] of each SM
     const Stage* stages;      // four a layer, then the head
     const Run* runs;          // [stages][SMS]
     const u16* tiles;         // a stage's [groups][tile_rows + 1], aligned: where results of a tile of rows begin

@@ -4,8 +4,9 @@
 __host__ __device__ constexpr bool has_type(int type) { return SLAB_TYPE_MASK >> type & 1; }
 // Superblocks of a slot of the ring, for 64 rows; bytes of the smallest (SIGN 1) or largest (SIGN -1) slot there is.
 constexpr bool ROOMY = SHARED_MEMORY >= 160 << 10;  // else: a chip for games
-constexpr int WIDEST_SLOT = ROOMY ? 28 << 10 : 0;   // of two superblocks
-__host__ __device__ constexpr int slot_blocks(int type) { return 2 * 4 * slab_bytes(type) <= WIDEST_SLOT ? 2 : 1; }
+// Superblocks that lie together (a parcel, see deal.py), and of a slot: a parcel where there is room for that.
+__host__ __device__ constexpr int parcel_blocks(int type) { return 2 * 4 * slab_bytes(type) <= 28 << 10 ? 2 : 1; }
+__host__ __device__ constexpr int slot_blocks(int type) { return ROOMY ? parcel_blocks(type) : 1; }
 template <int SIGN>
 __host__ __device__ constexpr int extreme_slot() {
     int bytes = 0;
