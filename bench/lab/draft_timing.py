@@ -99,7 +99,6 @@ def print_profile(backend: LargeBackend, network: CudaDraft, depth: int) -> None
     for stage in ("context", *("in", "out", "mlp_in", "mlp_out") * LAYERS, "head"):
         mixed = ("rows", "parts") if stage == "out" else ()
         steps += [(stage, step) for step in ("wait", *mixed, "work", "operands", "products")]
-    steps += [("head", step) for step in ("operands", "products") * (len(backend.lend().deal.first) - 1)]  # its rounds
     steps += [("head", "wait for sums"), ("head", "logits")]
     found: dict[tuple[str, str], list[int]] = {}
     for at, step in enumerate(steps):

@@ -86,9 +86,8 @@ def print_profile(backend: LargeBackend, state, nodes: int) -> None:
             for name in (*BEFORE, *(own if stage == "in" else ("work",))):
                 found.setdefault((f"{mixer} {stage}", name), []).append(at)
                 at += 1
-    rounds = len(backend.large.deals[-1].first)
-    for name in (*("operands", "products") * rounds, "tokens"):
-        found.setdefault(("head", name), []).append(at)
+    for name in ("operands", "products", "tokens"):
+        found[("head", name)] = [at]
         at += 1
     for number, ((stage, name), where) in enumerate(found.items()):
         text = f"{name} {took[:, where].mean():.0f}/{took[:, where].max(axis=0).mean():.0f}"

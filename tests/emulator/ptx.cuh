@@ -113,7 +113,6 @@ inline void leave_registers() {}
 inline void store16(void* at, u32 a, u32 b, u32 c, u32 d) { *(uint4*)at = {a, b, c, d}, machine::progress(); }
 inline void store8(void* at, u32 a, u32 b) { *(uint2*)at = {a, b}, machine::progress(); }
 inline void store4(void* at, u32 a) { *(u32*)at = a, machine::progress(); }
-inline void add4(float* at, float v) { *at += v, machine::progress(); }
 inline uint4 load16(const void* at) { return *(const uint4*)at; }
 inline uint2 load8(const void* at) { return *(const uint2*)at; }
 inline u32 load4(const void* at) { return *(const u32*)at; }

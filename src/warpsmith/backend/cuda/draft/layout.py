@@ -83,7 +83,7 @@ class HeadStream(SlabStages):
 
     @cached_property
     def stages(self) -> list[LargeStage]:
-        return [self._stage("head", self.hidden, "", [(self.name, self.vocab)], in_rounds=True)]
+        return [self._stage("head", self.hidden, "", [(self.name, self.vocab)])]
 
 
 class DraftLayout:

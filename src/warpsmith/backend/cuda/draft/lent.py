@@ -87,7 +87,7 @@ class HeadProgram:
         self._gather = device.load(build("draft/gather.cu", backend.architecture, sizes)).kernel("gather")
         self._tables = [device.upload(table) for table in kernel_tables([lent.deal])]
         self._sums = device.zeros(lent.deal.results * COLUMNS * ROWS * 4)
-        self._counter = device.zeros(5 * 128)
+        self._counter = device.zeros(128)
         self._waiting = device.allocate(COLUMNS * c.hidden * 2)
         self._from_host: Buffer | None = None
         stages, runs, tiles = (table.pointer for table in self._tables)

@@ -79,7 +79,7 @@ class LargeLayout(SlabStages):
                 self._stage(f"mlp_out.{layer}", c.ffn, block, [("ffn_down", c.hidden)]),
             ]
         head = "token_embd" if c.tied else "output"
-        return [*stages, self._stage("head", c.hidden, "", [(head, c.vocab)], in_rounds=True)]
+        return [*stages, self._stage("head", c.hidden, "", [(head, c.vocab)])]
 
     # -- per sequence, in bytes -----------------------------------------------------------------------------------
 

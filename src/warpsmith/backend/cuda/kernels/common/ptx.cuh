@@ -192,10 +192,6 @@ __device__ __forceinline__ void store8(void* at, u32 a, u32 b) {
 __device__ __forceinline__ void store4(void* at, u32 a) {
     asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(at), "r"(a) : "memory");
 }
-// On top of what is there, for who does not have to know it.
-__device__ __forceinline__ void add4(float* at, float v) {
-    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(at), "f"(v) : "memory");
-}
 __device__ __forceinline__ uint4 load16(const void* at) {
     uint4 v;
     asm volatile(

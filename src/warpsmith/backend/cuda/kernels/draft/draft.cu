@@ -3,7 +3,7 @@
 // The parts are those of the activations-first pass (large/): the ring, the products, the residual stream, words that
 // SMs poll for. Grid: one block an SM, all resident (cooperative launch). Steps. Rows to append: fc (their features),
 // norm, keys and values of all layers, keep. The block: embed; per layer: in, rows, parts, merge, out, residual,
-// mlp_in, activate, mlp_out, residual; then the target's head. Rows and parts are ended by all SMs. Bytes:
+// mlp_in, activate, mlp_out, residual; then the target's head. Rows, parts and the head are ended by all SMs. Bytes:
 // the draft's weights once, those of keys and values twice, the target's head once, and what the draft remembers.
 #include "draft/attention.cuh"
 #include "draft/output.cuh"
@@ -54,9 +54,7 @@ __device__ __noinline__ u32 lead_to(int stage, u32 steps_done) {
     Block b;
     b.steps_done = steps_done;
     const int done = stage - 1, kind = done & 3;
-    if (stage > HEAD) {  // the head's next group of the same activations
-        barrier_wait(Barriers(b.base).tabled, b.turn(done));
-    } else if (stage < 0) {
+    if (stage < 0) {
         b.nodes = b.r.rows;
     } else if (stage == 0) {
         b.take_nodes(b.r.nodes);
@@ -80,7 +78,7 @@ __device__ __noinline__ u32 lead_to(int stage, u32 steps_done) {
     if (stage == FC)
         prepare_rows(b, run, stage, b.p.waiting);
     else
-        prepare_operands(b, run, min(stage, HEAD));
+        prepare_operands(b, run, stage);
     b.mark();
     return b.steps_done;
 }
@@ -96,7 +94,7 @@ __device__ __forceinline__ void forget_context(Block& b) {
 }
 
 __device__ __forceinline__ void draft_pass(Block& b) {
-    const int first = b.first_stage(), end = b.r.nodes ? LAST : CONTEXT;
+    const int first = b.first_stage(), end = b.r.nodes ? HEAD : CONTEXT;
     if (threadIdx.x < b.r.nodes) b.s.token[threadIdx.x] = b.r.tokens[threadIdx.x];
     if (first < 0) b.take_nodes(b.r.rows);
     b.mark();
@@ -112,8 +110,9 @@ __device__ __forceinline__ void draft_pass(Block& b) {
         forget_context(b);
         return;
     }
-    barrier_wait(Barriers(b.base).tabled, b.turn(LAST));
+    barrier_wait(Barriers(b.base).tabled, b.turn(HEAD));
     b.nodes = b.r.nodes;
+    b.wait_for_all();
     b.mark();
     b.leave();
     b.vectors = b.p.vectors + LAYERS * VECTORS;
@@ -134,8 +133,8 @@ __device__ __forceinline__ void find_tables(Block& b, int end) {
         if (stage < HEAD) {
             load_table(b, here);
             copies_done();
-        } else if (stage == LAST) {
-            if (b.lane == 0) b.wait_until_begun(LAST);
+        } else {
+            if (b.lane == 0) b.wait_until_begun(HEAD);
             __syncwarp();
             reset_words(b, b.p.words, ALL_WORDS, b.lane, 32);
             reset_words(b, (u32*)b.p.sums, 2 * LAYER_RESULTS * NODES * ROWS, b.lane, 32);
@@ -166,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     __syncthreads();
     Block block;
-    const int first = request.rows ? FC : 0, end = request.nodes ? LAST : CONTEXT;
+    const int first = request.rows ? FC : 0, end = request.nodes ? HEAD : CONTEXT;
     constexpr int OTHERS_REGISTERS = 80, CONSUMER_REGISTERS = 208;
     if (block.warp < WARPS) {
         take_registers<CONSUMER_REGISTERS>();

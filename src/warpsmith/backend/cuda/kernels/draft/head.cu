@@ -17,13 +17,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     constexpr int OTHERS_REGISTERS = 80, CONSUMER_REGISTERS = 208;
     if (block.warp < WARPS) {
         take_registers<CONSUMER_REGISTERS>();
-#pragma unroll 1
-        for (int i = HEAD; i <= LAST; i++) {
-            const Run run = run_of(params, i);
-            block.sync();  // others may still multiply what is there
-            prepare_rows(block, run, HEAD, params.waiting);
-            multiply_stage(block, HEAD, run);
-        }
+        const Run run = run_of(params, HEAD);
+        prepare_rows(block, run, HEAD, params.waiting);
+        multiply_stage(block, HEAD, run);
         block.wait_for_all();
         block.leave();
         give_out(block, 0);
@@ -33,16 +29,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (other == 0) {
             Producer producer(block.base);
             producer.follow(params.head_stream, params.head_parcels + params.first_head_parcel[blockIdx.x]);
-#pragma unroll 1
-            for (int i = HEAD; i <= LAST; i++) producer.stage(run_of(params, i));
+            producer.stage(run_of(params, HEAD));
             producer.drain();
         }
         if (other == 1 || other == 2) {
             u32 count = 0;
+            barrier_wait(Barriers(block.base).begun, 0);
             measure(block, other - 1, HEAD, false);
-#pragma unroll 1
-            for (int i = HEAD; i <= LAST; i++)
-                reduce_tiles(block, other - 1, run_of(params, i), count, params.head_sums, Added{i == HEAD});
+            reduce_tiles(block, other - 1, run_of(params, HEAD), count, params.head_sums, tag_of(HEAD));
             if (block.lane == 0) add_release(params.counter, 1);
         }
     }

@@ -60,7 +60,7 @@ __device__ __forceinline__ void prepare_rows(Block& b, const Run& run, int stage
 #include "large/multiply.cuh"
 
 __device__ __forceinline__ void multiply_stage(Block& b, int stage, const Run& run) {
-    if (uniform(b.s.scaled == min(stage, HEAD)))
+    if (uniform(b.s.scaled == stage))
         multiply_by<ScaledMultiplier>(b, run);
     else
         multiply(b, run);
@@ -71,19 +71,13 @@ __device__ __forceinline__ void reduce(Block& b, int which, int stage, u32& coun
     const Barriers bars(b.base);
     const Run run = run_of(b.p, stage);
     barrier_wait(bars.begun, b.turn(stage));
-    if (stage <= HEAD) measure(b, which, stage, normed(stage));
-    if (stage != LAST) arrive_for_warp(bars.tabled, b.lane);
+    measure(b, which, stage, normed(stage));
+    arrive_for_warp(bars.tabled, b.lane);
     if (b.lane == 0) {
         add_release(b.begun_counter(stage), 1);
-        if (stage > b.first_stage() && stage < HEAD) b.wait_until_begun(stage - 1);
+        if (stage > b.first_stage()) b.wait_until_begun(stage - 1);
     }
     __syncwarp();
-    if (stage < HEAD)
-        reduce_tiles(b, which, run, count, sums_at(b, stage), Told{tag_of(stage)});
-    else
-        reduce_tiles(b, which, run, count, b.p.head_sums, Added{stage == HEAD});
-    if (stage == LAST) {  // the head's sums are there
-        fence_gpu();
-        arrive_for_warp(bars.tabled, b.lane);
-    }
+    reduce_tiles(b, which, run, count, sums_at(b, stage), tag_of(stage));
+    if (b.lane == 0 && stage == HEAD) add_release(b.p.counter, 1);
 }

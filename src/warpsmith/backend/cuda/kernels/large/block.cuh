@@ -50,7 +50,7 @@ struct Block {
         vectors = p.vectors + (size_t)deltas * DELTA_VECTORS + (size_t)(layer - deltas) * ATTENTION_VECTORS;
     }
     // Odd or even: how many stages came before the i-th of this token.
-    __device__ u32 turn(int i) const { return (u32)((length - r.length) * STAGES + i) & 1; }
+    __device__ u32 turn(int i) const { return (u32)(length - r.length + i) & 1; }
     // The same of layers.
     __device__ u32 layer_turn(int layer) const { return (u32)((length - r.length) * LAYERS + layer) & 1; }
     // Which row of what a tree leaves is a node's: of results, and of what a commit needs.

@@ -108,9 +108,7 @@ __device__ __noinline__ u32 lead_to(int i, int length, u32 steps_done) {
     b.enter(max(i - 1, 0) >> 2);
     const int kind = i & 3;
     if (i > 0) barrier_wait(Barriers(b.base).tabled, b.turn(i - 1));
-    if (i > HEAD) {
-        // the head's next group of the same activations
-    } else if (kind == OUT) {
+    if (kind == OUT) {
         if (b.recurrent(i >> 2)) {
             b.steps_done = delta_mix(i - 1, b.deltas, b.length, b.vectors, b.steps_done);
         } else {
@@ -132,9 +130,9 @@ __device__ __noinline__ u32 lead_to(int i, int length, u32 steps_done) {
     if (!POLLED) b.sync();  // who has nothing more to do rests: polls would be in the way of the others
     const Run run = uniform_run(b.s.runs[b.turn(i)]);
     if constexpr (POLLED)
-        prepare_one(b, run, min(i, HEAD), i < HEAD && kind == OUT && b.recurrent(i >> 2));
+        prepare_one(b, run, i, kind == OUT && b.recurrent(i >> 2));
     else
-        prepare_operands(b, run, min(i, HEAD));
+        prepare_operands(b, run, i);
     b.mark();
     return b.steps_done;
 }
@@ -144,13 +142,13 @@ __device__ __noinline__ u32 choose(const Draw* draw, int length, u32 steps_done,
     Block b;
     b.length = length, b.steps_done = steps_done, b.draw = draw;
     b.enter(LAYERS);
-    barrier_wait(Barriers(b.base).tabled, b.turn(STAGES - 1));
-    rank_logits(b);
+    barrier_wait(Barriers(b.base).tabled, b.turn(4 * LAYERS));
     if (POLLED)
         b.wait_for_all();
     else
-        b.wait_for_sums(HEAD);
+        b.wait_for_sums(4 * LAYERS);
     reset_all_words(b);
+    rank_logits(b);
     b.step_done();
     b.wait_for_all();
     if (SAMPLES && draw->inverse_temperature > 0)
@@ -163,12 +161,12 @@ __device__ __noinline__ u32 choose(const Draw* draw, int length, u32 steps_done,
 
 __device__ __forceinline__ void forward_pass(Block& b, int token) {
 #pragma unroll 1
-    for (int i = 0; i < STAGES; i++) {
+    for (int i = 0; i <= 4 * LAYERS; i++) {
         b.steps_done = lead_to(i, b.length, b.steps_done);
         const Run run = uniform_run(b.s.runs[b.turn(i)]);
         if constexpr (POLLED)
             multiply_by<OneMultiplier>(b, run);
-        else if (uniform(b.s.scaled == min(i, HEAD)))
+        else if (uniform(b.s.scaled == i))
             multiply_by<ScaledMultiplier>(b, run);
         else
             multiply_by<Multiplier>(b, run);
@@ -206,12 +204,12 @@ __device__ __forceinline__ void copy_weights(Block& b) {
         Run run = b.p.runs[blockIdx.x];
         int stage = 0;
 #pragma unroll 1
-        for (; stage < STAGES; stage++) {
-            const Run next = b.p.runs[min(stage + 1, STAGES - 1) * SMS + blockIdx.x];  // early: it comes from memory
+        for (; stage <= 4 * LAYERS; stage++) {
+            const Run next = b.p.runs[min(stage + 1, 4 * LAYERS) * SMS + blockIdx.x];  // early: it comes from memory
             if (!producer.stage(uniform_run(run))) break;
             run = next;
         }
-        if (stage < STAGES) break;
+        if (stage <= 4 * LAYERS) break;
     }
     producer.drain();
 }
@@ -238,31 +236,17 @@ __device__ __forceinline__ void add_up(Block& b, int which) {
     const Barriers bars(b.base);
     u32 count = 0, phase = 0, uses = 0, turns[ONE_GROUPS] = {};
 #pragma unroll 1
-    for (int i = 0; begun(b, phase); i = i == STAGES - 1 ? 0 : i + 1, phase ^= 1) {
-        if (i <= HEAD) measure(b, which, i, normed(i));
+    for (int i = 0; begun(b, phase); i = i == 4 * LAYERS ? 0 : i + 1, phase ^= 1) {
+        measure(b, which, i, normed(i));
         const Run run = uniform_run(b.s.runs[phase]);
-        const auto reduce = [&](auto outcome, float* sums) {
-            if constexpr (POLLED)
-                reduce_one(b, which, run, turns, b.sum_factor(which, 0), sums, outcome);
-            else
-                reduce_tiles(b, which, run, count, sums, outcome);
-        };
-        const bool last = i == STAGES - 1;
-        if (!last)
-            arrive_for_warp(bars.tabled, b.lane);
-        else if (b.lane == 0)  // this SM has read all words
-            add_release(POLLED ? b.p.counter : b.sums_counter(HEAD), 1);
-        if (i >= HEAD) {
-            reduce(Added{i == HEAD}, b.p.head_sums);
-        } else {
-            if (!POLLED && (i & 1)) wait_for_use(b, which, ++uses);
-            reduce(Told{i & SUM_TAGS}, sums_at(b, i));
-            if (b.lane == 0 && !POLLED) add_release(b.sums_counter(i), 1);
-        }
-        if (last) {  // the head's sums are there
-            fence_gpu();
-            arrive_for_warp(bars.tabled, b.lane);
-        }
+        arrive_for_warp(bars.tabled, b.lane);
+        if (!POLLED && (i & 1)) wait_for_use(b, which, ++uses);
+        float* sums = i < 4 * LAYERS ? sums_at(b, i) : b.p.head_sums;
+        if constexpr (POLLED)
+            reduce_one(b, which, run, turns, b.sum_factor(which, 0), sums, i & SUM_TAGS);
+        else
+            reduce_tiles(b, which, run, count, sums, i & SUM_TAGS);
+        if (b.lane == 0 && (!POLLED || i == 4 * LAYERS)) add_release(POLLED ? b.p.counter : b.sums_counter(i), 1);
     }
 }
 
@@ -281,7 +265,7 @@ __device__ __forceinline__ void report(const Block& b, int tokens) {
 // Ask for what the step after products number `i` will read besides their sums: weights have pushed it out of the L2
 // cache. What it must have at once goes to shared memory, the rest there.
 __device__ __forceinline__ void ask_early(const Block& b, int i) {
-    if (i >= HEAD) return;
+    if (i == 4 * LAYERS) return;
     const int kind = i & 3;
     const bool recurrent = b.recurrent(i >> 2);
     if (kind == OUT || kind == MLP_OUT) {
@@ -311,25 +295,25 @@ __device__ __forceinline__ void find_tables(Block& b) {
     Stage stage = b.p.stages[0];
 #pragma unroll 1
     for (; begun(b, phase); phase ^= 1) {
-        const int next = i == STAGES - 1 ? 0 : i + 1;
+        const int next = i == 4 * LAYERS ? 0 : i + 1;
         // All copies are on their way at once: beside weights that stream, each takes microseconds.
-        if (i < HEAD) load_table(b, stage);
+        if (i < 4 * LAYERS) load_table(b, stage);
         if (b.lane < (int)sizeof(Run) / 16)
             copy16((uint4*)&b.s.runs[phase ^ 1] + b.lane, (const uint4*)&b.p.runs[next * SMS + b.sm] + b.lane);
         stage = b.p.stages[next];
         ask_early(b, i);
-        if (!POLLED && i <= HEAD) {
+        if (!POLLED) {
             for (Watchdog dog; i > 0 && !everywhere(b.sums_written(i - 1));) dog.check();
             reset_read_words(b, i);
         }
         copies_done();
         arrive_for_warp(bars.tabled, b.lane);
-        if (POLLED && i < HEAD && (i & 3) == OUT) {
+        if (POLLED && (i & 3) == OUT) {
             reset_read_words(b, i);
             arrive_for_warp(bars.cleared, b.lane);
         }
         if (i == 0 && tokens > 0) report(b, tokens);
-        if (next == 0 || i < HEAD && (i & 3) == MLP_OUT) b.enter(next >> 2);
+        if ((i & 3) == MLP_OUT || next == 0) b.enter(next >> 2);
         if (next == 0) b.length++, tokens++;
         i = next;
     }

@@ -209,28 +209,11 @@ __device__ __forceinline__ void wait_for_empty_buffers(Block& b) {
 
 __device__ __forceinline__ u32 tagged(float sum, u32 tag) { return (__float_as_uint(sum) & ~SUM_TAGS) | tag; }
 
-// Where a stage's sum goes: its last bits say of which stage it is (`tag`).
-struct Told {
-    u32 tag;
-    __device__ __forceinline__ void put(float* to, float sum) const { store4(to, tagged(sum, tag)); }
-};
-// The head's: on top of those of its rounds before. Every sum is one thread's, so they are added in order.
-struct Added {
-    bool first;
-    __device__ __forceinline__ void put(float* to, float sum) const {
-        if (first)
-            store4(to, __float_as_uint(sum));
-        else
-            add4(to, sum);
-    }
-};
-
 // Of every tile of results a warp has half of the rows, so that the last one takes both of them half as long. Lane
-// 4 g + q: rows g, g + 8 of two quarters, tokens 2 q, 2 q + 1 of every octet.
-template <class Outcome>
-__device__ __forceinline__ void reduce_tiles(Block& b, int which, const Run& run, u32& count, float* sums,
-                                             Outcome outcome) {
+// 4 g + q: rows g, g + 8 of two quarters, tokens 2 q, 2 q + 1 of every octet. `tag`: what the last bits of sums are.
+__device__ __forceinline__ void reduce_tiles(Block& b, int which, const Run& run, u32& count, float* sums, u32 tag) {
     const Barriers bars(b.base);
+    const auto store = [&](float* to, float v) { store4(to, tagged(v, tag)); };
     const int g = b.lane >> 2, q = b.lane & 3;
     float* out = sums + (size_t)run.result * NODES * ROWS + which * 32 + g;
 #pragma unroll 1
@@ -250,9 +233,8 @@ __device__ __forceinline__ void reduce_tiles(Block& b, int which, const Run& run
                 const int quarter = which * 2 + i;
                 float* to = out + token * ROWS + i * 16;
                 const float4 u = from[(quarter * OCTETS + o) * 32], v = from[((quarter + 4) * OCTETS + o) * 32];
-                if (first) outcome.put(to, (u.x + v.x) * by[0]), outcome.put(to + 8, (u.z + v.z) * by[0]);
-                if (second)
-                    outcome.put(to + ROWS, (u.y + v.y) * by[1]), outcome.put(to + ROWS + 8, (u.w + v.w) * by[1]);
+                if (first) store(to, (u.x + v.x) * by[0]), store(to + 8, (u.z + v.z) * by[0]);
+                if (second) store(to + ROWS, (u.y + v.y) * by[1]), store(to + ROWS + 8, (u.w + v.w) * by[1]);
             }
         }
         arrive_for_warp(bars.sums_empty + 8 * buffer, b.lane);

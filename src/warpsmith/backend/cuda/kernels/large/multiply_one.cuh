@@ -146,10 +146,9 @@ struct OneMultiplier {
 // A stage's sums, of one node: each warp half of a superblock's rows, as the warp that multiplied them has them. A
 // superblock is multiplied in 400 clocks, and beside products one instruction that waits for another costs ten or more:
 // groups of warps are known where the code is, and nothing is worked out between two superblocks.
-// `turns`: whether a group's next superblock is an odd one.
-template <class Outcome>
+// `turns`: whether a group's next superblock is an odd one. `tag`: as in a tree.
 __device__ __forceinline__ void reduce_one(Block& b, int which, const Run& run, u32 (&turns)[ONE_GROUPS], float by,
-                                           float* sums, Outcome outcome) {
+                                           float* sums, u32 tag) {
     const Barriers bars(b.base);
     const u32 from = b.base + SUMS_AT + (which * 32 + b.lane) * 16;
     float* to = sums + (size_t)run.result * ROWS + which * 32 + (b.lane & 3) * 8 + (b.lane >> 2);
@@ -171,7 +170,7 @@ __device__ __forceinline__ void reduce_one(Block& b, int which, const Run& run, 
                 arrive_for_warp(bars.sums_empty + 8 * group, b.lane);
                 left--;
                 if (--in_tile == 0) {
-                    outcome.put(to, (sum[0] + sum[1]) * by);
+                    store4(to, tagged((sum[0] + sum[1]) * by, tag));
                     sum[0] = sum[1] = 0.0f, to += ROWS, in_tile = min(walk.blocks, left);
                 }
             }

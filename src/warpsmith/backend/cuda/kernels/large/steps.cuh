@@ -54,30 +54,31 @@ __device__ __forceinline__ void activate_one(Block& b, int stage) {
 
 // --- the next token -------------------------------------------------------------------------------------------------
 
-// The best of this SM's logits, which it has added up itself, for every node. A thread has four rows at a time, of all
-// nodes, and asks for some nodes' at once.
+// The best of this SM's logits, for every node. A thread has four rows at a time, of all nodes, and asks for some
+// nodes' at once: they come from memory.
 __device__ __forceinline__ void rank_logits(Block& b) {
-    constexpr int AT_ONCE = NODES < 8 ? NODES : 8;
+    constexpr int AT_ONCE = NODES < 4 ? NODES : 4;
+    const Stage stage = b.p.stages[4 * LAYERS];
+    const Sums<HIDDEN_GROUPS> sums(b.p.head_sums, b.p.tiles + stage.tiles_at, HEAD_TILES * ROWS, 4 * LAYERS & SUM_TAGS);
     if (threadIdx.x < NODES) b.s.best[threadIdx.x] = 0;
     b.sync();
-    const int first = first_of(HEAD_TILES, b.sm), tiles = first_of(HEAD_TILES, b.sm + 1) - first;
+    const int first = first_of(stage.tile_rows, b.sm), tiles = first_of(stage.tile_rows, b.sm + 1) - first;
 #pragma unroll 1
     for (int at = 0; at < tiles * (ROWS / 4); at += CONSUMERS) {
         const int i = at + threadIdx.x, row = first * ROWS + i * 4;
         const bool live = i < tiles * (ROWS / 4) && row < VOCAB;
-        const float* from = head_sums_at(b, live ? row : 0);
+        const auto place = sums.place(live ? row : 0);  // its table comes from memory
 #pragma unroll 1
         for (int node = 0; node < b.nodes; node += AT_ONCE) {
-            float4 asked[AT_ONCE];
+            Sums<HIDDEN_GROUPS>::Asked asked[AT_ONCE];
 #pragma unroll
-            for (int n = 0; n < AT_ONCE; n++)
-                asked[n] = __ldcg((const float4*)(from + min(node + n, b.nodes - 1) * ROWS));
+            for (int n = 0; n < AT_ONCE; n++) sums.ask(asked[n], place, min(node + n, b.nodes - 1));
 #pragma unroll
             for (int n = 0; n < AT_ONCE; n++) {
                 if (node + n >= b.nodes) break;
                 u64 best = 0;
                 if (live) {
-                    const float4 v = asked[n];
+                    const float4 v = sums.sum(asked[n], place, node + n);
                     if (SAMPLES && b.draw->sampled) *(float4*)(candidates(b).own + i * 4) = v;
                     const float logit[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll

@@ -95,11 +95,6 @@ struct Sums {
     }
 };
 
-// The head's sums of the first node, rows `row` .. + 3 of this SM.
-__device__ __forceinline__ const float* head_sums_at(const Block& b, int row) {
-    return b.p.head_sums + (size_t)(row / ROWS) * (NODES * ROWS) + row % ROWS;
-}
-
 // The stage's table of tiles to shared memory, by one warp; it is there after `copies_done` and a barrier.
 __device__ __forceinline__ void load_table(Block& b, const Stage& stage) {
     const u16* from = b.p.tiles + stage.tiles_at;
