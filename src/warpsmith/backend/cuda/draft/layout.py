@@ -27,6 +27,7 @@ DIM = 128  # of a head
 MAX_LAYERS = 32
 BATCH = 64  # rows of queries at a time
 ABREAST = 64  # rows that are gathered together
+COUNTER_BYTES = 5 * 128  # of steps, and of four stages, each in a line of its own (kernels/draft/block.cuh)
 WAITING_BYTES = 16 << 20  # of features that wait, about: several hundred tokens of the largest models
 
 
@@ -132,7 +133,7 @@ class DraftLayout:
         c, parts = self.config, COLUMNS * self.config.heads * self.splits
         kv = c.kv_heads * COLUMNS * DIM * 2
         return {
-            "counter": 5 * 128,
+            "counter": COUNTER_BYTES,
             "words": self.word_bytes,
             "sums": 2 * self.layer_results * COLUMNS * ROWS * 4,
             "head_sums": self.deals[-1].results * COLUMNS * ROWS * 4,

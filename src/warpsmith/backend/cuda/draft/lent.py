@@ -10,7 +10,7 @@ import numpy as np
 
 from warpsmith.backend.base import Output, Want, join_outputs
 from warpsmith.backend.cuda.build.compiler import build
-from warpsmith.backend.cuda.draft.layout import COLUMNS
+from warpsmith.backend.cuda.draft.layout import COLUMNS, COUNTER_BYTES
 from warpsmith.backend.cuda.draft.plan import embedding_type, head_stream
 from warpsmith.backend.cuda.draft.structures import DraftParams, DraftRequest, Gather
 from warpsmith.backend.cuda.large.deal import GROUP_BLOCKS, ROWS, Deal, kernel_tables, most_parts
@@ -87,7 +87,7 @@ class HeadProgram:
         self._gather = device.load(build("draft/gather.cu", backend.architecture, sizes)).kernel("gather")
         self._tables = [device.upload(table) for table in kernel_tables([lent.deal])]
         self._sums = device.zeros(lent.deal.results * COLUMNS * ROWS * 4)
-        self._counter = device.zeros(128)
+        self._counter = device.zeros(COUNTER_BYTES)
         self._waiting = device.allocate(COLUMNS * c.hidden * 2)
         self._from_host: Buffer | None = None
         stages, runs, tiles = (table.pointer for table in self._tables)

@@ -46,7 +46,7 @@ SHORT_CONTEXT = {1: 16384, 8: 0, 16: 8192, 24: 8192}
 # Copies of weights on their way to an SM while it multiplies and before it does, for one node and for trees. All that
 # SMs exchange waits behind them: where an SM has few bytes of a layer, fewer are faster. With more bytes than that,
 # memory would be idle between two. What trees wait for is a full ring.
-IN_FLIGHT, FEW_IN_FLIGHT, FEW_BYTES = ((3, 2), (5, 5)), ((2, 2), (4, 4)), 1_400_000
+IN_FLIGHT, FEW_IN_FLIGHT, FEW_BYTES = ((3, 2), (5, 5)), ((2, 1), (4, 4)), 1_400_000
 
 
 class LargeBackend(CudaBackend):
