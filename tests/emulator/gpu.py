@@ -43,6 +43,8 @@ FLAGS = ["-std=c++17", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-ffp-c
 # x86 processors have fp16, which the compiler is not told by itself.
 FLAGS += ["-fvisibility=hidden", *(["-march=native"] if platform.machine() == "x86_64" else [])]
 
+UNSET, BEHIND = 0xA5, 640  # what memory holds that nobody has written; bytes behind every buffer
+
 _often = False  # kernels that are built now will be run often
 
 
@@ -160,6 +162,7 @@ class Driver:
     def __init__(self, sms: int) -> None:
         self.attributes = {"major": 9, "minor": 0, "sms": sms, "shared": 227 << 10}
         self.memory: dict[int, np.ndarray] = {}
+        self.behind: dict[int, np.ndarray] = {}  # what nobody may write
         self.launches = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -191,13 +194,14 @@ class Driver:
         return 0, 1 << 34, 1 << 34
 
     def cuMemAlloc(self, nbytes: int) -> tuple[int, int]:
-        words = np.full(nbytes // 8 + 18, 0xA5A5A5A5A5A5A5A5, np.uint64)
-        pointer = -(-words.ctypes.data // 128) * 128
-        self.memory[pointer] = words
+        place = np.full(nbytes + 128 + BEHIND, UNSET, np.uint8)
+        pointer = -(-place.ctypes.data // 128) * 128
+        begins = pointer - place.ctypes.data
+        self.memory[pointer], self.behind[pointer] = place, place[begins + nbytes : begins + nbytes + BEHIND]
         return 0, pointer
 
     def cuMemFree(self, pointer: int) -> tuple[int]:
-        del self.memory[pointer]
+        del self.memory[pointer], self.behind[pointer]
         return (0,)
 
     def cuMemHostAlloc(self, nbytes: int, flags: int) -> tuple[int, int]:
@@ -249,6 +253,7 @@ class Driver:
         assert function is not None, "this kernel is not emulated"
         self.launches += 1  # each has an order of its own
         assert function(grid, threads, shared, self.launches, ctypes.c_void_p(arguments)), "some threads wait for ever"
+        assert all((bytes == UNSET).all() for bytes in self.behind.values()), "a kernel has written behind a buffer"
         return (0,)
 
     cuLaunchCooperativeKernel = cuLaunchKernel
