@@ -150,7 +150,9 @@ def test_sigterm_under_load(drain: str, code: int) -> None:
 
 
 def test_a_terminal_that_goes_away_ends_it_as_sigterm_does() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup ignore it, and the server would, too
     server = start("-c", "1024", "--drain", "0")
+    signal.signal(signal.SIGHUP, before)
     client = HTTPConnection(server.url.removeprefix("http://"), timeout=120)
     body = json.dumps(HELLO | {"max_tokens": 1000, "stream": True})
     client.request("POST", CHAT, body, {"content-type": "application/json"})

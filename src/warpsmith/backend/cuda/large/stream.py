@@ -11,7 +11,7 @@ from warpsmith.backend.cuda.large.deal import GROUP_BLOCKS, ROWS, Deal, LargeSta
 from warpsmith.backend.cuda.large.formats import ROUNDED, SOURCES
 
 PARCEL_UNIT = 128  # bytes; of every type's superblocks of 64 rows a divisor
-PARCELS_AHEAD = 32  # that a copier looks up at once: it may look at as many behind the last one twice
+PARCELS_AHEAD = 32  # that a copier looks up at once, the next ones early: it reads that far beyond its last, and again
 
 
 class SlabStages:
