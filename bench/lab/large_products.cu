@@ -7,10 +7,11 @@ __device__ __forceinline__ void no_copy(u32, const void*, u32, u32 barrier, u64)
 #endif
 #include "large/products.cuh"
 
-// `parcels`: where they lie in an eighth of an SM's weights. Every SM multiplies `count` superblocks of a type, `blocks` a tile of rows, so many `rounds`.
+// Every SM multiplies `count` superblocks of a type, `blocks` a tile of rows, so many `rounds`. `parcels`: where they
+// lie in an eighth of an SM's weights.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    products(const u8* stream, const u32* parcels, size_t bytes, float* sums, long long* clocks, int count, int type, int blocks,
-             int rounds) {
+    products(const u8* stream, const u32* parcels, size_t bytes, float* sums, long long* clocks, int count, int type,
+             int blocks, int rounds) {
     Shared& shared = *(Shared*)(shared_memory() + SHARED_AT);
     for (int i = threadIdx.x; i < SHARED_AT / 4; i += THREADS) ((u32*)shared_memory())[i] = 0x01020304u * (i & 15);
     if (threadIdx.x == 0) shared.request.nodes = NODES, shared.request.length = 0;

@@ -95,7 +95,7 @@ class Deal:
 
     What an SM copies at once is a parcel: up to two superblocks that follow each other in its run and have one type.
     In memory parcels lie by turns, the first ones of all SMs, then their second ones: so all SMs read near each other,
-    and the slowest has its weights earlier than if each read a place of its own.
+    and where stages are short the slowest has its weights earlier.
     """
 
     def __init__(self, stage: LargeStage, sms: int, group_blocks: int = GROUP_BLOCKS) -> None:
@@ -134,10 +134,10 @@ class Deal:
         changes = np.concatenate([[True], (np.diff(sm) != 0) | (np.diff(nbytes) != 0)])
         number = number - np.maximum.accumulate(np.where(changes, number, 0))
         begins = number % at_once == 0
-        parcel = np.cumsum(begins) - 1
-        self.parcels = np.bincount(sm[begins], minlength=len(self.count))  # of every SM
-        turn = np.arange(len(parcel[begins])) - np.repeat(np.cumsum(self.parcels) - self.parcels, self.parcels)
-        by_turns = np.lexsort((sm[begins], turn))
+        parcel, owner = np.cumsum(begins) - 1, sm[begins]
+        self.parcels = np.bincount(owner, minlength=len(self.count))  # of every SM
+        turn = np.arange(len(owner)) - np.repeat(np.cumsum(self.parcels) - self.parcels, self.parcels)
+        by_turns = np.lexsort((owner, turn))
         sizes = np.bincount(parcel, nbytes).astype(np.int64)[by_turns]
         self.parcel_at = np.empty_like(sizes)  # SM by SM
         self.parcel_at[by_turns] = np.cumsum(sizes) - sizes
