@@ -4,14 +4,17 @@ PYTHONPATH=src python bench/lab/large_turns.py 27B FOLDER ... [--nodes 1 8 16 22
 
 A FOLDER has the files that a version changes, named as under kernels/ (large/delta.cuh). What is in the package runs
 beside them. Weights are loaded once; each version's machine code several times, since it is up to 1% faster or slower
-by where it lies in memory. Prints the mean of these copies' medians in ms, and the least and largest of them; fails
-where a version's tokens differ.
+by where it lies in memory. A GPU at its limit of power gets slower by several percent within a second: so there is a
+rest before each turn, and every round has an order of its own. Prints the mean of these copies' medians in ms, and the
+least and largest of them; fails where a version's tokens differ.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -24,7 +27,7 @@ from warpsmith.backend.cuda.large.backend import LargeBackend
 from warpsmith.backend.cuda.memory.driver import Kernel
 from warpsmith.model.config import SIZES
 
-SOURCE, PASSES, COPIES = "large/forward.cu", 6, 4
+SOURCE, PASSES, COPIES, REST = "large/forward.cu", 6, 4, 0.005
 Images = dict[int, "Future[tuple[bytes, str]]"]  # by nodes
 
 
@@ -75,14 +78,17 @@ def main() -> None:
     state.length = given.depth
     took: dict[tuple[str, int, int], list[float]] = {}
     tokens: dict[int, list[int]] = {}
+    turns = [(name, copy, nodes) for name, copy in loaded for nodes in given.nodes]
+    order = random.Random(0)
     for _ in range(given.rounds):
-        for (name, copy), built in loaded.items():
-            backend._kernels = built
-            for nodes in given.nodes:
-                run = partial(backend.launch, state, some_tree(nodes, config.vocab), ARGMAX)
-                took.setdefault((name, copy, nodes), []).append(milliseconds(backend, run, PASSES))
-                found = backend.outputs.of_trees([nodes], ARGMAX).argmax.tolist()
-                assert tokens.setdefault(nodes, found) == found, f"{name} chooses other tokens with {nodes} nodes"
+        order.shuffle(turns)
+        for name, copy, nodes in turns:
+            time.sleep(REST)
+            backend._kernels = loaded[name, copy]
+            run = partial(backend.launch, state, some_tree(nodes, config.vocab), ARGMAX)
+            took.setdefault((name, copy, nodes), []).append(milliseconds(backend, run, PASSES))
+            found = backend.outputs.of_trees([nodes], ARGMAX).argmax.tolist()
+            assert tokens.setdefault(nodes, found) == found, f"{name} chooses other tokens with {nodes} nodes"
     for nodes in given.nodes:
         for name in images:
             medians = [statistics.median(took[name, copy, nodes]) for copy in range(COPIES)]
