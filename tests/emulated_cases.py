@@ -12,8 +12,8 @@ from device_checks import plain_run, relative, same_state
 from emulator.gpu import emulated_gpu
 from random_models import random_tensors, random_tree
 from warpsmith.backend.base import LOGITS
-from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.build.profiles import load_profiles
+from warpsmith.backend.cuda.weights_first import WeightsFirstBackend
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.canonical import Tensor
@@ -62,12 +62,14 @@ class Case:
 
 
 @contextmanager
-def backends(case: Case, shape: Config = SHAPE) -> Iterator[tuple[CudaBackend, ReferenceBackend]]:
+def backends(case: Case, shape: Config = SHAPE) -> Iterator[tuple[WeightsFirstBackend, ReferenceBackend]]:
     config = dataclasses.replace(shape, tied=case.tied)
     tensors = tensors_of(config, case.types)
     profile = dataclasses.replace(load_profiles()["h200"], largest_tree=case.variants[-1])
     with emulated_gpu(case.sms, case.variants, often=case.often):
-        cuda = CudaBackend(config, tensors, profile=profile, architecture=case.architecture, options=case.options)
+        cuda = WeightsFirstBackend(
+            config, tensors, profile=profile, architecture=case.architecture, options=case.options
+        )
         yield cuda, ReferenceBackend(config, tensors)
 
 

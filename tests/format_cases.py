@@ -9,8 +9,8 @@ import numpy as np
 from device_checks import relative
 from random_models import random_tensors, random_tree
 from warpsmith.backend.base import Want
-from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.debug.trace import read_exchange
+from warpsmith.backend.cuda.weights_first import WeightsFirstBackend
 from warpsmith.checkpoint.blocks import LAYOUTS, TYPES
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.checkpoint.quantize import quantize
@@ -32,7 +32,7 @@ def stored_as(config: Config, kind: Callable[[str], str], seed: int = 1) -> dict
 
 
 def check_products(
-    backend_of: Callable[[dict[str, Tensor]], CudaBackend], config: Config, kind: str, sizes: tuple[int, ...]
+    backend_of: Callable[[dict[str, Tensor]], WeightsFirstBackend], config: Config, kind: str, sizes: tuple[int, ...]
 ) -> None:
     """One stage at a time, in float64 from what the stage read: any bits, scales from the smallest to large ones. Layer
     0 is a DeltaNet, layer 1 attention; types are those of blocks with one scale."""

@@ -47,11 +47,11 @@ def bf16_tensors(config: Config, seed: int) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def pair():
-    from warpsmith.backend.cuda.backend import CudaBackend
+    from warpsmith.backend.cuda.weights_first import WeightsFirstBackend
 
     tensors = bf16_tensors(SHAPE, seed=1)
     try:
-        cuda = CudaBackend(SHAPE, tensors, options={"WATCHDOG_CYCLES": "4000000000ll"})
+        cuda = WeightsFirstBackend(SHAPE, tensors, options={"WATCHDOG_CYCLES": "4000000000ll"})
     except NoDevice as error:
         pytest.skip(str(error))
     return cuda, ReferenceBackend(SHAPE, tensors)

@@ -12,11 +12,11 @@ from device_checks import plain_run, relative, same_state
 from random_models import random_tree
 from test_cuda import SHAPE, bf16_tensors, ids
 from warpsmith.backend.base import LOGITS, Want
-from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.build.profiles import load_profiles
 from warpsmith.backend.cuda.memory.driver import Device
-from warpsmith.backend.cuda.memory.plan import DRIVER_BYTES, memory_parts
+from warpsmith.backend.cuda.memory.plan import DRIVER_BYTES, weights_first_parts
 from warpsmith.backend.cuda.weights.loading import STAGING_BYTES
+from warpsmith.backend.cuda.weights_first import WeightsFirstBackend
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.tree import Tree
 from warpsmith.errors import DoesNotFit, NoDevice, WarpsmithError
@@ -39,15 +39,15 @@ def device() -> Device:
 
 
 @pytest.fixture(scope="module")
-def older(device: Device) -> CudaBackend:
+def older(device: Device) -> WeightsFirstBackend:
     """With no more shared memory than such a chip has."""
     profile = load_profiles()["rtx-3090"]
     options = WATCHDOG | {"SHARED_MEMORY": profile.shared_memory}
-    return CudaBackend(SHAPE, TENSORS, profile=profile, architecture="compute_80", options=options)
+    return WeightsFirstBackend(SHAPE, TENSORS, profile=profile, architecture="compute_80", options=options)
 
 
 @pytest.mark.parametrize("length", [1, 100])
-def test_older_chips_compute_what_the_reference_does(older: CudaBackend, length: int) -> None:
+def test_older_chips_compute_what_the_reference_does(older: WeightsFirstBackend, length: int) -> None:
     reference = ReferenceBackend(SHAPE, TENSORS)
     want = Want("logits", every_row=True)
     got, expected = (b.prefill(b.new_state(512), ids(2, length), want).logits.numpy() for b in (older, reference))
@@ -57,7 +57,7 @@ def test_older_chips_compute_what_the_reference_does(older: CudaBackend, length:
 
 
 @pytest.mark.parametrize("nodes", [3, 16])
-def test_older_chips_run_trees_as_they_run_text(older: CudaBackend, nodes: int) -> None:
+def test_older_chips_run_trees_as_they_run_text(older: WeightsFirstBackend, nodes: int) -> None:
     random = np.random.default_rng(nodes)
     tree = random_tree(random, nodes, SHAPE.vocab)
     states = [older.new_state(256) for _ in range(2)]
@@ -71,7 +71,7 @@ def test_older_chips_run_trees_as_they_run_text(older: CudaBackend, nodes: int) 
     assert same_state(SHAPE, *states)
 
 
-def test_older_chips_decode_as_they_step(older: CudaBackend) -> None:
+def test_older_chips_decode_as_they_step(older: WeightsFirstBackend) -> None:
     states = [older.new_state(256) for _ in range(2)]
     first, token = (int(older.prefill(state, ids(4, 30)).argmax[-1]) for state in states)
     assert first == token
@@ -91,7 +91,7 @@ def test_memory_is_what_was_planned(device: Device) -> None:
     memory that the driver had already."""
     gc.collect()
     before = device.free_memory()
-    backend = CudaBackend(SHAPE, TENSORS, context=4096)
+    backend = WeightsFirstBackend(SHAPE, TENSORS, context=4096)
     state = backend.new_state(4096)
     backend.forward([(state, Tree.chain([1]))])
     used = before - device.free_memory()
@@ -103,25 +103,25 @@ def test_memory_is_what_was_planned(device: Device) -> None:
 def test_a_context_that_does_not_fit_is_refused_before_loading() -> None:
     heard: list[tuple[int, int]] = []
     with pytest.raises(DoesNotFit, match="keys and values") as refused:
-        CudaBackend(replace(SHAPE, context=1 << 31), TENSORS, progress=lambda *bytes: heard.append(bytes))
+        WeightsFirstBackend(replace(SHAPE, context=1 << 31), TENSORS, progress=lambda *bytes: heard.append(bytes))
     assert not heard
     assert "would fit" in refused.value.fix
 
 
 def test_loading_is_reported(device: Device) -> None:
     heard: list[tuple[int, int]] = []
-    backend = CudaBackend(SHAPE, TENSORS, context=256, progress=lambda *bytes: heard.append(bytes))
+    backend = WeightsFirstBackend(SHAPE, TENSORS, context=256, progress=lambda *bytes: heard.append(bytes))
     done, totals = zip(*heard, strict=True)
     assert list(done) == sorted(done)
     assert set(totals) == {done[-1]}
-    assert memory_parts(backend.layout, 256)[0].nbytes >= done[-1]
+    assert weights_first_parts(backend.layout, 256)[0].nbytes >= done[-1]
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_snapshot_holds_what_is_used_and_fits_a_longer_state(device: Device) -> None:
-    backend = CudaBackend(SHAPE, TENSORS, context=1024)
+    backend = WeightsFirstBackend(SHAPE, TENSORS, context=1024)
     short, long = backend.new_state(64), backend.new_state(1024)
     backend.prefill(short, ids(6, 40))
     saved = backend.snapshot(short)
@@ -135,7 +135,7 @@ def test_a_snapshot_holds_what_is_used_and_fits_a_longer_state(device: Device) -
 
 
 def test_reading_alone_is_faster_than_decoding(device: Device) -> None:
-    backend = CudaBackend(SHAPE, TENSORS, context=256)
+    backend = WeightsFirstBackend(SHAPE, TENSORS, context=256)
     bandwidth = backend.read_bandwidth()
     print(f"{bandwidth / 1e9:.0f} GB/s over {backend.layout.stream.bytes / 2**20:.0f} MiB")
     assert 1e10 < bandwidth < 1e14

@@ -29,7 +29,7 @@ from large_cases import MIXED, tensors_of
 from large_cases import SHAPE as LARGER
 from random_models import random_tensors
 from warpsmith.backend.base import Want
-from warpsmith.backend.cuda import CudaBackend
+from warpsmith.backend.cuda import WeightsFirstBackend
 from warpsmith.backend.cuda.draft import layout
 from warpsmith.backend.cuda.draft.layout import DraftStream, takes
 from warpsmith.backend.cuda.draft.network import CudaDraft
@@ -162,7 +162,7 @@ def test_text_with_a_draft_is_plain_text() -> None:
 def test_beside_a_model_of_the_other_pass() -> None:
     """Which lends copies of its LM head and its embeddings."""
     tensors = random_tensors(SHAPE, 1)
-    cuda, reference, config = CudaBackend(SHAPE, tensors), ReferenceBackend(SHAPE, tensors), shaped(layers=1)
+    cuda, reference, config = WeightsFirstBackend(SHAPE, tensors), ReferenceBackend(SHAPE, tensors), shaped(layers=1)
     native, numpy = both(cuda, reference, file_of(config))
     for draft in (native, numpy):
         draft.append(HostRows(features_of(9, config)), 0)
@@ -174,7 +174,7 @@ def test_a_draft_takes_what_was_planned(large: bool) -> None:
     """Weights, copies that the target lends, what a launch writes, and the memories of two sequences."""
     config, context = shaped(layers=2, windows=(7, None), causal=(True, False)), 256
     tensors = tensors_of(SHAPE, MIXED) if large else random_tensors(SHAPE, 1)
-    cuda = (LargeBackend if large else CudaBackend)(SHAPE, tensors, context=context)
+    cuda = (LargeBackend if large else WeightsFirstBackend)(SHAPE, tensors, context=context)
     file, capacity = file_of(config), capacity_of(config, 100)
     assert not any("draft" in part.what for part in cuda.memory(context))
     before = cuda.device.held
@@ -185,7 +185,7 @@ def test_a_draft_takes_what_was_planned(large: bool) -> None:
     assert sum(part.nbytes for part in parts) == cuda.device.held - before
     stored = {name: tensor.type.name for name, tensor in tensors.items()}
     types = {name: tensor.type.name for name, tensor in file.tensors.items()}
-    target = cuda.large if isinstance(cuda, LargeBackend) else None
+    target = cuda.layout if isinstance(cuda, LargeBackend) else None
     assert planned_draft(target, SHAPE, stored, SMS, config, types, capacity, context)[0] == parts[0]
 
 

@@ -23,7 +23,7 @@ from device_checks import distance
 from large_cases import MIXED, SHAPE, tensors_of
 from random_drafts import FORMATS, fill_holes, write_holes
 from warpsmith.backend.base import Want
-from warpsmith.backend.cuda import CudaBackend, LargeBackend
+from warpsmith.backend.cuda import LargeBackend, WeightsFirstBackend
 from warpsmith.backend.cuda.draft.network import CudaDraft
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.rows import HostRows
@@ -82,10 +82,10 @@ def test_a_long_memory(toy: tuple[LargeBackend, ReferenceBackend]) -> None:
 
 
 @pytest.fixture(scope="module")
-def wisp() -> tuple[CudaBackend, Checkpoint]:
+def wisp() -> tuple[WeightsFirstBackend, Checkpoint]:
     checkpoint = open_checkpoint(WISP)
     try:
-        return CudaBackend(read_config(checkpoint), checkpoint.tensors, options=OPTIONS), checkpoint
+        return WeightsFirstBackend(read_config(checkpoint), checkpoint.tensors, options=OPTIONS), checkpoint
     except NoDevice as error:
         pytest.skip(str(error))
 
@@ -93,7 +93,7 @@ def wisp() -> tuple[CudaBackend, Checkpoint]:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(("name", "nodes"), [("dflash", 8), ("dflash", 22), ("dflash", 63), ("mtp", 22)])
 def test_texts_with_drafts_are_plain_texts(
-    wisp: tuple[CudaBackend, Checkpoint], name: str, nodes: int, temperature: float
+    wisp: tuple[WeightsFirstBackend, Checkpoint], name: str, nodes: int, temperature: float
 ) -> None:
     cuda, checkpoint = wisp
     draft: Draft = DFlash(open_draft(WISP_DRAFT), cuda, nodes) if name == "dflash" else MTP(cuda, nodes)
@@ -108,7 +108,7 @@ def test_texts_with_drafts_are_plain_texts(
     assert tokens > 1.5 * steps
 
 
-def test_the_mtp_head_is_the_reference_s(wisp: tuple[CudaBackend, Checkpoint]) -> None:
+def test_the_mtp_head_is_the_reference_s(wisp: tuple[WeightsFirstBackend, Checkpoint]) -> None:
     """Rows in pieces of every build, past two chunks of keys."""
     cuda, checkpoint = wisp
     reference = ReferenceBackend(cuda.config, checkpoint.tensors)
@@ -127,7 +127,9 @@ def test_the_mtp_head_is_the_reference_s(wisp: tuple[CudaBackend, Checkpoint]) -
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_k=20, seed=3)])
-def test_a_request_may_be_interrupted_at_any_step(wisp: tuple[CudaBackend, Checkpoint], sampling: Sampling) -> None:
+def test_a_request_may_be_interrupted_at_any_step(
+    wisp: tuple[WeightsFirstBackend, Checkpoint], sampling: Sampling
+) -> None:
     """When the tokens of a step are decided and not yet committed; the next one on the same state is right."""
     cuda, _ = wisp
     prompt = list(range(40, 90))
@@ -146,7 +148,7 @@ def test_a_request_may_be_interrupted_at_any_step(wisp: tuple[CudaBackend, Check
         assert texts_of(scheduler, [prompt], sampling)[0] == plain
 
 
-def test_sequences_draft_side_by_side(wisp: tuple[CudaBackend, Checkpoint]) -> None:
+def test_sequences_draft_side_by_side(wisp: tuple[WeightsFirstBackend, Checkpoint]) -> None:
     cuda, _ = wisp
     prompts = [list(range(40 + 7 * i, 90 + 5 * i)) for i in range(3)]
     plain = [texts_of(Scheduler(cuda, 512), [prompt], Sampling())[0] for prompt in prompts]
@@ -192,7 +194,7 @@ def test_drafts_of_the_27b_s_shape_in_every_format(tmp_path: Path) -> None:
     assert np.isfinite(guesses[0][1]).all()
 
 
-def test_a_draft_that_does_not_fit_is_refused(wisp: tuple[CudaBackend, Checkpoint]) -> None:
+def test_a_draft_that_does_not_fit_is_refused(wisp: tuple[WeightsFirstBackend, Checkpoint]) -> None:
     cuda, _ = wisp
     with pytest.raises(WarpsmithError, match="hidden size of 768"):
         DFlash(file_of(shaped(hidden=768)), cuda)

@@ -21,8 +21,8 @@ from emulated_cases import BOUND, SHAPE, Case, backends, check_a_tree, ids, tens
 from emulator.gpu import emulated_gpu
 from random_models import random_tree
 from warpsmith.backend.base import LOGITS, Want
-from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.build.profiles import load_profiles
+from warpsmith.backend.cuda.weights_first import WeightsFirstBackend
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
@@ -35,7 +35,7 @@ STAGES = [s.name for s in forward_plan(SHAPE) if s.op not in ("final_norm", "hea
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[tuple[CudaBackend, ReferenceBackend]]:
+def pair() -> Iterator[tuple[WeightsFirstBackend, ReferenceBackend]]:
     with backends(Case((1, 8, 24), often=True)) as both:
         yield both
 
@@ -110,7 +110,7 @@ def test_a_sampled_tree_is_verified_without_its_logits(pair, monkeypatch: pytest
 def test_memory_is_given_back_with_the_backend_and_its_states() -> None:
     small = dataclasses.replace(load_profiles()["h200"], largest_tree=1)
     with emulated_gpu(3, (1,)) as driver:
-        backend = CudaBackend(SHAPE, tensors_of(SHAPE), profile=small)
+        backend = WeightsFirstBackend(SHAPE, tensors_of(SHAPE), profile=small)
         state = backend.new_state(16)
         list(backend.decode(state, 3, 2))
         output = backend.forward([(state, Tree.chain([5]))], LOGITS)

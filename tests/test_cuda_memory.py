@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from cuda_draft_cases import draft_of_the_27b
 from emulator.gpu import emulated_gpu
-from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.build.profiles import load_profiles
 from warpsmith.backend.cuda.choice import PlannedDraft, planned
 from warpsmith.backend.cuda.memory import driver
 from warpsmith.backend.cuda.memory.layout import Layout
-from warpsmith.backend.cuda.memory.plan import check_fit, memory_parts
+from warpsmith.backend.cuda.memory.plan import check_fit, weights_first_parts
 from warpsmith.backend.cuda.memory.room import CONTEXT_BYTES, Room
+from warpsmith.backend.cuda.weights_first import WeightsFirstBackend
 from warpsmith.checkpoint.convert import tensor_type
 from warpsmith.checkpoint.dflash import expected_shapes as draft_shapes
 from warpsmith.draft.dflash import capacity_of
@@ -30,12 +30,12 @@ MODEL = SIZES["0.8B"]
 
 def test_the_plan_counts_what_is_known() -> None:
     layout = Layout(MODEL, sms=132)
-    parts = {part.what: part.nbytes for part in memory_parts(layout, 262_144)}
+    parts = {part.what: part.nbytes for part in weights_first_parts(layout, 262_144)}
     assert parts["keys and values"] == 2 * 6 * 2 * 256 * 2 * 262_144  # K and V, layers, heads, dimensions, fp16
     assert 1.50e9 < parts["weights"] < 1.53e9
     states = 18 * 16 * 128 * 128 * 4
     assert 2 * states < parts["DeltaNet states"] < 2.3 * states  # and the copy that decoding can go back to
-    several = {part.what: part.nbytes for part in memory_parts(layout, 262_144, sequences=3, snapshots=77)}
+    several = {part.what: part.nbytes for part in weights_first_parts(layout, 262_144, sequences=3, snapshots=77)}
     of_sequences = ("keys and values", "DeltaNet states", "rows of a tree")
     assert several == parts | {what: 3 * parts[what] for what in of_sequences} | {"snapshots": 77}
 
@@ -46,7 +46,7 @@ def test_what_does_not_fit_is_refused_with_what_would(context: int, share: float
     layout = Layout(MODEL, sms=82)
 
     def needed(tokens: int) -> int:
-        return sum(part.nbytes for part in memory_parts(layout, tokens))
+        return sum(part.nbytes for part in weights_first_parts(layout, tokens))
 
     smallest = needed(2)
     free = int(smallest * 0.9 + share * (needed(context) - smallest * 0.9))
@@ -69,7 +69,7 @@ def test_a_limit_that_is_too_small_says_what_it_leaves_and_what_would_do() -> No
     layout, context = Layout(MODEL, sms=82), 4096
 
     def needed(tokens: int) -> int:
-        return sum(part.nbytes for part in memory_parts(layout, tokens))
+        return sum(part.nbytes for part in weights_first_parts(layout, tokens))
 
     def refusal(limit: int, on_gpu: int = 100 << 30) -> DoesNotFit:
         with pytest.raises(DoesNotFit) as refused:
@@ -137,4 +137,4 @@ def test_what_cuda_takes_is_planned_and_counts_against_a_limit() -> None:
     assert parts["CUDA itself"] == CONTEXT_BYTES
     limit = sum(parts.values()) - 1
     with emulated_gpu(chip.sms, (8,)), pytest.raises(DoesNotFit, match="keys and values"):
-        CudaBackend(config, model.tensors, context=256, memory_limit=limit)
+        WeightsFirstBackend(config, model.tensors, context=256, memory_limit=limit)

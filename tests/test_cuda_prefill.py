@@ -69,12 +69,12 @@ def error(got: np.ndarray, expected: np.ndarray) -> float:
 
 
 def load(config: Config, seed: int = 1):
-    from warpsmith.backend.cuda.backend import CudaBackend
+    from warpsmith.backend.cuda.weights_first import WeightsFirstBackend
 
     tensors = bf16_tensors(config, seed)
     profile = dataclasses.replace(load_profiles()["h200"], largest_tree=1)  # one forward kernel to build
     try:
-        cuda = CudaBackend(config, tensors, context=4096, profile=profile)
+        cuda = WeightsFirstBackend(config, tensors, context=4096, profile=profile)
     except NoDevice as error:
         pytest.skip(str(error))
     return cuda, ReferenceBackend(config, tensors), {name: t.float32() for name, t in tensors.items()}

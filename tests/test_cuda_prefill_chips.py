@@ -18,7 +18,6 @@ from test_cuda_build import usage
 from test_cuda_prefill import EVERY, check_errors, error, state_errors
 from test_cuda_prefill_widths import CASES, CONTEXT, bound_of, load
 from warpsmith.backend.base import LOGITS, Want
-from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.build.compiler import compile_source, sources, target
 from warpsmith.backend.cuda.build.profiles import load_profiles
 from warpsmith.backend.cuda.large.backend import LargeBackend
@@ -27,6 +26,7 @@ from warpsmith.backend.cuda.memory.layout import Layout
 from warpsmith.backend.cuda.prefill import plan, products, streams
 from warpsmith.backend.cuda.prefill.streams import PromptStream, RowTiles, SlabStream
 from warpsmith.backend.cuda.schedule import busy_sms
+from warpsmith.backend.cuda.weights_first import WeightsFirstBackend
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.checkpoint.convert import tensor_type
 from warpsmith.errors import NoDevice
@@ -137,7 +137,7 @@ EMULATED = [
     params=[EMULATED[0], *(pytest.param(case, marks=pytest.mark.slow) for case in EMULATED[1:])],
     ids=lambda case: f"{case[0]}-{'-'.join(case[3])}",
 )
-def small(request: pytest.FixtureRequest) -> Iterator[tuple[CudaBackend, ReferenceBackend, float]]:
+def small(request: pytest.FixtureRequest) -> Iterator[tuple[WeightsFirstBackend, ReferenceBackend, float]]:
     recipe, config, types, caches = request.param
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
@@ -147,17 +147,17 @@ def small(request: pytest.FixtureRequest) -> Iterator[tuple[CudaBackend, Referen
         for name in ("WIDE", "NARROW", "SCALED_WIDE", "SCALED_NARROW", "SLAB"):  # few builds
             name = f"DIRECT_{name}_TILES"
             patch.setattr(streams, name, getattr(streams, name)[:1])
-        cuda: CudaBackend
+        cuda: WeightsFirstBackend
         if recipe == "types":
             cache_types = dict(zip(("cache_type_k", "cache_type_v"), caches, strict=True))
             cuda = LargeBackend(config, tensors, architecture="sm_86", **cache_types)
         else:
-            cuda = CudaBackend(config, tensors, architecture="sm_86")
+            cuda = WeightsFirstBackend(config, tensors, architecture="sm_86")
         yield cuda, ReferenceBackend(config, tensors), bound
 
 
 @pytest.mark.parametrize("count", [1, 150])
-def test_every_position_and_state(small: tuple[CudaBackend, ReferenceBackend, float], count: int) -> None:
+def test_every_position_and_state(small: tuple[WeightsFirstBackend, ReferenceBackend, float], count: int) -> None:
     cuda, reference, bound = small
     prompt = np.random.default_rng(count).integers(0, cuda.config.vocab, count)
     state, expected = cuda.new_state(256), reference.new_state(256)
@@ -167,11 +167,11 @@ def test_every_position_and_state(small: tuple[CudaBackend, ReferenceBackend, fl
     check_errors(cuda, errors, bound, count)
 
 
-def test_cuts_keep_the_bits(small: tuple[CudaBackend, ReferenceBackend, float]) -> None:
+def test_cuts_keep_the_bits(small: tuple[WeightsFirstBackend, ReferenceBackend, float]) -> None:
     check_cuts(small[0], 150, [64, 128])
 
 
-def check_cuts(cuda: CudaBackend, count: int, cuts: list[int]) -> None:
+def check_cuts(cuda: WeightsFirstBackend, count: int, cuts: list[int]) -> None:
     prompt, context = np.random.default_rng(3).integers(0, cuda.config.vocab, count), -(-count // 64) * 64
     whole, cut = cuda.new_state(context), cuda.new_state(context)
     logits = cuda.prefill(whole, prompt, LOGITS).logits.numpy()

@@ -14,10 +14,10 @@ from device_checks import plain_run, same_state
 from large_cases import rounded_caches
 from test_cuda_prefill import EVERY, STEPS, after_layers, check_errors, error, handed_over, state_errors
 from warpsmith.backend.base import LOGITS
-from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.build.profiles import load_profiles
 from warpsmith.backend.cuda.large.backend import LargeBackend
 from warpsmith.backend.cuda.state import CudaState
+from warpsmith.backend.cuda.weights_first import WeightsFirstBackend
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.canonical import Tensor
@@ -64,12 +64,12 @@ def model_of(size: str, recipe: str) -> tuple[Config, dict[str, Tensor]]:
 
 def load(
     size: str, recipe: str, caches: tuple[str, str], architecture: str | None = None
-) -> tuple[CudaBackend, ReferenceBackend]:
+) -> tuple[WeightsFirstBackend, ReferenceBackend]:
     config, tensors = model_of(size, recipe)
     try:
         if recipe in ROW_TILES:
             profile = dataclasses.replace(load_profiles()["h200"], largest_tree=1)
-            cuda = CudaBackend(config, tensors, context=CONTEXT, profile=profile, architecture=architecture)
+            cuda = WeightsFirstBackend(config, tensors, context=CONTEXT, profile=profile, architecture=architecture)
         else:
             cuda = LargeBackend(
                 config,
@@ -108,7 +108,7 @@ def test_every_position_and_state(size: str, recipe: str, caches: tuple[str, str
             check_errors(cuda, errors, bound, count)
 
 
-def copy_of(cuda: CudaBackend, state: CudaState) -> CudaState:
+def copy_of(cuda: WeightsFirstBackend, state: CudaState) -> CudaState:
     twin = cuda.new_state(CONTEXT)
     cuda.restore(twin, cuda.snapshot(state))
     return twin

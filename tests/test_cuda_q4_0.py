@@ -13,9 +13,9 @@ from emulator.gpu import emulated_gpu
 from format_cases import check_products, stored_as
 from test_cuda_emulated import SHAPE, Case, backends, check_a_tree
 from test_cuda_q8 import backend_of
-from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.build.profiles import load_profiles
 from warpsmith.backend.cuda.weights.formats import format_for
+from warpsmith.backend.cuda.weights_first import WeightsFirstBackend
 from warpsmith.backend.tree import Tree
 
 emulated = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -31,7 +31,7 @@ def test_q4_0_is_held_as_it_is() -> None:
 def test_products_are_those_of_the_file_s_weights() -> None:
     profile = dataclasses.replace(load_profiles()["h200"], largest_tree=8)
     with emulated_gpu(3, (1, 8)):
-        check_products(lambda tensors: CudaBackend(SHAPE, tensors, profile=profile), SHAPE, "Q4_0", (1, 7))
+        check_products(lambda tensors: WeightsFirstBackend(SHAPE, tensors, profile=profile), SHAPE, "Q4_0", (1, 7))
 
 
 @emulated

@@ -14,9 +14,9 @@ from format_cases import check_products, stored_as
 from random_models import random_tree
 from test_cuda import SHAPE, STAGES, ids
 from warpsmith.backend.base import LOGITS, Backend, Want
-from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.shape import chunks_of
 from warpsmith.backend.cuda.weights.stream import HeldPart, WeightStream
+from warpsmith.backend.cuda.weights_first import WeightsFirstBackend
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.blocks import TYPES, dequantize
@@ -32,14 +32,14 @@ WATCHDOG = {"WATCHDOG_CYCLES": "4000000000ll"}
 BOUND = 0.02
 
 
-def backend_of(config: Config, tensors: dict[str, Tensor]) -> CudaBackend:
+def backend_of(config: Config, tensors: dict[str, Tensor]) -> WeightsFirstBackend:
     try:
-        return CudaBackend(config, tensors, options=WATCHDOG)
+        return WeightsFirstBackend(config, tensors, options=WATCHDOG)
     except NoDevice as error:
         pytest.skip(str(error))
 
 
-def as_held(cuda: CudaBackend, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def as_held(cuda: WeightsFirstBackend, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The file's weights, rounded where the device holds another type."""
     stream = cuda.layout.stream
     held = {piece.tensor: each.format.type.name for each in stream.parts for piece in each.part.pieces}
@@ -71,13 +71,13 @@ def mixed_kind(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def q8() -> tuple[CudaBackend, ReferenceBackend]:
+def q8() -> tuple[WeightsFirstBackend, ReferenceBackend]:
     tensors = stored_as(SHAPE, lambda name: "Q8_0")
     return backend_of(SHAPE, tensors), ReferenceBackend(SHAPE, tensors)
 
 
 @pytest.fixture(scope="module")
-def mixed() -> tuple[CudaBackend, ReferenceBackend]:
+def mixed() -> tuple[WeightsFirstBackend, ReferenceBackend]:
     tensors = stored_as(SHAPE, mixed_kind)
     cuda = backend_of(SHAPE, tensors)
     return cuda, ReferenceBackend(SHAPE, as_held(cuda, tensors))
@@ -244,7 +244,7 @@ def test_untied_embeddings(embedding: str, head: str) -> None:
     assert decoded == [int(cuda_step(cuda, twin, t)) for t in [3, *decoded[:-1]]]
 
 
-def cuda_step(cuda: CudaBackend, state: object, token: int) -> int:
+def cuda_step(cuda: WeightsFirstBackend, state: object, token: int) -> int:
     output = cuda.forward([(state, Tree.chain([token]))])  # type: ignore[arg-type]
     cuda.commit(state, [0])  # type: ignore[arg-type]
     return int(output.argmax[0])

@@ -10,9 +10,9 @@ import pytest
 from device_checks import same_state
 from test_cuda import SHAPE, bf16_tensors, ids
 from warpsmith.backend.base import LOGITS, Want, output_from_logits
-from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.sampler import MAX_BIASES
 from warpsmith.backend.cuda.top import MAX_TOP
+from warpsmith.backend.cuda.weights_first import WeightsFirstBackend
 from warpsmith.backend.sampling import Sampling, choose
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.canonical import open_checkpoint
@@ -57,24 +57,24 @@ EXTREME = [
 
 
 @pytest.fixture(scope="module")
-def random_model() -> CudaBackend:
+def random_model() -> WeightsFirstBackend:
     try:
-        return CudaBackend(SHAPE, bf16_tensors(SHAPE, seed=1), options=WATCHDOG)
+        return WeightsFirstBackend(SHAPE, bf16_tensors(SHAPE, seed=1), options=WATCHDOG)
     except NoDevice as error:
         pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
-def wisp() -> CudaBackend:
+def wisp() -> WeightsFirstBackend:
     checkpoint = open_checkpoint(WISP)
     try:
         config = replace(read_config(checkpoint), context=2048, mtp_layers=0)
-        return CudaBackend(config, checkpoint.tensors, options=WATCHDOG)
+        return WeightsFirstBackend(config, checkpoint.tensors, options=WATCHDOG)
     except NoDevice as error:
         pytest.skip(str(error))
 
 
-def written(backend: CudaBackend, seed: int) -> list[int]:
+def written(backend: WeightsFirstBackend, seed: int) -> list[int]:
     """A text the model is at home in: a few tokens of anything, and how it goes on."""
     start = ids(seed, 8) % backend.config.vocab
     state = backend.new_state(128)
@@ -82,7 +82,7 @@ def written(backend: CudaBackend, seed: int) -> list[int]:
     return [*start.tolist(), *backend.decode(state, int(start[-1]), 40)]
 
 
-def by_the_host(backend: CudaBackend, prompt: list[int], sampling: Sampling, count: int) -> list[int]:
+def by_the_host(backend: WeightsFirstBackend, prompt: list[int], sampling: Sampling, count: int) -> list[int]:
     """Forward, choose, commit."""
     state, text = backend.new_state(512), list(prompt)
     backend.prefill(state, prompt[:-1])
@@ -94,7 +94,9 @@ def by_the_host(backend: CudaBackend, prompt: list[int], sampling: Sampling, cou
     return text[len(prompt) :]
 
 
-def by_the_device(backend: CudaBackend, prompt: list[int], sampling: Sampling, count: int, stop: int = -1) -> list[int]:
+def by_the_device(
+    backend: WeightsFirstBackend, prompt: list[int], sampling: Sampling, count: int, stop: int = -1
+) -> list[int]:
     state = backend.new_state(512)
     backend.prefill(state, prompt[:-1])
     tokens = list(backend.decode(state, prompt[-1], count, frozenset([stop]) - {-1}, sampling, prompt))
@@ -103,7 +105,7 @@ def by_the_device(backend: CudaBackend, prompt: list[int], sampling: Sampling, c
 
 
 @pytest.mark.parametrize("sampling", ORDINARY, ids=str)
-def test_wisp_draws_what_the_sampler_chooses(wisp: CudaBackend, sampling: Sampling) -> None:
+def test_wisp_draws_what_the_sampler_chooses(wisp: WeightsFirstBackend, sampling: Sampling) -> None:
     wisp.undecided = 0
     for seed in (0, 2**64 - 1, 5):
         prompt, chosen = written(wisp, seed % 1000), replace(sampling, seed=seed)
@@ -113,7 +115,7 @@ def test_wisp_draws_what_the_sampler_chooses(wisp: CudaBackend, sampling: Sampli
 
 
 @pytest.mark.parametrize("sampling", [*ORDINARY, *EXTREME], ids=lambda s: f"{str(s)[:90]}")
-def test_a_random_model_draws_what_the_sampler_chooses(random_model: CudaBackend, sampling: Sampling) -> None:
+def test_a_random_model_draws_what_the_sampler_chooses(random_model: WeightsFirstBackend, sampling: Sampling) -> None:
     random_model.undecided = 0
     for seed in (1, 12345):
         prompt, chosen = ids(seed, 30).tolist(), replace(sampling, seed=seed)
@@ -122,14 +124,14 @@ def test_a_random_model_draws_what_the_sampler_chooses(random_model: CudaBackend
     print(f"{random_model.undecided} of 140 left to the host")
 
 
-def test_what_is_left_to_the_host_is_decided_there(random_model: CudaBackend) -> None:
+def test_what_is_left_to_the_host_is_decided_there(random_model: WeightsFirstBackend) -> None:
     flat, prompt = Sampling(temperature=10.0, seed=3), ids(8, 30).tolist()
     random_model.undecided = 0
     assert by_the_device(random_model, prompt, flat, 20) == by_the_host(random_model, prompt, flat, 20)
     assert random_model.undecided > 3
 
 
-def test_a_stop_id_ends_it(wisp: CudaBackend) -> None:
+def test_a_stop_id_ends_it(wisp: WeightsFirstBackend) -> None:
     prompt, sampling = written(wisp, 3), replace(ORDINARY[0], seed=9)
     tokens = by_the_device(wisp, prompt, sampling, 90)
     stop = tokens[75]
@@ -139,7 +141,7 @@ def test_a_stop_id_ends_it(wisp: CudaBackend) -> None:
 @pytest.mark.parametrize("sampling", [ORDINARY[5], Sampling(temperature=10.0)], ids=["decided", "undecided"])
 @pytest.mark.parametrize("heard", [1, 5, 66])
 def test_a_listener_who_leaves_finds_the_state_where_he_left(
-    random_model: CudaBackend, sampling: Sampling, heard: int
+    random_model: WeightsFirstBackend, sampling: Sampling, heard: int
 ) -> None:
     state, twin, prompt = random_model.new_state(256), random_model.new_state(256), ids(9, 20).tolist()
     for each in (state, twin):
@@ -152,7 +154,7 @@ def test_a_listener_who_leaves_finds_the_state_where_he_left(
 
 
 @pytest.mark.parametrize("sampling", [ORDINARY[0], ORDINARY[5], Sampling(temperature=1.0)], ids=str)
-def test_the_text_is_the_same_with_a_draft(wisp: CudaBackend, sampling: Sampling) -> None:
+def test_the_text_is_the_same_with_a_draft(wisp: WeightsFirstBackend, sampling: Sampling) -> None:
     accepted = 0
     for seed in range(4):
         prompt, chosen = written(wisp, seed) * 2, replace(sampling, seed=seed)  # something to look up
@@ -167,7 +169,7 @@ def test_the_text_is_the_same_with_a_draft(wisp: CudaBackend, sampling: Sampling
 
 @pytest.mark.parametrize("top", [1, 7, 64, MAX_TOP, MAX_TOP + 1])
 @pytest.mark.parametrize("nodes", [1, 22, 64])
-def test_the_best_and_the_log_sum_exp(random_model: CudaBackend, nodes: int, top: int) -> None:
+def test_the_best_and_the_log_sum_exp(random_model: WeightsFirstBackend, nodes: int, top: int) -> None:
     if nodes > random_model.largest_tree:
         pytest.skip(f"trees on this chip have at most {random_model.largest_tree} nodes")
     state = random_model.new_state(128)
@@ -187,7 +189,7 @@ def test_the_best_and_the_log_sum_exp(random_model: CudaBackend, nodes: int, top
     np.testing.assert_allclose(got.logsumexp, expected.logsumexp, atol=LSE_BOUND, rtol=0)
 
 
-def test_the_best_of_rows_that_are_hard(random_model: CudaBackend) -> None:
+def test_the_best_of_rows_that_are_hard(random_model: WeightsFirstBackend) -> None:
     """Ties everywhere, one value, zeros of both signs, and the best so placed that a thread has too many of them."""
     vocab, random = SHAPE.vocab, np.random.default_rng(6)
     rows = [random.normal(size=vocab).round(1), np.zeros(vocab), np.copysign(0.0, random.normal(size=vocab))]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from warpsmith.backend.cuda.build import profiles
 from warpsmith.backend.cuda.build.profiles import load_profiles
 from warpsmith.backend.cuda.memory.layout import Layout
-from warpsmith.backend.cuda.memory.plan import memory_parts
+from warpsmith.backend.cuda.memory.plan import weights_first_parts
 from warpsmith.backend.cuda.schedule import deal
 from warpsmith.backend.cuda.shape import chunks_of
 from warpsmith.backend.cuda.weights.formats import format_for
@@ -33,12 +33,14 @@ def test_the_stream_holds_every_weight_once(profile: profiles.Profile) -> None:
     assert sorted(names) == sorted(shapes)
     stored = sum(2 * math.prod(shape) for shape in shapes.values())
     assert stored <= layout.stream.bytes < 1.01 * stored
-    assert sum(p.nbytes for p in memory_parts(layout, MODEL.context)) < 24 << 30  # a 24 GB card takes the whole context
+    assert (
+        sum(p.nbytes for p in weights_first_parts(layout, MODEL.context)) < 24 << 30
+    )  # a 24 GB card takes the whole context
 
 
 def test_embeddings_of_their_own_are_counted() -> None:
     tied, untied = (Layout(replace(MODEL, tied=tied), 132, {"token_embd.weight": "Q8_0"}) for tied in (True, False))
-    extra = memory_parts(untied, 1024)[0].nbytes - memory_parts(tied, 1024)[0].nbytes
+    extra = weights_first_parts(untied, 1024)[0].nbytes - weights_first_parts(tied, 1024)[0].nbytes
     table = MODEL.vocab * MODEL.hidden * 34 // 32
     assert untied.stream.embedding_bytes == table
     assert tied.stream.embedding_bytes == 0

@@ -17,7 +17,7 @@ import pytest
 from device_checks import check_smaller_than_its_room
 from warpsmith.backend.base import LOGITS, Backend, Want
 from warpsmith.backend.cpu import CpuBackend
-from warpsmith.backend.cuda import CudaBackend
+from warpsmith.backend.cuda import WeightsFirstBackend
 from warpsmith.backend.cuda.large.backend import LargeBackend
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.tree import Tree
@@ -58,7 +58,7 @@ def config(wisp: Checkpoint) -> Config:
 @pytest.fixture(scope="module")
 def cuda(wisp: Checkpoint, config: Config) -> Backend:
     try:
-        return CudaBackend(config, wisp.tensors)
+        return WeightsFirstBackend(config, wisp.tensors)
     except NoDevice as error:
         pytest.skip(str(error))
 
@@ -90,7 +90,7 @@ def greedy(backend: Backend, prompt: Sequence[int], count: int) -> list[int]:
 
 
 def test_the_weights_are_streamed_as_they_are_stored(wisp: Checkpoint, cuda: Backend) -> None:
-    assert isinstance(cuda, CudaBackend)
+    assert isinstance(cuda, WeightsFirstBackend)
     stream = cuda.layout.stream
     assert {held.format.type.name for held in stream.parts} == {"Q8_0"}
     matrices = [piece.tensor for held in stream.parts for piece in held.part.pieces]

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import warpsmith
 from emulator.gpu import emulated_gpu
 from warpsmith.backend.base import LOGITS, Backend, Want, wanted_for
-from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.build.profiles import load_profiles
+from warpsmith.backend.cuda.weights_first import WeightsFirstBackend
 from warpsmith.backend.finite import NOT_FINITE
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
@@ -148,7 +148,7 @@ def test_cuda_kernels_say_the_same() -> None:
     config = read_config(checkpoint)
     profile = replace(load_profiles()["h200"], largest_tree=8)
     with emulated_gpu(3, (1, 8)):
-        cuda = CudaBackend(config, checkpoint.tensors, profile=profile, context=64)
+        cuda = WeightsFirstBackend(config, checkpoint.tensors, profile=profile, context=64)
         output = cuda.forward([(cuda.new_state(8), Tree.chain([1, 2, 3]))])
         assert output.argmax is not None
         assert output.argmax.tolist() == [-1, -1, -1]

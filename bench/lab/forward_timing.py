@@ -13,8 +13,8 @@ from functools import partial
 
 import numpy as np
 
-from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.state import CudaState
+from warpsmith.backend.cuda.weights_first import WeightsFirstBackend
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.canonical import Tensor
@@ -65,7 +65,7 @@ def median_ms(run, repeats: int = 7) -> float:
     return statistics.median(times)
 
 
-def fake_length(backend: CudaBackend, length: int) -> CudaState:
+def fake_length(backend: WeightsFirstBackend, length: int) -> CudaState:
     """A state of some length without running it: keys and values of an empty cache are as good as any."""
     state = backend.new_state(length + 256)
     state.keys.clear()
@@ -79,7 +79,7 @@ def bushy_tree(nodes: int) -> Tree:
     return Tree(np.arange(nodes), np.array([-1] + [i - 1 if i % 3 else i // 2 for i in range(1, nodes)]))
 
 
-def time_backend(backend: CudaBackend, depths: list[int], sizes: list[int]) -> None:
+def time_backend(backend: WeightsFirstBackend, depths: list[int], sizes: list[int]) -> None:
     def decode(state: CudaState, depth: int) -> None:
         state.length = depth
         for _ in backend.decode(state, 7, 128):
@@ -122,7 +122,7 @@ def stage_marks(config: Config, nodes: int) -> list[tuple[str, str]]:
 
 def print_profile(config: Config, tensors: dict[str, Tensor], nodes: int) -> None:
     """Where a forward pass spends its time: the mean over SMs and layers of each part, from clocks in the kernel."""
-    backend = CudaBackend(config, tensors, options={"PROFILE": MARKS})
+    backend = WeightsFirstBackend(config, tensors, options={"PROFILE": MARKS})
     state = fake_length(backend, 520)
     for _ in range(300):  # until the chip runs at the rate that it keeps
         backend.forward([(state, bushy_tree(nodes))])
@@ -162,7 +162,7 @@ def main() -> None:
     for in_flight in arguments.in_flight:
         start = time.perf_counter()
         options = {"IN_FLIGHT": in_flight}
-        backend = CudaBackend(config, tensors, options=options)
+        backend = WeightsFirstBackend(config, tensors, options=options)
         print(f"in flight {in_flight}: loaded in {time.perf_counter() - start:.1f} s", flush=True)
         time_backend(backend, arguments.depths, arguments.nodes)
 

@@ -64,9 +64,9 @@ def milliseconds(backend: LargeBackend, run, repeats: int) -> float:
 
 def keep_as(backend: LargeBackend, keys: str, values: str) -> None:
     """From now on with caches of other types, and kernels built for them: the weights need not be loaded again."""
-    backend.large = layout = copy(backend.large)
+    backend.layout = layout = copy(backend.layout)
     layout.key_rows, layout.value_rows = CACHE_ROWS[keys], CACHE_ROWS[values]
-    backend.layout, backend.cache_types, backend._kernels = layout, (keys, values), {}
+    backend.cache_types, backend._kernels = (keys, values), {}
     compilers = ThreadPoolExecutor()
     backend._images = {n: compilers.submit(backend._image, "large/forward.cu", n) for n in backend.variants}
 
@@ -77,7 +77,7 @@ def print_profile(backend: LargeBackend, state, nodes: int) -> None:
     backend.profile.clear()
     backend.launch(state, some_tree(nodes, c.vocab), ARGMAX)
     backend.device.synchronize()
-    marks = backend.profile.read(np.int64, (backend.large.sms, MARKS // 2, 2))
+    marks = backend.profile.read(np.int64, (backend.layout.sms, MARKS // 2, 2))
     took, at = np.diff(marks[:, :, 0], axis=1), 0
     found: dict[tuple[str, str], list[int]] = {}
     for recurrent in c.recurrent:
@@ -113,7 +113,7 @@ def main() -> None:
     free = Device().free_memory()
     backend = LargeBackend(config, tensors, context=context, options=options)
     bandwidth = backend.read_bandwidth()
-    print(f"stream {backend.large.stream_bytes / 1e9:.2f} GB, read alone at {bandwidth / 1e9:.0f} GB/s")
+    print(f"stream {backend.layout.stream_bytes / 1e9:.2f} GB, read alone at {bandwidth / 1e9:.0f} GB/s")
     for caches in given.caches:
         keep_as(backend, caches.split("/")[0], caches.split("/")[-1])
         state = backend.new_state(context)
@@ -125,7 +125,7 @@ def main() -> None:
             cache.clear()
         for depth in given.depths:
             state.length = depth
-            limit = sum(backend.large.cache_bytes(depth)) / bandwidth * 1e3
+            limit = sum(backend.layout.cache_bytes(depth)) / bandwidth * 1e3
             print(f"{caches}, depth {depth}: keys and values are read in {limit:.3f} ms at best")
             for nodes in given.nodes:
                 tree = some_tree(nodes, config.vocab)

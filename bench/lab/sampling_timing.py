@@ -14,8 +14,8 @@ from functools import partial
 from forward_timing import bushy_tree, fake_length, median_ms, random_bf16
 
 from warpsmith.backend.base import ARGMAX, Want
-from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.memory.driver import Event
+from warpsmith.backend.cuda.weights_first import WeightsFirstBackend
 from warpsmith.backend.sampling import Sampling
 from warpsmith.model.config import SIZES
 
@@ -35,7 +35,7 @@ SETTINGS: dict[str, Sampling | None] = {
 
 def main() -> None:
     config = replace(SIZES["0.8B"], context=2048)
-    backend = CudaBackend(config, random_bf16(config), context=2048)
+    backend = WeightsFirstBackend(config, random_bf16(config), context=2048)
     print(backend.chip.name)
     history = [i * 7919 % config.vocab for i in range(DEPTH + 1)]
     state = fake_length(backend, DEPTH)

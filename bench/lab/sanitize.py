@@ -24,15 +24,15 @@ TOOLKIT = "/usr/local/cuda/bin"
 def run_trees() -> None:
     """A prompt, trees of every build, commits, decoding on the device, a snapshot: on a model of four layers."""
     from warpsmith.backend.base import LOGITS
-    from warpsmith.backend.cuda.backend import CudaBackend
     from warpsmith.backend.cuda.builds import VARIANTS
+    from warpsmith.backend.cuda.weights_first import WeightsFirstBackend
     from warpsmith.backend.tree import Tree
     from warpsmith.model.synthetic import tiny_model
     from warpsmith.model.weights import read_config
 
     model = tiny_model()
     config = read_config(model)
-    backend = CudaBackend(config, model.tensors, context=256, options=OPTIONS)
+    backend = WeightsFirstBackend(config, model.tensors, context=256, options=OPTIONS)
     random = np.random.default_rng(0)
     state = backend.new_state(256)
     token = int(backend.prefill(state, random.integers(0, config.vocab, 20).tolist()).argmax[-1])
@@ -49,15 +49,15 @@ def run_trees() -> None:
 
 def read_prompts() -> None:
     """Prompts of BF16 through their own kernels, with every tile of the products in turn."""
-    from warpsmith.backend.cuda.backend import CudaBackend
     from warpsmith.backend.cuda.build.profiles import load_profiles
     from warpsmith.backend.cuda.prefill import streams
     from warpsmith.backend.cuda.prefill.products import NARROW_TILES, WIDE_TILES
+    from warpsmith.backend.cuda.weights_first import WeightsFirstBackend
 
     fewest = replace(load_profiles()["h200"], largest_tree=1)  # prompts need no kernels of trees
     for i, tile in enumerate(WIDE_TILES):
         streams.WIDE_TILES, streams.NARROW_TILES = (tile,), NARROW_TILES[i % len(NARROW_TILES) :][:1]
-        read_some(CudaBackend, "bf16", 4, profile=fewest)
+        read_some(WeightsFirstBackend, "bf16", 4, profile=fewest)
 
 
 def read_prompts_of_slabs() -> None:
@@ -74,13 +74,13 @@ def read_prompts_of_slabs() -> None:
 
 def read_prompts_without_wgmma() -> None:
     """The same through the kernels of other chips, built for this one."""
-    from warpsmith.backend.cuda.backend import CudaBackend
     from warpsmith.backend.cuda.build.profiles import load_profiles
     from warpsmith.backend.cuda.large import backend as large
+    from warpsmith.backend.cuda.weights_first import WeightsFirstBackend
 
     fewest = replace(load_profiles()["h200"], largest_tree=1)
     for recipe in ("bf16", "q8_0"):
-        read_some(CudaBackend, recipe, 4, profile=fewest, architecture="sm_90")
+        read_some(WeightsFirstBackend, recipe, 4, profile=fewest, architecture="sm_90")
     large.variants_for = lambda shared_memory: (1,)
     for cache in ("f16", "q8_0"):
         read_some(large.LargeBackend, "q4_k_m", 6, cache_type_k=cache, cache_type_v="q4_0", architecture="sm_90")

@@ -270,14 +270,14 @@ def emulated_gpu(sms: int, variants: tuple[int, ...], prompts: bool = False, oft
         mock.patch(f"{__name__}._often", often),
         mock.patch("warpsmith.backend.cuda.memory.driver._bindings", return_value=driver),
         mock.patch("warpsmith.backend.cuda.backend.build", build),
+        mock.patch("warpsmith.backend.cuda.weights_first.build", build),
         mock.patch("warpsmith.backend.cuda.large.backend.build", build),
         mock.patch("warpsmith.backend.cuda.draft.network.build", build),
         mock.patch("warpsmith.backend.cuda.draft.lent.build", build),
         mock.patch("warpsmith.backend.cuda.draft.mtp.build", build),
         mock.patch("warpsmith.backend.cuda.draft.step.build", build),
-        mock.patch("warpsmith.backend.cuda.large.backend.target", return_value="sm_90a"),
         mock.patch("warpsmith.backend.cuda.large.plan.VARIANTS", variants),
-        mock.patch("warpsmith.backend.cuda.backend.VARIANTS", variants),
+        mock.patch("warpsmith.backend.cuda.weights_first.VARIANTS", variants),
         mock.patch("warpsmith.backend.cuda.backend.target", return_value="sm_90a"),
         mock.patch.object(
             CudaBackend, "_prepare_prompts", CudaBackend._prepare_prompts if prompts else lambda *_: None

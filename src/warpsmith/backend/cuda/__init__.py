@@ -8,11 +8,12 @@ from typing import Any
 from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.choice import activations_first
 from warpsmith.backend.cuda.large.backend import LargeBackend
+from warpsmith.backend.cuda.weights_first import WeightsFirstBackend
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.errors import NoDevice
 from warpsmith.model.config import Config
 
-__all__ = ["CudaBackend", "LargeBackend", "open_backend"]
+__all__ = ["CudaBackend", "LargeBackend", "WeightsFirstBackend", "open_backend"]
 
 
 def open_backend(
@@ -31,4 +32,4 @@ def open_backend(
         raise NoDevice(
             "The GPU keeps keys and values of this model in f16 only.", "Leave -ctk and -ctv out, or use --device cpu."
         )
-    return CudaBackend(config, tensors, **settings)
+    return WeightsFirstBackend(config, tensors, **settings)

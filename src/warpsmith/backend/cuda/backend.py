@@ -1,12 +1,14 @@
-"""The CUDA backend: one persistent kernel for plain decoding and for trees."""
+"""The CUDA backend: the contract, for both forward passes."""
 
 from __future__ import annotations
 
 import ctypes
+from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -33,33 +35,26 @@ from warpsmith.backend.checks import check_batch, check_ids, check_room, check_t
 from warpsmith.backend.cuda.build.compiler import build, target
 from warpsmith.backend.cuda.build.profiles import Profile
 from warpsmith.backend.cuda.build.profiles import choose as choose_profile
-from warpsmith.backend.cuda.builds import VARIANTS, build_constants, build_options, check_shape
-from warpsmith.backend.cuda.debug.trace import read_stage, stage_number
 from warpsmith.backend.cuda.decoding import Decoder
 from warpsmith.backend.cuda.draft.layout import DraftLayout
 from warpsmith.backend.cuda.draft.layout import takes as draft_fits
-from warpsmith.backend.cuda.draft.lent import HeadProgram, Lent, lend_copies, lendable
+from warpsmith.backend.cuda.draft.lent import HeadProgram, Lent, lendable
 from warpsmith.backend.cuda.draft.mtp import MtpProgram, block_config
 from warpsmith.backend.cuda.draft.network import CudaDraft
 from warpsmith.backend.cuda.draft.plan import draft_parts
 from warpsmith.backend.cuda.memory.driver import Buffer, Device, Event, Kernel
-from warpsmith.backend.cuda.memory.exchange import NOT_YET
-from warpsmith.backend.cuda.memory.layout import Layout
-from warpsmith.backend.cuda.memory.plan import check_fit, memory_parts
+from warpsmith.backend.cuda.memory.sequence import SequenceSizes
 from warpsmith.backend.cuda.outputs import Outputs
-from warpsmith.backend.cuda.prefill import Prefill, RowTiles
+from warpsmith.backend.cuda.prefill import Prefill
 from warpsmith.backend.cuda.prefill.network import ModelOnDevice
 from warpsmith.backend.cuda.prefill.streams import PromptStream
-from warpsmith.backend.cuda.requests import at_row, fill_request
 from warpsmith.backend.cuda.rows import CudaRows
 from warpsmith.backend.cuda.sampler import DeviceSampler
-from warpsmith.backend.cuda.schedule import busy_sms
-from warpsmith.backend.cuda.shape import COLUMNS, MAX_STOPS, READ_AHEAD, threads_of
+from warpsmith.backend.cuda.shape import MAX_STOPS, READ_AHEAD
 from warpsmith.backend.cuda.state import CudaState, bring_back, take_snapshot
-from warpsmith.backend.cuda.structures import Commit, Draw, Params, Path, Request, Stream
+from warpsmith.backend.cuda.structures import Commit, Draw, Path, Stream
 from warpsmith.backend.cuda.top import MAX_TOP
 from warpsmith.backend.cuda.tree import TreeOnDevice, WalkedOnDevice
-from warpsmith.backend.cuda.weights.loading import Progress, load_weights
 from warpsmith.backend.cuda.weights.stream import EMBEDDING
 from warpsmith.backend.rows import HostRows
 from warpsmith.backend.sampling import Sampling, choose
@@ -70,14 +65,25 @@ from warpsmith.checkpoint.dflash import DFlashConfig
 from warpsmith.errors import BadRequest
 from warpsmith.model.config import Config
 
-EVERY_STAGE = 1 << 30
-
 
 class CudaBackend(Backend):
-    """Weights packed on one GPU, and the kernels built for it."""
+    """What both forward passes have in common: drafts, prompts, sampling, snapshots. A pass has its weights, its
+    launches and its memory (weights_first.py, large/backend.py)."""
 
     name = "cuda"
     cache_types: tuple[str, str] = ("f16", "f16")  # of keys and of values
+    layout: SequenceSizes
+    shared_memory: int  # of an SM
+    largest_launch: int  # nodes
+    variants: Sequence[int]  # nodes that builds of the pass take
+    stream: Buffer  # of weights
+    embedding: Buffer
+    vectors: Buffer
+    rope: Buffer
+    profile: Buffer  # clocks, in a profiling build
+    outputs: Outputs
+    _commit: Kernel
+    _decoder: Decoder
     _prompts: Prefill | None = None  # where the model suits its kernels
     _lent: Lent | None = None  # these once a draft has asked
     _draft: DraftLayout | None = None
@@ -89,54 +95,40 @@ class CudaBackend(Backend):
         self,
         config: Config,
         tensors: Mapping[str, Tensor],
+        device: Device,
         *,
-        context: int | None = None,
-        progress: Progress | None = None,
-        memory_limit: int | None = None,
-        profile: Profile | None = None,
-        architecture: str | None = None,
-        options: Mapping[str, object] | None = None,
+        context: int | None,
+        profile: Profile | None,
+        architecture: str | None,
+        options: Mapping[str, object] | None,
     ) -> None:
-        self.config, self.device = config, Device(limit=memory_limit)
-        check_shape(config)
-        self.chip = self.device.chip
-        self.chip_profile = profile or choose_profile(self.chip.name, self.chip.capability)[0]
-        self.largest_tree = self.largest_launch = self.chip_profile.largest_tree
-        self.architecture = architecture or target(self.chip.capability)
-        stored = {name: tensor.type.name for name, tensor in tensors.items()}
-        self.layout = layout = Layout(config, min(self.chip.sms, busy_sms(config)), stored)
-        self.options = dict(options or {})
+        self.config, self.device, self.chip = config, device, device.chip
         self.context = context or config.context
-        check_fit(layout, self.context, self.device.room())
-        self._kernels: dict[int, Kernel] = {}
-        compilers = ThreadPoolExecutor(1 + len(VARIANTS))  # side by side, and while the weights are copied
-        sizes = [n for n in VARIANTS if n <= self.largest_tree]
-        self._images = {n: compilers.submit(self._image, "forward/forward.cu", n) for n in sizes}
-        top_image = compilers.submit(self._image, "sample/top.cu")
-        compilers.shutdown(wait=False)
-        pack = self.device.load(self._image("weights/pack.cu")).kernel("pack")
-        self._commit = self.device.load(self._image("forward/commit.cu")).kernel("commit")
-
-        self.stream, self.embedding = load_weights(self.device, pack, layout.stream, tensors, progress)
-        self.vectors = self.device.upload(
-            np.concatenate([tensors[n].float32().reshape(-1) for n in layout.schedule.vectors()])
-        )
-        self.rope = self.device.upload(layout.rope_table(self.context))
-        self.stream_start = self.device.upload(layout.stream.start.astype(np.uint64))
-        self.head_start = self.device.upload(layout.stream.part_start[-1].astype(np.uint64))
-        self.exchange = self.device.allocate(layout.exchange.bytes)
-        self.parts = self.device.allocate(layout.parts_bytes)
-        self._reset_parts()
-        self.branch_state = self.device.allocate(layout.pending_bytes()["branch_state"])
-        marks = int(str(self.options.get("PROFILE", 0)))  # a profiling build keeps that many clocks an SM
-        self.profile = self.device.zeros(layout.sms * marks * 8)
-        self.outputs = outputs = Outputs(self.device, config, top_image.result())
-        sampler = DeviceSampler(self.device, layout.sms, self.context, layout.samples)
-        self._decoder = Decoder(self.device, sampler, outputs.ring, outputs.logits, config.vocab)
-        self._prepare_prompts(RowTiles(layout, self.architecture))
+        self.chip_profile = profile or choose_profile(self.chip.name, self.chip.capability)[0]
+        self.architecture = architecture or target(self.chip.capability)
+        self.options = dict(options or {})
         self.undecided = 0  # sampled tokens that the device left to the host
-        self._weight_types = " ".join(sorted(set(stored.values())))
+        self.stored = {name: tensor.type.name for name, tensor in tensors.items()}
         self._lendable = lendable(config, tensors)
+        self._images: dict[int, Future[bytes]] = {}
+        self._kernels: dict[int, Kernel] = {}
+
+    def _begin_builds(self, source: str, sizes: Sequence[int]) -> None:
+        """Of the pass for trees of up to so many nodes: side by side, and while the weights are copied."""
+        self.variants = sizes
+        compilers = ThreadPoolExecutor(1 + len(sizes))
+        self._images = {nodes: compilers.submit(self._image, source, nodes) for nodes in sizes}
+        told = {"schedule.cuh": f"#pragma once\nconstexpr int VOCAB = {self.config.vocab};\n"}  # all it has to know
+        self._top_image = compilers.submit(build, "sample/top.cu", self.architecture, told)
+        compilers.shutdown(wait=False)
+
+    def _make_outputs(self, samples: bool) -> None:
+        """Where a pass writes, and what draws tokens from it; `samples`: whether the pass itself can."""
+        marks = int(str(self.options.get("PROFILE", 0)))  # a profiling build keeps that many clocks an SM
+        self.profile = self.device.zeros(self.sms * marks * 8)
+        self.outputs = outputs = Outputs(self.device, self.config, self._top_image.result())
+        sampler = DeviceSampler(self.device, self.sms, self.context, samples)
+        self._decoder = Decoder(self.device, sampler, outputs.ring, outputs.logits, self.config.vocab)
 
     def _prepare_prompts(self, weights: PromptStream) -> None:
         if weights.suits():
@@ -145,6 +137,47 @@ class CudaBackend(Backend):
             )
             self._prompts = Prefill(self.device, weights, model, options=self.options)
 
+    # -- what a pass does in its own way --------------------------------------------------------------------------
+
+    @abstractmethod
+    def _image(self, source: str, nodes: int = 1) -> bytes:
+        """A build of a kernel of the pass."""
+
+    @abstractmethod
+    def params_for(self, state: CudaState) -> Any:
+        """Where everything is that the kernels use, this sequence's too."""
+
+    @abstractmethod
+    def launch(
+        self,
+        state: CudaState,
+        tree: Tree | TreeOnDevice,
+        want: Want,
+        steps: int = 0,
+        stop: Sequence[int] = (),
+        draw: Draw | None = None,
+        row: int = 0,
+        after: int = 0,
+    ) -> None:
+        """Queue a pass whose first node's outputs are row number `row` of all that is computed together, on what the
+        state will be when a commit of `after` tokens that is queued already is taken."""
+
+    @abstractmethod
+    def _launch_commit(self, state: CudaState, commit: Commit) -> None: ...
+
+    @abstractmethod
+    def lend(self) -> Lent:
+        """What a draft needs of the model."""
+
+    @property
+    @abstractmethod
+    def sms(self) -> int:
+        """That take part."""
+
+    @abstractmethod
+    def _stream_bounds(self) -> np.ndarray:
+        """Where each SM's stream begins, and where the last one's ends."""
+
     # -- the contract ---------------------------------------------------------------------------------------------
 
     @property
@@ -152,18 +185,14 @@ class CudaBackend(Backend):
         return {
             "device": self.name,
             "gpu": self.chip.name,
-            "sms": self.layout.sms,
+            "sms": self.sms,
             "architecture": self.architecture,
             "profile": repr(self.chip_profile),
             "type_k": self.cache_types[0],
             "type_v": self.cache_types[1],
-            "weight_types": self._weight_types,
+            "weight_types": " ".join(sorted(set(self.stored.values()))),
             **{name: str(value) for name, value in self.options.items()},
         }
-
-    def memory(self, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
-        parts = memory_parts(self.layout, context, sequences, snapshots)
-        return parts + self._drafts_memory(context, sequences)
 
     def _drafts_memory(self, context: int, sequences: int) -> list[MemoryPart]:
         """Of the draft that was last made."""
@@ -277,11 +306,6 @@ class CudaBackend(Backend):
         commit.length = state.length
         self._launch_commit(state, commit)
 
-    def _launch_commit(self, state: CudaState, commit: Commit) -> None:
-        blocks = self.layout.delta_layers * self.layout.blocks
-        blocks += self.layout.attention_layers * self.config.kv_heads
-        self._commit.launch(blocks, COLUMNS * 32, state.params, commit)
-
     def block_draft(
         self, config: DFlashConfig, tensors: Mapping[str, Tensor], capacity: Sequence[int]
     ) -> BlockDraft | None:
@@ -332,12 +356,6 @@ class CudaBackend(Backend):
             self._mtp = MtpProgram(self, self._lendable, self._head_program(), make)
         return self._mtp.run(state, tokens, hidden, position, want)
 
-    def lend(self) -> Lent:
-        """What a draft needs of the model."""
-        if self._lent is None:
-            self._lent = lend_copies(self, self._lendable)
-        return self._lent
-
     def decode(
         self,
         state: State,
@@ -364,20 +382,6 @@ class CudaBackend(Backend):
         bring_back(state, snapshot, self.layout)
         self.device.synchronize()  # whoever has the time taken of what follows does not wait for the copies
 
-    def trace(self, state: State, tree: Tree, stop_after: str) -> dict[str, np.ndarray]:
-        """The exchanged buffers after a stage of the plan (`delta_mix.3`), to compare with the reference's."""
-        assert isinstance(state, CudaState)
-        self.launch(state, tree, ARGMAX, stop_after=stage_number(self.layout.schedule, stop_after))
-        state.drafted = None
-        self.device.synchronize()
-        self._reset_parts()  # a pass that stops inside a layer may leave some behind
-        return read_stage(self, state, stop_after, len(tree))
-
-    def bytes_a_token(self, length: int) -> int:
-        layout = self.layout
-        weights = layout.stream.bytes + layout.vector_bytes
-        return weights + sum(layout.cache_bytes(length)) + 2 * layout.delta_bytes
-
     def read_bandwidth(self) -> float:
         """Every SM reads its stream and does nothing with it; the median of nine times."""
         image = build("weights/stream.cu", self.architecture, {})
@@ -389,79 +393,15 @@ class CudaBackend(Backend):
         times = []
         for _ in range(10):
             begin.record()
-            kernel.launch(self.layout.sms, 32, request)
+            kernel.launch(self.sms, 32, request)
             end.record()
             end.wait()
             times.append(end.seconds_since(begin))
         return int(bounds[-1]) / median(times[1:])
 
-    def _stream_bounds(self) -> np.ndarray:
-        """Where each SM's stream begins, and where the last one's ends."""
-        return np.append(self.layout.stream.start, self.layout.stream.bytes)
-
-    def _reset_parts(self) -> None:
-        self.parts.fill_starts(NOT_YET, 1, self.parts.nbytes // 4)
-
-    # -- launching ------------------------------------------------------------------------------------------------
-
     def _kernel(self, nodes: int) -> Kernel:
-        size = next(n for n in VARIANTS if nodes <= n)
+        size = next(n for n in self.variants if nodes <= n)
         if size not in self._kernels:
             module = self.device.load(self._images[size].result())
-            self._kernels[size] = module.kernel("forward", self.chip.shared_memory)
+            self._kernels[size] = module.kernel("forward", self.shared_memory)
         return self._kernels[size]
-
-    def _image(self, source: str, nodes: int = 1) -> bytes:
-        constants = build_constants(self.layout, self.chip, self.chip_profile, nodes) | self.options
-        return build(source, self.architecture, constants, build_options(source, self.layout, self.architecture))
-
-    def params_for(self, state: CudaState) -> Params:
-        """Where everything is that the kernels use, this sequence's too."""
-
-        def at(buffer: Buffer) -> int:
-            return buffer.pointer
-
-        outputs = self.outputs
-        pointers = {
-            "stream": at(self.stream), "stream_start": at(self.stream_start), "head_start": at(self.head_start),
-            "embedding": at(self.embedding), "vectors": at(self.vectors), "rope": at(self.rope),
-            "delta": at(state.delta), "history": at(state.history),
-            "keys": at(state.keys), "values": at(state.values), "out_count": outputs.ring.pointer,
-            "out_tokens": outputs.ring.pointer + 4, "out_logits": at(outputs.logits),
-            "out_features": at(outputs.features), "out_hidden": at(outputs.hidden), "profile": at(self.profile),
-            "exchange": at(self.exchange), "parts": at(self.parts), "branch_state": at(self.branch_state),
-        }  # fmt: skip
-        pointers |= {name: at(buffer) for name, buffer in state.pending.items()}
-        return Params(context=state.context, **pointers)
-
-    def launch(
-        self,
-        state: CudaState,
-        tree: Tree | TreeOnDevice,
-        want: Want,
-        steps: int = 0,
-        stop: Sequence[int] = (),
-        stop_after: int = EVERY_STAGE,
-        draw: Draw | None = None,
-        row: int = 0,
-        after: int = 0,
-    ) -> None:
-        """Queue a pass whose first node's outputs are row number `row` of all that is computed together, on what the
-        state will be when a commit of `after` tokens that is queued already is taken."""
-        self.overwrite_outputs()
-        # before the rest is made ready: the device does it meanwhile
-        self.exchange.fill_starts(NOT_YET, 2, -(-len(tree) // 8) * self.layout.exchange.tile_words)
-        params = at_row(state.params_after() if after else state.params, row, self.config, want)
-        request = Request(
-            nodes=len(tree),
-            length=state.length + after,
-            steps=steps,
-            stop_after=stop_after,
-            stops=len(stop),
-            features=len(want.features),
-            want_logits=want.tokens in ("top", "logits"),
-            want_hidden=want.hidden,
-        )
-        fill_request(request, tree, stop, want)
-        arguments = (params, request, draw or Draw())  # kernels for trees know of no draw
-        self._kernel(len(tree)).launch(self.layout.sms, threads_of(self.architecture), *arguments, cooperative=True)

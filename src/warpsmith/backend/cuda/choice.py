@@ -11,7 +11,7 @@ from warpsmith.backend.cuda.draft.plan import planned_draft
 from warpsmith.backend.cuda.large.layout import LargeLayout, takes
 from warpsmith.backend.cuda.large.plan import large_parts, variants_for
 from warpsmith.backend.cuda.memory.layout import Layout
-from warpsmith.backend.cuda.memory.plan import memory_parts
+from warpsmith.backend.cuda.memory.plan import weights_first_parts
 from warpsmith.backend.cuda.memory.room import CONTEXT_BYTES
 from warpsmith.backend.cuda.schedule import busy_sms
 from warpsmith.backend.cuda.shape import LARGEST_HIDDEN
@@ -53,7 +53,7 @@ def planned(
         parts = large_parts(large, context, largest_tree=largest_tree)
     else:
         layout = Layout(config, min(chip.sms, busy_sms(config)), stored)
-        parts = memory_parts(layout, context)
+        parts = weights_first_parts(layout, context)
     if draft is not None:
         parts += planned_draft(large, config, stored, chip.sms, draft.config, draft.stored, draft.capacity, context)
     return [*parts, MemoryPart("CUDA itself", CONTEXT_BYTES)]

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from warpsmith.backend.base import Snapshot, State
 from warpsmith.backend.checks import check_snapshot
 from warpsmith.backend.cuda.memory.driver import Device
-from warpsmith.backend.cuda.memory.layout import Layout
-from warpsmith.backend.cuda.memory.plan import pending_bytes
+from warpsmith.backend.cuda.memory.sequence import SequenceSizes
 
 if TYPE_CHECKING:
     from warpsmith.backend.cuda.backend import CudaBackend
@@ -24,7 +23,7 @@ class CudaState(State):
         self.delta = device.zeros(layout.delta_bytes)
         self.history = device.zeros(layout.history_bytes)
         self.keys, self.values = map(device.allocate, layout.cache_bytes(context))
-        self.pending = {name: device.allocate(nbytes) for name, nbytes in pending_bytes(layout).items()}
+        self.pending = {name: device.allocate(nbytes) for name, nbytes in layout.pending_bytes().items()}
         self.kept_delta = device.allocate(layout.delta_bytes)
         self.kept_history = device.allocate(layout.history_bytes)
         self.params = backend.params_for(self)  # the same for every launch
@@ -43,7 +42,7 @@ class CudaState(State):
         self.params.delta, self.params.history = self.delta.pointer, self.history.pointer
 
 
-def take_snapshot(state: CudaState, device: Device, layout: Layout) -> Snapshot:
+def take_snapshot(state: CudaState, device: Device, layout: SequenceSizes) -> Snapshot:
     """Copies of a state, of keys and values only the rows in use."""
     copies = []
     for source in (state.delta, state.history):
@@ -56,7 +55,7 @@ def take_snapshot(state: CudaState, device: Device, layout: Layout) -> Snapshot:
     return Snapshot(state.length, sum(c.nbytes for c in copies), copies)
 
 
-def bring_back(state: CudaState, snapshot: Snapshot, layout: Layout) -> None:
+def bring_back(state: CudaState, snapshot: Snapshot, layout: SequenceSizes) -> None:
     """Queue the copies back; the state is then as it was."""
     check_snapshot(state, snapshot)
     delta, history, keys, values = snapshot.data

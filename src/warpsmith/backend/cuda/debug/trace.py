@@ -12,8 +12,8 @@ from warpsmith.backend.tree import MAX_NODES
 from warpsmith.errors import BadRequest
 
 if TYPE_CHECKING:
-    from warpsmith.backend.cuda.backend import CudaBackend
     from warpsmith.backend.cuda.state import CudaState
+    from warpsmith.backend.cuda.weights_first import WeightsFirstBackend
 
 
 def stage_number(schedule: Schedule, stage: str) -> int:
@@ -25,7 +25,7 @@ def stage_number(schedule: Schedule, stage: str) -> int:
     return number
 
 
-def read_stage(backend: CudaBackend, state: CudaState, stage: str, nodes: int) -> dict[str, np.ndarray]:
+def read_stage(backend: WeightsFirstBackend, state: CudaState, stage: str, nodes: int) -> dict[str, np.ndarray]:
     """The plan's buffers of a pass over so many nodes that stopped after `stage`."""
     c, exchange = backend.config, backend.layout.exchange
     op, kind, layer = _parse(stage)
@@ -59,12 +59,12 @@ def read_stage(backend: CudaBackend, state: CudaState, stage: str, nodes: int) -
     return {"x": exchange.values(read_exchange(backend, following), "x", nodes) / _read_norm(backend, name)}
 
 
-def read_exchange(backend: CudaBackend, turn: int) -> np.ndarray:
+def read_exchange(backend: WeightsFirstBackend, turn: int) -> np.ndarray:
     """The words of the copy of all exchanges that use number `turn` has: they take turns."""
     return backend.exchange.read(np.uint32, (2, backend.layout.exchange.bytes // 8))[turn % 2]
 
 
-def _read_norm(backend: CudaBackend, name: str) -> np.ndarray:
+def _read_norm(backend: WeightsFirstBackend, name: str) -> np.ndarray:
     start = backend.layout.vector_start(name) * 4
     return backend.vectors.read(np.float32, (backend.config.hidden,), offset=start)
 

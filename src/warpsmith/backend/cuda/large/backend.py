@@ -4,39 +4,33 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 import numpy as np
 
-from warpsmith.backend.base import MemoryPart, State, Want
+from warpsmith.backend.base import MemoryPart, Want
 from warpsmith.backend.cuda.backend import CudaBackend
-from warpsmith.backend.cuda.build.compiler import build, target
+from warpsmith.backend.cuda.build.compiler import build
 from warpsmith.backend.cuda.build.profiles import Profile
-from warpsmith.backend.cuda.build.profiles import choose as choose_profile
-from warpsmith.backend.cuda.decoding import Decoder
-from warpsmith.backend.cuda.draft.lent import Lent, lendable
+from warpsmith.backend.cuda.draft.lent import Lent
 from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.large.loading import load_weights
 from warpsmith.backend.cuda.large.plan import large_parts, variants_for
 from warpsmith.backend.cuda.large.rounds import rounds_of
 from warpsmith.backend.cuda.large.stream import PARCEL_UNIT
 from warpsmith.backend.cuda.large.structures import LargeParams, LargeRequest
-from warpsmith.backend.cuda.memory.driver import Device, Kernel
+from warpsmith.backend.cuda.memory.driver import Device
 from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.cuda.memory.layout import rope_table
 from warpsmith.backend.cuda.memory.plan import refuse_what_does_not_fit
-from warpsmith.backend.cuda.outputs import Outputs
 from warpsmith.backend.cuda.prefill import SlabStream
 from warpsmith.backend.cuda.requests import at_row, fill_request
-from warpsmith.backend.cuda.sampler import DeviceSampler
 from warpsmith.backend.cuda.state import CudaState
 from warpsmith.backend.cuda.structures import Commit, Draw, Path
 from warpsmith.backend.cuda.tree import TreeOnDevice
 from warpsmith.backend.cuda.weights.loading import Progress
 from warpsmith.backend.tree import MAX_NODES, Tree
 from warpsmith.checkpoint.canonical import Tensor
-from warpsmith.errors import BadRequest
 from warpsmith.model.config import Config
 
 THREADS = 384
@@ -50,7 +44,9 @@ IN_FLIGHT, FEW_IN_FLIGHT, FEW_BYTES = ((3, 2), (5, 5)), ((2, 1), (4, 4)), 1_400_
 
 
 class LargeBackend(CudaBackend):
-    """The same contract, states and snapshots as `CudaBackend`; other kernels and another stream of weights."""
+    """Weights packed in slabs, dealt to SMs by bytes, and the kernels built for them."""
+
+    layout: LargeLayout
 
     def __init__(
         self,
@@ -71,28 +67,25 @@ class LargeBackend(CudaBackend):
         """`prompts`: kernels of their own for long chains are made ready too. `architecture`: what to build for instead
         of this chip (`options` may name another SHARED_MEMORY). `device`: another backend's, whose plan and memory
         limit are for both."""
-        self.config, self.device = config, device or Device(limit=memory_limit)
-        self.chip = self.device.chip
-        self.chip_profile = profile or choose_profile(self.chip.name, self.chip.capability)[0]
-        self.options = dict(options or {})
-        self.shared_memory = int(str(self.options.get("SHARED_MEMORY", self.chip.shared_memory)))
-        self.variants = variants_for(self.shared_memory)
-        self.largest_tree, self.largest_launch = MAX_NODES, self.variants[-1]
-        self.architecture = architecture or target(self.chip.capability)
-        stored = {name: tensor.type.name for name, tensor in tensors.items()}
-        self.cache_types = (cache_type_k, cache_type_v)
-        self.large = layout = LargeLayout(config, self.chip.sms, stored, self.cache_types)
-        self.layout = layout  # type: ignore[assignment]  # states and snapshots ask it for the same sizes
-        self.context = context or config.context
-        if device is None:
-            refuse_what_does_not_fit(self.memory, self.context, self.device.room())
-        compilers = ThreadPoolExecutor(1 + len(self.variants))  # side by side, and while the weights are copied
-        self._images = {n: compilers.submit(self._image, "large/forward.cu", n) for n in self.variants}
-        vocabulary = {"schedule.cuh": f"#pragma once\nconstexpr int VOCAB = {config.vocab};\n"}  # all it has to know
-        top_image = compilers.submit(build, "sample/top.cu", self.architecture, vocabulary)
-        compilers.shutdown(wait=False)
-        self._kernels: dict[int, Kernel] = {}
+        whole = device is None
+        super().__init__(
+            config,
+            tensors,
+            device or Device(limit=memory_limit),
+            context=context,
+            profile=profile,
+            architecture=architecture,
+            options=options,
+        )
         device = self.device
+        self.shared_memory = int(str(self.options.get("SHARED_MEMORY", self.chip.shared_memory)))
+        variants = variants_for(self.shared_memory)
+        self.largest_tree, self.largest_launch = MAX_NODES, variants[-1]
+        self.cache_types = (cache_type_k, cache_type_v)
+        self.layout = layout = LargeLayout(config, self.chip.sms, self.stored, self.cache_types)
+        if whole:
+            refuse_what_does_not_fit(self.memory, self.context, device.room())
+        self._begin_builds("large/forward.cu", variants)
         pack = device.load(self._image("large/pack.cu")).kernel("pack")
         self._commit = device.load(self._image("large/commit.cu")).kernel("commit")
         self.stream, self.embedding = load_weights(device, pack, layout, tensors, progress)
@@ -107,73 +100,57 @@ class LargeBackend(CudaBackend):
         self.scratch = {name: device.zeros(size) for name, size in layout.scratch_bytes(self.largest_launch).items()}
         for name in ("words", "sums"):
             self.scratch[name].fill_starts(NOT_YET, 1, self.scratch[name].nbytes // 4)
-        marks = int(str(self.options.get("PROFILE", 0)))  # a profiling build keeps that many clocks an SM
-        self.profile = device.zeros(layout.sms * marks * 8)
-        self.outputs = outputs = Outputs(device, config, top_image.result())
-        sampler = DeviceSampler(device, layout.sms, self.context, layout.samples)
-        self._decoder = Decoder(device, sampler, outputs.ring, outputs.logits, config.vocab)
+        self._make_outputs(layout.samples)
         if prompts:
             self._prepare_prompts(SlabStream(layout, self.architecture))
-        self.undecided = 0
-        self._weight_types = " ".join(sorted(set(stored.values())))
-        self._lendable = lendable(config, tensors)
+
+    @property
+    def sms(self) -> int:
+        return self.layout.sms
 
     def memory(self, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
-        parts = large_parts(self.large, context, sequences, snapshots, self.largest_launch)
+        parts = large_parts(self.layout, context, sequences, snapshots, self.largest_launch)
         return parts + self._drafts_memory(context, sequences)
 
     def _launch_commit(self, state: CudaState, commit: Commit) -> None:
-        blocks = self.large.delta_layers * (self.config.value_dim // COMMITTED_COLUMNS) + self.large.caches
+        blocks = self.layout.delta_layers * (self.config.value_dim // COMMITTED_COLUMNS) + self.layout.caches
         self._commit.launch(blocks, 256, state.params, commit)
 
     def lend(self) -> Lent:
         if self._lent is None:
-            layout = self.large
+            layout = self.layout
             places = self.parcels, self.first_head_parcel
             self._lent = Lent(self.stream, layout.deals[-1], *places, self.embedding, layout.embedding_type)
         return self._lent
 
-    def trace(self, state: State, tree: Tree, stop_after: str) -> dict[str, np.ndarray]:
-        raise BadRequest(
-            "The activations-first pass shows no stages.", "Ask a forward pass for features of its layers."
-        )
-
     def bytes_a_token(self, length: int) -> int:
-        layout = self.large
+        layout = self.layout
         weights = layout.stream_bytes + layout.vector_bytes
         return weights + sum(layout.cache_bytes(length)) + 2 * layout.delta_bytes
 
     def _stream_bounds(self) -> np.ndarray:
-        units = self.large.stream_bytes // PARCEL_UNIT
-        return np.arange(self.chip.sms + 1) * units // self.chip.sms * PARCEL_UNIT
+        units = self.layout.stream_bytes // PARCEL_UNIT
+        return np.arange(self.sms + 1) * units // self.sms * PARCEL_UNIT
 
     # -- launching ------------------------------------------------------------------------------------------------
 
-    def _kernel(self, nodes: int) -> Kernel:
-        size = next(n for n in self.variants if nodes <= n)
-        if size not in self._kernels:
-            module = self.device.load(self._images[size].result())
-            self._kernels[size] = module.kernel("forward", self.shared_memory)
-        return self._kernels[size]
-
     def constants(self, nodes: int) -> dict[str, object]:
         """What the kernels for so many nodes are built with."""
-        few = self.large.stream_bytes < FEW_BYTES * self.config.layers * self.large.sms
+        few = self.layout.stream_bytes < FEW_BYTES * self.config.layers * self.sms
         in_flight, between = (FEW_IN_FLIGHT if few else IN_FLIGHT)[nodes > 1]
         own = {
             "IN_FLIGHT": in_flight,
             "BETWEEN": between,
             "SHARED_MEMORY": self.shared_memory,
-            "SAMPLES": int(nodes == 1 and self.large.samples),  # the build that decodes
+            "SAMPLES": int(nodes == 1 and self.layout.samples),  # the build that decodes
             "SHORT_CONTEXT": int(self.context <= SHORT_CONTEXT[nodes]),
         }
-        return self.large.constants(nodes) | own | self.options
+        return self.layout.constants(nodes) | own | self.options
 
     def _image(self, source: str, nodes: int = 1) -> bytes:
         return build(source, self.architecture, self.constants(nodes))
 
-    def params_for(self, state: CudaState) -> LargeParams:  # type: ignore[override]
-        """Where everything is that the kernels use, this sequence's too."""
+    def params_for(self, state: CudaState) -> LargeParams:
         outputs = self.outputs
         stages, runs, tiles = (table.pointer for table in self.tables)
         shared = {name: buffer.pointer for name, buffer in self.scratch.items()}
@@ -195,7 +172,6 @@ class LargeBackend(CudaBackend):
         want: Want,
         steps: int = 0,
         stop: Sequence[int] = (),
-        stop_after: int = 0,
         draw: Draw | None = None,
         row: int = 0,
         after: int = 0,
@@ -224,4 +200,4 @@ class LargeBackend(CudaBackend):
         request.place[: len(places)] = list(places)
         self.scratch["counter"].fill_starts(0, 1, self.scratch["counter"].nbytes // 4)
         arguments = (params, request, draw or Draw())
-        self._kernel(len(tree)).launch(self.large.sms, THREADS, *arguments, cooperative=True)
+        self._kernel(len(tree)).launch(self.sms, THREADS, *arguments, cooperative=True)

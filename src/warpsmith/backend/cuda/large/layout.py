@@ -14,9 +14,8 @@ from itertools import pairwise
 from warpsmith.backend.cuda.large.deal import BLOCK_K, GROUP_BLOCKS, ROWS, LargeStage, most_parts
 from warpsmith.backend.cuda.large.formats import EMBEDDINGS, ROUNDED, SLABS
 from warpsmith.backend.cuda.large.stream import SlabStages
-from warpsmith.backend.cuda.memory.caches import CACHE_ROWS
-from warpsmith.backend.cuda.shape import COLUMNS, HEAD_DIM, HISTORY, MAX_OWN_LOGITS, STATE_DIM
-from warpsmith.backend.tree import MAX_NODES
+from warpsmith.backend.cuda.memory.sequence import SequenceSizes
+from warpsmith.backend.cuda.shape import HEAD_DIM, MAX_OWN_LOGITS, STATE_DIM
 from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.model.config import Config
 from warpsmith.model.weights import expected_shapes
@@ -39,15 +38,14 @@ def takes(config: Config) -> bool:
     )
 
 
-class LargeLayout(SlabStages):
+class LargeLayout(SequenceSizes, SlabStages):
     """Sizes and offsets for one model on one number of SMs, with keys and values kept as named types."""
 
     def __init__(
         self, config: Config, sms: int, stored: Mapping[str, str], cache_types: tuple[str, str] = ("f16", "f16")
     ) -> None:
-        self.config, self.sms, self.stored = config, sms, stored
-        self.key_rows, self.value_rows = (CACHE_ROWS[name] for name in cache_types)
-        self.delta_layers, self.attention_layers = len(config.recurrent_layers), len(config.attention_layers)
+        super().__init__(config, cache_types)
+        self.sms, self.stored = sms, stored
         self.splits = 128 // config.kv_heads
         # Fewer superblocks leave more room for weights on their way, where that does not cut the residual stream into
         # more groups. (A draft that borrows the head counts on as many.)
@@ -80,38 +78,6 @@ class LargeLayout(SlabStages):
             ]
         head = "token_embd" if c.tied else "output"
         return [*stages, self._stage("head", c.hidden, "", [(head, c.vocab)])]
-
-    # -- per sequence, in bytes -----------------------------------------------------------------------------------
-
-    @property
-    def delta_bytes(self) -> int:
-        return self.delta_layers * self.config.value_dim * STATE_DIM * 4
-
-    @property
-    def history_bytes(self) -> int:
-        return self.delta_layers * HISTORY * self.config.conv_channels * 4
-
-    @property
-    def caches(self) -> int:
-        """Key heads of all layers, each with a contiguous cache of its own."""
-        return self.attention_layers * self.config.kv_heads
-
-    def cache_bytes(self, context: int) -> tuple[int, int]:
-        """Keys, and values."""
-        rows = self.caches * context
-        return rows * self.key_rows.row_bytes, rows * self.value_rows.row_bytes
-
-    def pending_bytes(self) -> dict[str, int]:
-        c, nodes = self.config, self.delta_layers * MAX_NODES * 4
-        keys, values = self.cache_bytes(MAX_NODES)
-        return {
-            "pending_raw": nodes * c.conv_channels,
-            "pending_key": nodes * c.key_heads * STATE_DIM,
-            "pending_write": nodes * c.value_dim,
-            "pending_fade": nodes * c.value_dim // COLUMNS,
-            "pending_keys": keys,
-            "pending_values": values,
-        }
 
     # -- what a pass writes ---------------------------------------------------------------------------------------
 

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from warpsmith.backend.base import MemoryPart
 from warpsmith.backend.cuda.large.layout import LargeLayout
-from warpsmith.backend.cuda.memory.layout import rope_bytes
-from warpsmith.backend.cuda.memory.plan import DRIVER_BYTES, pending_bytes
+from warpsmith.backend.cuda.memory.plan import memory_parts
 from warpsmith.backend.cuda.prefill import buffer_bytes
 from warpsmith.backend.cuda.sampler import sampler_bytes
-from warpsmith.backend.cuda.shape import LOGIT_ROWS, MAX_FEATURES
-from warpsmith.backend.cuda.top import top_bytes
-from warpsmith.backend.cuda.weights.loading import STAGING_BYTES
-from warpsmith.backend.tree import MAX_NODES
 
 VARIANTS = (1, 8, 16, 24)  # nodes that a build of the kernel takes
 ROOMY = 160 << 10  # bytes of shared memory that an SM needs for all of them
@@ -36,19 +31,13 @@ def large_parts(
 ) -> list[MemoryPart]:
     """The weights, as many sequences of `context` tokens, bytes of snapshots, and everything that forward passes of
     such trees write."""
-    c = layout.config
-    states = 2 * (layout.delta_bytes + layout.history_bytes)  # and the copy that decoding can go back to
-    outputs = 4 * (LOGIT_ROWS * c.vocab + MAX_NODES * c.hidden * (1 + MAX_FEATURES)) + sum(top_bytes().values())
-    outputs += sum(sampler_bytes(layout.sms, context).values())
-    scratch = sum(layout.scratch_bytes(largest_tree).values())
-    tables = rope_bytes(c, context) + layout.table_bytes + STAGING_BYTES
-    return [
-        MemoryPart("weights", layout.stream_bytes + layout.embedding_bytes + layout.vector_bytes),
-        MemoryPart("keys and values", sequences * sum(layout.cache_bytes(context))),
-        MemoryPart("DeltaNet states", sequences * states),
-        MemoryPart("rows of a tree", sequences * sum(pending_bytes(layout).values())),
-        MemoryPart("snapshots", snapshots),
-        MemoryPart("scratch", scratch + outputs + tables),
-        MemoryPart("prompts", prompt_bytes(layout)),
-        MemoryPart("driver", DRIVER_BYTES),
-    ]
+    scratch = sum(layout.scratch_bytes(largest_tree).values()) + sum(sampler_bytes(layout.sms, context).values())
+    return memory_parts(
+        layout,
+        context,
+        sequences,
+        snapshots,
+        weights=layout.stream_bytes + layout.embedding_bytes + layout.vector_bytes,
+        scratch=scratch + layout.table_bytes,
+        prompts=prompt_bytes(layout),
+    )

@@ -8,27 +8,26 @@ from collections.abc import Mapping
 import numpy as np
 
 from warpsmith.backend.cuda.memory.exchange import Exchange
+from warpsmith.backend.cuda.memory.sequence import SequenceSizes
 from warpsmith.backend.cuda.schedule import Schedule
-from warpsmith.backend.cuda.shape import COLUMNS, HEAD_DIM, HISTORY, MAX_OWN_LOGITS, STATE_DIM, WIDE
+from warpsmith.backend.cuda.shape import COLUMNS, HEAD_DIM, MAX_OWN_LOGITS, STATE_DIM, WIDE
 from warpsmith.backend.cuda.weights.stream import WeightStream
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.model.config import Config
 from warpsmith.model.weights import expected_shapes
 
 
-class Layout:
+class Layout(SequenceSizes):
     """Sizes and offsets for one model on one number of SMs. `stored` has the types of its tensors in the file, BF16
     where nothing is said."""
 
     def __init__(self, config: Config, sms: int, stored: Mapping[str, str] | None = None) -> None:
-        self.config, self.sms = config, sms
+        super().__init__(config)
+        self.sms = sms
         self.schedule = Schedule(config, sms)
         self.stream = WeightStream(self.schedule, stored or {})
-        c = config
-        self.blocks = c.value_dim // COLUMNS
-        self.splits = 128 // c.kv_heads
-        self.delta_layers = len(c.recurrent_layers)
-        self.attention_layers = len(c.attention_layers)
+        self.blocks = config.value_dim // COLUMNS
+        self.splits = 128 // config.kv_heads
 
     @property
     def vector_bytes(self) -> int:
@@ -55,42 +54,14 @@ class Layout:
         return MAX_NODES * self.config.heads * self.splits * HEAD_DIM * 2
 
     @property
+    def branch_bytes(self) -> int:
+        """States that a tree's nodes leave to their children."""
+        return self.blocks * MAX_NODES * COLUMNS * STATE_DIM * 4
+
+    @property
     def samples(self) -> bool:
         """Whether an SM has room for its logits while a token is sampled (see candidates.cuh)."""
         return -(-self.schedule.head.tiles // self.sms) * WIDE <= MAX_OWN_LOGITS
-
-    # -- per sequence, in bytes -----------------------------------------------------------------------------------
-
-    @property
-    def delta_bytes(self) -> int:
-        return self.delta_layers * self.blocks * COLUMNS * STATE_DIM * 4
-
-    @property
-    def history_bytes(self) -> int:
-        return self.delta_layers * HISTORY * self.config.conv_channels * 4
-
-    @property
-    def caches(self) -> int:
-        """Key heads of all layers, each with a contiguous cache of its own."""
-        return self.attention_layers * self.config.kv_heads
-
-    def cache_bytes(self, context: int) -> tuple[int, int]:
-        """Keys, and values."""
-        return (self.caches * context * HEAD_DIM * 2,) * 2
-
-    def pending_bytes(self) -> dict[str, int]:
-        nodes = self.delta_layers * MAX_NODES * 4
-        rows = nodes * self.blocks
-        kv = self.attention_layers * self.config.kv_heads * MAX_NODES * HEAD_DIM * 2
-        return {
-            "pending_raw": nodes * self.config.conv_channels,
-            "pending_key": nodes * self.config.key_heads * STATE_DIM,
-            "pending_write": rows * COLUMNS,
-            "pending_fade": rows,
-            "pending_keys": kv,
-            "pending_values": kv,
-            "branch_state": self.blocks * MAX_NODES * COLUMNS * STATE_DIM * 4,
-        }
 
     # -- for the kernels ------------------------------------------------------------------------------------------
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import ceil
-from typing import Protocol
 
 from warpsmith.backend.base import MemoryPart
 from warpsmith.backend.cuda.memory.layout import Layout, rope_bytes
 from warpsmith.backend.cuda.memory.room import CONTEXT_BYTES, Room, gib
+from warpsmith.backend.cuda.memory.sequence import SequenceSizes
 from warpsmith.backend.cuda.prefill.plan import buffer_bytes
 from warpsmith.backend.cuda.prefill.streams import RowTiles
 from warpsmith.backend.cuda.sampler import sampler_bytes
@@ -22,39 +22,43 @@ from warpsmith.errors import DoesNotFit
 DRIVER_BYTES = 128 << 20  # room left for the kernels' code and local memory, and for rounded-up allocations
 
 
-class Sized(Protocol):
-    def pending_bytes(self) -> Mapping[str, int]: ...
-
-
-def pending_bytes(layout: Sized) -> dict[str, int]:
-    """What a sequence keeps of its last tree until a path of that is committed: all but what only the pass needs."""
-    return {name: nbytes for name, nbytes in layout.pending_bytes().items() if name != "branch_state"}
-
-
-def memory_parts(layout: Layout, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
-    """The weights, as many sequences of `context` tokens, bytes of snapshots, and everything a forward pass or a prompt
-    writes."""
-    c = layout.config
-    states = 2 * (layout.delta_bytes + layout.history_bytes)  # and the copy that decoding can go back to
-    exchanges = layout.exchange.bytes + layout.parts_bytes + layout.pending_bytes()["branch_state"]
-    outputs = 4 * (LOGIT_ROWS * c.vocab + MAX_NODES * c.hidden * (1 + MAX_FEATURES))
-    outputs += sum(sampler_bytes(layout.sms, context).values()) + sum(top_bytes().values())
-    tables = rope_bytes(c, context) + STAGING_BYTES
+def memory_parts(
+    sizes: SequenceSizes, context: int, sequences: int, snapshots: int, *, weights: int, scratch: int, prompts: int
+) -> list[MemoryPart]:
+    """As many sequences of `context` tokens, bytes of snapshots, and what a forward pass or a prompt reads or writes
+    besides: `scratch` is the pass's own."""
+    c = sizes.config
+    states = 2 * (sizes.delta_bytes + sizes.history_bytes)  # and the copy that decoding can go back to
+    outputs = 4 * (LOGIT_ROWS * c.vocab + MAX_NODES * c.hidden * (1 + MAX_FEATURES)) + sum(top_bytes().values())
     return [
-        MemoryPart("weights", layout.stream.bytes + layout.stream.embedding_bytes + layout.vector_bytes),
-        MemoryPart("keys and values", sequences * sum(layout.cache_bytes(context))),
+        MemoryPart("weights", weights),
+        MemoryPart("keys and values", sequences * sum(sizes.cache_bytes(context))),
         MemoryPart("DeltaNet states", sequences * states),
-        MemoryPart("rows of a tree", sequences * sum(pending_bytes(layout).values())),
+        MemoryPart("rows of a tree", sequences * sum(sizes.pending_bytes().values())),
         MemoryPart("snapshots", snapshots),
-        MemoryPart("scratch", exchanges + outputs + tables),
-        MemoryPart("prompts", sum(buffer_bytes(c).values()) if RowTiles(layout).suits() else 0),
+        MemoryPart("scratch", scratch + outputs + rope_bytes(c, context) + STAGING_BYTES),
+        MemoryPart("prompts", prompts),
         MemoryPart("driver", DRIVER_BYTES),
     ]
 
 
+def weights_first_parts(layout: Layout, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
+    """What the weights-first pass takes."""
+    sampler = sum(sampler_bytes(layout.sms, context).values())
+    return memory_parts(
+        layout,
+        context,
+        sequences,
+        snapshots,
+        weights=layout.stream.bytes + layout.stream.embedding_bytes + layout.vector_bytes,
+        scratch=layout.exchange.bytes + layout.parts_bytes + layout.branch_bytes + sampler,
+        prompts=sum(buffer_bytes(layout.config).values()) if RowTiles(layout).suits() else 0,
+    )
+
+
 def check_fit(layout: Layout, context: int, room: Room) -> None:
     def parts(tokens: int) -> list[MemoryPart]:
-        return memory_parts(layout, tokens)
+        return weights_first_parts(layout, tokens)
 
     refuse_what_does_not_fit(parts, context, room)
 

@@ -1,0 +1,48 @@
+"""What a sequence takes on the device, whichever forward pass runs it: sizes in bytes."""
+
+from __future__ import annotations
+
+from warpsmith.backend.cuda.memory.caches import CACHE_ROWS
+from warpsmith.backend.cuda.shape import COLUMNS, HISTORY, STATE_DIM
+from warpsmith.backend.tree import MAX_NODES
+from warpsmith.model.config import Config
+
+
+class SequenceSizes:
+    """Of one model, with keys and values kept as named types."""
+
+    def __init__(self, config: Config, cache_types: tuple[str, str] = ("f16", "f16")) -> None:
+        self.config = config
+        self.key_rows, self.value_rows = (CACHE_ROWS[name] for name in cache_types)
+        self.delta_layers, self.attention_layers = len(config.recurrent_layers), len(config.attention_layers)
+
+    @property
+    def delta_bytes(self) -> int:
+        return self.delta_layers * self.config.value_dim * STATE_DIM * 4
+
+    @property
+    def history_bytes(self) -> int:
+        return self.delta_layers * HISTORY * self.config.conv_channels * 4
+
+    @property
+    def caches(self) -> int:
+        """Key heads of all layers, each with a contiguous cache of its own."""
+        return self.attention_layers * self.config.kv_heads
+
+    def cache_bytes(self, context: int) -> tuple[int, int]:
+        """Keys, and values."""
+        rows = self.caches * context
+        return rows * self.key_rows.row_bytes, rows * self.value_rows.row_bytes
+
+    def pending_bytes(self) -> dict[str, int]:
+        """What a sequence keeps of its last tree until a path of that is committed."""
+        c, nodes = self.config, self.delta_layers * MAX_NODES * 4
+        keys, values = self.cache_bytes(MAX_NODES)
+        return {
+            "pending_raw": nodes * c.conv_channels,
+            "pending_key": nodes * c.key_heads * STATE_DIM,
+            "pending_write": nodes * c.value_dim,
+            "pending_fade": nodes * c.value_dim // COLUMNS,
+            "pending_keys": keys,
+            "pending_values": values,
+        }
