@@ -33,11 +33,14 @@ from warpsmith.model.config import Config
 PREFILL_CHUNK = 64
 
 
+WantedTokens = Literal["none", "argmax", "top", "logits"]
+
+
 @dataclass(frozen=True)
 class Want:
     """What a forward pass should return. Asking for less is faster: logits of a 248K vocabulary are 1 MB a row."""
 
-    tokens: Literal["none", "argmax", "top", "logits"] = "argmax"
+    tokens: WantedTokens = "argmax"
     top: int = 0  # with tokens="top": how many
     features: tuple[int, ...] = ()  # layers whose output (residual stream) is returned, concatenated in this order
     hidden: bool = False  # the residual stream after the final norm: what the MTP head reads

@@ -11,18 +11,19 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from warpsmith.backend.base import ARGMAX, LOGITS, Listener, Output, State, Want, drafted, next_token, walk, wanted_for
+from warpsmith.backend.base import ARGMAX, Listener, Output, State, Want, WantedTokens, drafted
 from warpsmith.backend.block_draft import GrowingTree
 from warpsmith.backend.checks import check_tokens
 from warpsmith.backend.finite import NOT_FINITE, not_finite
-from warpsmith.backend.sampling import Sampling, choose
+from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
 from warpsmith.draft.base import Context, Others
 from warpsmith.engine.arguments import whole_number
+from warpsmith.engine.choice import Chooser, Constraint
 from warpsmith.engine.request import check_sampling
 from warpsmith.engine.stats import PLAIN, Stats
 from warpsmith.errors import BadRequest, ContextFull
@@ -35,7 +36,7 @@ FinishReason = Literal["stop", "length"]
 
 
 @cache
-def _wanting(want: Want, tokens: Literal["none", "argmax", "top", "logits"]) -> Want:
+def _wanting(want: Want, tokens: WantedTokens) -> Want:
     return replace(want, tokens=tokens)
 
 
@@ -46,17 +47,6 @@ class Step:
     tree: Tree
     accepted: list[int]  # the root among them
     decided: list[int]
-
-
-class Constraint(Protocol):
-    """What may come next, as a grammar says. Every token is decided in order and once, drafted or not, so a
-    constraint never has to go back."""
-
-    def allow(self, logits: np.ndarray) -> np.ndarray:
-        """A row of logits with -inf for what may not come next; the row itself is not changed."""
-
-    def took(self, token: int) -> None:
-        """This is what came."""
 
 
 @dataclass
@@ -103,11 +93,11 @@ class Generation:
         self.sampling = sampling or Sampling()
         room = self._check_room()
         check_sampling(self.sampling, self.backend.config.vocab)
+        self.chooser = Chooser(self.sampling, constraint, on_logits)
         if max_tokens is not None and whole_number("max_tokens", max_tokens) < 1:
             raise BadRequest(f"max_tokens is {max_tokens}.", "Ask for at least one token, or leave it out.")
         self.limit = room if max_tokens is None else min(max_tokens, room)
         self.stop_ids, self.until, self.on_step = stop_ids, until, on_step
-        self.constraint, self.on_logits = constraint, on_logits
         self.runs: deque[list[int]] = deque()  # decided and not yet taken
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None  # why it was broken off
@@ -126,13 +116,11 @@ class Generation:
         self._step: Step | None = None  # for who wants to see it
         self._draft_seconds = self._verify_seconds = self._commit_seconds = 0.0
         self.unseen_seconds = 0.0  # of the forward pass, where the host did not start it
-        host = constraint is not None or on_logits is not None  # somebody here looks at every row
-        self.tokens = LOGITS.tokens if host else wanted_for(self.sampling).tokens
-        wants = Want() if self.proposer is None else self.proposer.wants
+        wants, host = Want() if self.proposer is None else self.proposer.wants, self.chooser.on_host
         # nobody wants more of a forward than the next token: the backend may decode in its own fastest way
         self.bare = not host and not wants.features and not wants.hidden
         # the next tokens follow from the argmax alone, and nobody looks at one before the next
-        self.simple = not host and self.tokens == ARGMAX.tokens and until is None and on_step is None
+        self.simple = not host and self.chooser.tokens == ARGMAX.tokens and until is None and on_step is None
         self.rests = not host  # while nothing is to be guessed the backend may decode in its own fastest way
         self.unseen = not host and self.backend.verifies_unseen(self.sampling, stop_ids)
         self.stats = Stats(
@@ -190,8 +178,8 @@ class Generation:
         """The piece was run and committed, in so many seconds."""
         began, state = perf_counter(), self.sequence.state
         start = state.length - len(piece)
-        run = self._cut([self._choose(output, -1)]) if state.length == len(self.prompt) else []
-        self._show(output, [-1], run)
+        run = self._cut([self._chosen(output, -1)]) if state.length == len(self.prompt) else []
+        self.chooser.show(output, [-1], run)
         self._observe(start, output, slice(None))
         if self.proposer is not None and not self.scheduler.crowded:  # a crowd waits, and may leave no room for guesses
             self.proposer.catch_up(self.sequence.draft, state)
@@ -206,7 +194,7 @@ class Generation:
 
     # -- a step: propose, then the scheduler's forward pass, then verify and commit -----------------------------------
 
-    def want(self, tokens: Literal["none", "argmax", "top", "logits"]) -> Want:
+    def want(self, tokens: WantedTokens) -> Want:
         """These tokens, and what the proposer observes."""
         return _wanting(Want() if self.proposer is None else self.proposer.wants, tokens)
 
@@ -248,10 +236,11 @@ class Generation:
 
     def accept(self) -> None:
         """Follow the sampler through the tree, and commit the nodes it went along: all tokens decided but the last."""
-        began, tree, state, past = perf_counter(), self.tree, self.sequence.state, self._recent()
+        began, tree, state = perf_counter(), self.tree, self.sequence.state
+        past = self.chooser.recent(self.sequence.ids)
         start, committing, proposed, own = state.length, 0.0, began - self._draft_seconds, None
         if isinstance(tree, GrowingTree):
-            seen = tree.verify(state, self.want(self.tokens), self.sampling, past, self.stop_ids)
+            seen = tree.verify(state, self.want(self.chooser.tokens), self.sampling, past, self.stop_ids)
             tree, output, path, run = seen.tree, seen.output, seen.path, seen.decided
             self.tree, self.unseen_seconds, committing = tree, seen.forward_seconds, seen.commit_seconds
             # the device was at it when the host began to wait: first at the commit before
@@ -261,13 +250,10 @@ class Generation:
             began = perf_counter()
         else:
             output = drafted(state, tree).output
-            if self.constraint is None:
-                path, run = self.backend.verify(state, tree, self.sampling, past)
-            else:
-                path, run = walk(tree, self._constrained(output), past, state.length)
+            path, run = self.chooser.along(self.backend, state, tree, output, past)
         run = self._cut(run)  # before the state advances: what comes after the end never happened
         path = path[: len(run)]
-        self._show(output, path, run)
+        self.chooser.show(output, path, run)
         walked = perf_counter()
         self._decide(run)
         self.backend.commit(state, path)
@@ -281,8 +267,8 @@ class Generation:
     def accept_root(self, output: Output, row: int) -> None:
         """`accept` for a root alone that is committed: the next token is chosen from this row."""
         began, root = perf_counter(), self.sequence.ids[-1]
-        run = self._cut([self._choose(output, row)])
-        self._show(output, [row], run)
+        run = self._cut([self._chosen(output, row)])
+        self.chooser.show(output, [row], run)
         self._decide(run)
         if self.proposer is not None:
             rows = output[row : row + 1] if self.asks else Output()
@@ -405,7 +391,8 @@ class Generation:
         listener, self._observed = None, state.length
         if self.proposer is not None and self.proposer.wants.features and self.proposer.listens(self.sequence.draft):
             listener = Listener(self.proposer.wants.features, self._heard)
-        tokens = self.backend.decode(state, root, count, stop_ids, self.sampling, self._recent(), listener)
+        past = self.chooser.recent(self.sequence.ids)
+        tokens = self.backend.decode(state, root, count, stop_ids, self.sampling, past, listener)
         return _Burst(tokens, count)
 
     def _heard(self, start: int, output: Output) -> None:
@@ -420,36 +407,10 @@ class Generation:
         if run:
             self.runs.append(run)
 
-    def _recent(self) -> list[int]:
-        """The end of the text that the penalties look at."""
-        last, ids = self.sampling.repeat_last_n, self.sequence.ids
-        return [] if not self.sampling.penalised else ids if last < 0 else ids[-last:]
-
-    def _choose(self, output: Output, row: int) -> int:
+    def _chosen(self, output: Output, row: int) -> int:
         """What comes after the state, of which this row tells."""
-        length = self.sequence.state.length
-        if self.constraint is None:
-            return next_token(output, row, self.sampling, self._recent(), length)
-        return self._constrained(output)(row, self._recent(), length)
-
-    def _constrained(self, output: Output) -> Callable[[int, list[int], int], int]:
-        """The sampler's choice at a row, among what the constraint allows there."""
-        constraint, logits = self.constraint, output.logits
-        assert constraint is not None
-        assert logits is not None
-
-        def choose_at(row: int, text: list[int], position: int) -> int:
-            token = choose(constraint.allow(logits.row(row)), self.sampling, text, position)
-            constraint.took(token)
-            return token
-
-        return choose_at
-
-    def _show(self, output: Output, rows: list[int], run: list[int]) -> None:
-        if self.on_logits is not None:
-            assert output.logits is not None or not run
-            for row, token in zip(rows, run, strict=False):
-                self.on_logits(output.logits.row(row), token)  # type: ignore[union-attr]
+        sequence = self.sequence
+        return self.chooser.at(output, row, sequence.ids, sequence.state.length)
 
     def _observe(self, start: int, output: Output, rows: slice | list[int]) -> None:
         if self.proposer is not None:

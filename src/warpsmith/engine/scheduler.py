@@ -136,7 +136,7 @@ class Scheduler:
     def _run(self, pieces: dict[Generation, list[int]]) -> list[Output]:
         """One pass for these pieces of prompts."""
         batch = [(each.sequence.state, piece) for each, piece in pieces.items()]
-        tokens = {each.tokens for each, piece in pieces.items() if each.ends_with(piece)}
+        tokens = {each.chooser.tokens for each, piece in pieces.items() if each.ends_with(piece)}
         want = next(iter(pieces)).want("logits" if "logits" in tokens else "argmax" if tokens else "none")
         return self.backend.prefill_together(batch, want) if len(batch) > 1 else [self.backend.prefill(*batch[0], want)]
 
@@ -225,7 +225,7 @@ class Scheduler:
 
     def _want(self, turns: list[Generation]) -> Want:
         """What all of them need of a forward pass."""
-        tokens = LOGITS if any(generation.tokens == LOGITS.tokens for generation in turns) else ARGMAX
+        tokens = LOGITS if any(generation.chooser.tokens == LOGITS.tokens for generation in turns) else ARGMAX
         asks = next((generation for generation in turns if generation.asks), None)
         return tokens if asks is None else asks.want(tokens.tokens)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from warpsmith.engine.loop import Constraint
+from warpsmith.engine.choice import Constraint
 from warpsmith.errors import BadRequest
 from warpsmith.model.tokenizer import Tokenizer
 from warpsmith.serve.reasoning import CLOSE

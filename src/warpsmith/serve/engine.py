@@ -27,7 +27,8 @@ from typing import Protocol
 import numpy as np
 
 from warpsmith.backend.sampling import Sampling
-from warpsmith.engine.loop import Constraint, FinishReason, Generation
+from warpsmith.engine.choice import Constraint
+from warpsmith.engine.loop import FinishReason, Generation
 from warpsmith.engine.stats import Stats
 from warpsmith.engine.text import Text
 from warpsmith.errors import WarpsmithError

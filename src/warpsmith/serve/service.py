@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from warpsmith import __version__
-from warpsmith.engine.loop import Constraint
+from warpsmith.engine.choice import Constraint
 from warpsmith.engine.prefix import common_prefix
 from warpsmith.engine.request import check_sampling, sampling_for
 from warpsmith.errors import WarpsmithError
