@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from cuda_draft_cases import draft_of_the_27b
+from random_drafts import FORMATS, FULL, SLIDING, draft_config, random_weights, write_draft
+from warpsmith.checkpoint import dflash_writer
 from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.canonical import Checkpoint, open_checkpoint
 from warpsmith.checkpoint.convert import FILE_TYPES, to_gguf, to_safetensors
-from warpsmith.checkpoint.dflash import open_draft
-from warpsmith.checkpoint.quantize import RECIPES
+from warpsmith.checkpoint.dflash import DFlashConfig, open_draft
+from warpsmith.checkpoint.quantize import RECIPES, quantize
 from warpsmith.errors import BadRequest
 from warpsmith.model.config import SIZES, Config
 from warpsmith.model.synthetic import random_checkpoint, synthesize
@@ -180,3 +182,48 @@ def test_a_directory_keeps_the_float_type_of_its_source(tmp_path: Path, recipe: 
         if len(tensor.shape) == 2 and "conv1d" not in name:
             assert read.tensors[name].type.name == recipe.upper()
             assert np.array_equal(read.tensors[name].float32(), tensor.float32()), name
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("said", [None, False, True])
+@pytest.mark.parametrize("shape", [FULL, SLIDING], ids=["full", "sliding"])
+def test_a_draft_keeps_its_shape_and_its_bits(
+    tmp_path: Path, format: str, said: bool | None, shape: DFlashConfig
+) -> None:
+    config = shape if said is None else replace(shape, causal=(said,) * shape.layers)
+    source = write_draft(tmp_path / "draft", format, config, random_weights(config), said_causal=said)
+    before = open_draft(source)
+    dflash_writer.write_draft(before, tmp_path / "copy.gguf")
+    after = open_draft(tmp_path / "copy.gguf")
+    assert before.config.causal == config.causal
+    assert after.config == replace(before.config, source=after.config.source, target_depth=None)
+    assert after.tensors.keys() == before.tensors.keys()
+    for name, tensor in before.tensors.items():
+        assert after.tensors[name].type == tensor.type
+        assert np.array_equal(after.tensors[name].raw(), tensor.raw()), name
+
+
+def test_a_draft_is_quantised_once(tmp_path: Path) -> None:
+    """As a recipe says, and not a second time."""
+    config = draft_config(SMALL, hidden=256, ffn=512, head_dim=64)
+    weights = random_weights(config)
+    source = write_draft(tmp_path / "draft", "safetensors", config, weights)
+    result = convert(source, tmp_path / "small.gguf", "--type", "q4_k_m")
+    assert result.returncode == 0, result.stderr
+    found = open_draft(tmp_path / "small.gguf").tensors
+    assert {tensor.type.name for tensor in found.values() if len(tensor.shape) == 2} == {"Q4_K", "Q6_K"}
+    for name, tensor in found.items():
+        rows = weights[name].reshape(-1, weights[name].shape[-1])
+        assert np.array_equal(tensor.raw(), quantize(tensor.type, rows)), name
+    again = convert(tmp_path / "small.gguf", tmp_path / "smaller.gguf", "--type", "q4_0")
+    assert again.returncode == 2
+    assert "would lose twice" in again.stderr
+    assert not (tmp_path / "smaller.gguf").exists()
+
+
+def test_a_draft_is_not_written_as_a_directory(tmp_path: Path) -> None:
+    source = write_draft(tmp_path / "draft", "lucebox", FULL, random_weights(FULL))
+    refused = convert(source, tmp_path / "directory")
+    assert refused.returncode == 2
+    assert "written as a GGUF file" in refused.stderr
+    assert not (tmp_path / "directory").exists()

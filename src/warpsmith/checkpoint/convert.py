@@ -41,7 +41,7 @@ def to_gguf(
     if recipe:
         metadata = {**metadata, **recipe_metadata(recipe)}
     pieces = (
-        (name, types[name], tensor.shape, _converted(tensor, types[name], progress))
+        (name, types[name], tensor.shape, converted(tensor, types[name], progress))
         for name, tensor in checkpoint.tensors.items()
     )
     write_pieces(path, metadata, list(pieces))
@@ -104,11 +104,11 @@ def _survives(tensor: Tensor, dtype: str) -> bool:
     return np.array_equal(dequantize(TYPES[dtype], quantize(TYPES[dtype], values)), values)
 
 
-def rounded_types(checkpoint: Checkpoint, recipe: str | None) -> list[str]:
-    """Block types of the checkpoint that lose bits when widened as the recipe says: all but float32 round them."""
+def rounded_types(tensors: Iterable[Tensor], recipe: str | None) -> list[str]:
+    """Block types of tensors that lose bits when widened as the recipe says: all but float32 round them."""
     if recipe not in ("bf16", "f16"):
         return []
-    return sorted({tensor.type.name for tensor in checkpoint.tensors.values()} - set(FLOATS))
+    return sorted({tensor.type.name for tensor in tensors} - set(FLOATS))
 
 
 def tensor_type(recipe: str, name: str, shape: tuple[int, ...], layers: int, tied: bool) -> BlockType:
@@ -128,17 +128,22 @@ def _target(tensor: Tensor, recipe: str | None, checkpoint: Checkpoint) -> Block
     if recipe is None:
         return tensor.type
     tied = "output.weight" not in checkpoint.tensors
-    target = tensor_type(recipe, tensor.name, tensor.shape, checkpoint.metadata["qwen35.block_count"], tied)
+    layers = checkpoint.metadata["qwen35.block_count"]
+    return target_type(tensor, tensor_type(recipe, tensor.name, tensor.shape, layers, tied), str(checkpoint.path))
+
+
+def target_type(tensor: Tensor, target: BlockType, source: str) -> BlockType:
+    """The type, unless the tensor would be quantised a second time."""
     if target != tensor.type and target.name not in FLOATS and tensor.type.name not in FLOATS:
         raise BadRequest(
-            f"{checkpoint.path}: {tensor.name} is {tensor.type.name} already, and quantising it again as "
+            f"{source}: {tensor.name} is {tensor.type.name} already, and quantising it again as "
             f"{target.name} would lose twice.",
             "Convert the bf16 original, or choose bf16, f16 or f32.",
         )
     return target
 
 
-def _converted(tensor: Tensor, target: BlockType, progress: Callable[[int], object]) -> Iterator[NDArray[np.uint8]]:
+def converted(tensor: Tensor, target: BlockType, progress: Callable[[int], object]) -> Iterator[NDArray[np.uint8]]:
     """A tensor's bytes in the target type. Blocks that have it already are passed on untouched."""
     rows = tensor.raw()
     step = max(1, _PIECE // tensor.shape[-1])

@@ -51,10 +51,11 @@ class DFlashConfig:
 
 @dataclass(frozen=True)
 class DraftFile:
-    """A draft's configuration and its weights by their names in `expected_shapes`."""
+    """A draft's configuration, its weights by their names in `expected_shapes`, and what a GGUF file says of itself."""
 
     config: DFlashConfig
     tensors: Mapping[str, Tensor] = field(repr=False)
+    general: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 def expected_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
@@ -197,7 +198,8 @@ def _open_gguf(path: Path) -> DraftFile:
         if name:
             tensor = file.tensors[stored]
             tensors[name] = Tensor(name, tensor.type, tensor.shape, tensor.raw)
-    return DraftFile(config, tensors)
+    general = {key: value for key, value in file.metadata.items() if key.startswith("general.")}
+    return DraftFile(config, tensors, general)
 
 
 def _config_from_gguf(metadata: Mapping[str, Any], architecture: str, source: str) -> DFlashConfig:
@@ -254,7 +256,7 @@ _GGUF_TOP = {
     "enc.output_norm.weight": "hidden_norm.weight",
     "output_norm.weight": "norm.weight",
 }
-_GGUF_LAYER = {
+GGUF_LAYER = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "post_attention_norm": "post_attention_layernorm",
@@ -275,40 +277,9 @@ def _gguf_name(stored: str) -> str | None:
     if stored in _GGUF_TOP:
         return _GGUF_TOP[stored]
     match = re.fullmatch(r"blk\.(\d{1,3})\.(\w+)\.weight", stored, re.ASCII)
-    if match and match[2] in _GGUF_LAYER:
-        return f"layers.{int(match[1])}.{_GGUF_LAYER[match[2]]}.weight"
+    if match and match[2] in GGUF_LAYER:
+        return f"layers.{int(match[1])}.{GGUF_LAYER[match[2]]}.weight"
     return None
-
-
-def to_gguf_name(name: str) -> str:
-    """The name of z-lab's tensor in llama.cpp's dialect."""
-    stem = name.removesuffix(".weight")
-    if stem.startswith("layers."):
-        _, layer, rest = stem.split(".", 2)
-        return f"blk.{layer}.{next(ours for ours, theirs in _GGUF_LAYER.items() if theirs == rest)}.weight"
-    return {"hidden_norm": "enc.output_norm", "norm": "output_norm"}.get(stem, stem) + ".weight"
-
-
-def to_gguf_metadata(config: DFlashConfig) -> dict[str, Any]:
-    """What a GGUF file in llama.cpp's dialect says of a draft whose layers all see all the way."""
-    c = config
-    values: dict[str, Any] = {
-        "embedding_length": c.hidden,
-        "block_count": c.layers,
-        "feed_forward_length": c.ffn,
-        "attention.head_count": c.heads,
-        "attention.head_count_kv": c.kv_heads,
-        "attention.key_length": c.head_dim,
-        "attention.value_length": c.head_dim,
-        "attention.layer_norm_rms_epsilon": c.eps,
-        "rope.freq_base": c.rope_theta,
-        "block_size": c.block,
-        "target_layers": [layer + 1 for layer in c.target_layers],  # each the one that reads the feature
-    }
-    if c.vocab is not None:
-        values["vocab_size"] = c.vocab
-    stored = {f"{LLAMA_CPP}.{key}": value for key, value in values.items()}
-    return {"general.architecture": LLAMA_CPP, **stored, "tokenizer.ggml.mask_token_id": c.mask_token}
 
 
 def _named_in(names: Mapping[str, str | None]) -> Callable[[str], str]:

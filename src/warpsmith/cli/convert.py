@@ -1,4 +1,4 @@
-"""`warpsmith convert`: the same model in another format or weight type."""
+"""`warpsmith convert`: the same model, or the same draft, in another format or weight type."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from warpsmith.cli.options import check_absent
 from warpsmith.cli.terminal import aside, progress
+from warpsmith.errors import BadRequest
 from warpsmith.measure.units import size
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 def arguments(parser: argparse.ArgumentParser) -> None:
     from warpsmith.checkpoint.quantize import RECIPES
 
-    parser.add_argument("source", metavar="SRC", help="a model: a file, a directory or a name on the Hub")
+    parser.add_argument("source", metavar="SRC", help="a model or DFlash draft: file, directory or name on the Hub")
     parser.add_argument("path", metavar="DST", type=Path, help="NAME.gguf, or a directory for safetensors")
     parser.add_argument("--type", metavar="T", help=f"weight type (default: as they are): {', '.join(RECIPES)}")
     parser.add_argument("--offline", action="store_true", help="never use the network")
@@ -27,13 +28,16 @@ def main(args: argparse.Namespace) -> int:
     from warpsmith.checkpoint.atomic import whole_directory
     from warpsmith.checkpoint.canonical import open_checkpoint
     from warpsmith.checkpoint.convert import exact_dtype, rounded_types, to_gguf, to_safetensors
+    from warpsmith.checkpoint.dflash import is_draft
     from warpsmith.checkpoint.hub import resolve
     from warpsmith.model.weights import read_config
 
-    checkpoint = open_checkpoint(resolve(args.source, offline=args.offline))
+    source, recipe = resolve(args.source, offline=args.offline), args.type and args.type.lower()
+    if is_draft(source):
+        return _convert_draft(source, args.path, recipe)
+    checkpoint = open_checkpoint(source)
     read_config(checkpoint)  # a model that is not whole is not converted
     check_absent(args.path)
-    recipe = args.type and args.type.lower()
     if args.path.suffix == ".gguf":
         with progress("writing", checkpoint.nbytes) as advance:
             to_gguf(checkpoint, _gguf_metadata(checkpoint), args.path, recipe, advance)
@@ -44,7 +48,25 @@ def main(args: argparse.Namespace) -> int:
             _write_tokenizer(checkpoint, part)
     written = open_checkpoint(args.path)
     aside(f"{args.path}: {len(written.tensors)} tensors, {size(written.nbytes)}")
-    if rounded := rounded_types(checkpoint, recipe):
+    if rounded := rounded_types(checkpoint.tensors.values(), recipe):
+        aside(f"{', '.join(rounded)} weights were rounded to {recipe}; --type f32 holds them exactly")
+    return 0
+
+
+def _convert_draft(source: Path, path: Path, recipe: str | None) -> int:
+    from warpsmith.checkpoint.convert import rounded_types
+    from warpsmith.checkpoint.dflash import open_draft
+    from warpsmith.checkpoint.dflash_writer import write_draft
+
+    file = open_draft(source)
+    if path.suffix != ".gguf":
+        raise BadRequest("A draft is written as a GGUF file.", "Name one, such as draft.gguf.")
+    check_absent(path)
+    with progress("writing", sum(tensor.nbytes for tensor in file.tensors.values())) as advance:
+        write_draft(file, path, recipe, advance)
+    written = open_draft(path)
+    aside(f"{path}: a draft of {len(written.tensors)} tensors, {size(sum(t.nbytes for t in written.tensors.values()))}")
+    if rounded := rounded_types(file.tensors.values(), recipe):
         aside(f"{', '.join(rounded)} weights were rounded to {recipe}; --type f32 holds them exactly")
     return 0
 

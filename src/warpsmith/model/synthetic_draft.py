@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 
-from warpsmith.checkpoint.blocks import BlockType
-from warpsmith.checkpoint.convert import tensor_type, write_pieces
-from warpsmith.checkpoint.dflash import DFlashConfig, expected_shapes, to_gguf_metadata, to_gguf_name
+from warpsmith.checkpoint.convert import write_pieces
+from warpsmith.checkpoint.dflash import DFlashConfig
+from warpsmith.checkpoint.dflash_writer import planned, planned_bytes, to_gguf_metadata
 from warpsmith.model.config import Config
 from warpsmith.model.synthetic import counted, weight_bytes
 
@@ -33,17 +32,10 @@ def synthesize_draft(
 ) -> None:  # fmt: skip
     """Write a random draft for models of this shape as a GGUF file. `progress` hears of bytes made."""
     draft = draft_of(target)
-    plan = _plan(draft, recipe)
-    pieces = [(*tensor, counted(weight_bytes(seed, *tensor), progress)) for tensor in plan]
+    pieces = [(*tensor, counted(weight_bytes(seed, *tensor), progress)) for tensor in planned(draft, recipe)]
     write_pieces(path, to_gguf_metadata(draft), pieces)
 
 
 def planned_draft_bytes(target: Config, recipe: str) -> int:
     """How much weight data `synthesize_draft` will write."""
-    return sum(math.prod(shape) // kind.elems * kind.bytes for _, kind, shape in _plan(draft_of(target), recipe))
-
-
-def _plan(draft: DFlashConfig, recipe: str) -> list[tuple[str, BlockType, tuple[int, ...]]]:
-    """Name, type and shape of every tensor."""
-    shapes = {to_gguf_name(name): shape for name, shape in expected_shapes(draft).items()}
-    return [(name, tensor_type(recipe, name, shape, draft.layers, tied=False), shape) for name, shape in shapes.items()]
+    return planned_bytes(draft_of(target), recipe)
