@@ -34,6 +34,9 @@ from warpsmith.errors import DoesNotFit
 if TYPE_CHECKING:
     from warpsmith.backend.cuda.backend import CudaBackend
 
+# Copies of weights on their way to an SM while it multiplies, and between.
+COPIES: dict[str, object] = {"IN_FLIGHT": 4, "BETWEEN": 1}
+
 
 class CudaMemory(BlockMemory):
     """Rings of keys and values, and one of features of the last rows, which wait to be projected."""
@@ -86,7 +89,7 @@ class CudaDraft(BlockDraft):
         lent = lend()
         self.layout = layout = DraftLayout(config, stream, lent.deal, max(capacity))
         constants = layout.constants(EMBEDDINGS.index(lent.embedding_type))
-        constants |= {"IN_FLIGHT": 4, "BETWEEN": 1, "SHARED_MEMORY": backend.chip.shared_memory} | backend.options
+        constants |= COPIES | {"SHARED_MEMORY": backend.chip.shared_memory} | backend.options
         sizes = {"HIDDEN": config.hidden, "FEATURES": len(config.target_layers), "NODES": COLUMNS}
         with ThreadPoolExecutor(3) as compilers:
             image = compilers.submit(build, "draft/draft.cu", backend.architecture, constants)

@@ -15,26 +15,35 @@ constexpr float MOST_HALF = 65504.0f, LEAST_SCORE = -1e30f;
 
 // --- rows -----------------------------------------------------------------------------------------------------------
 
+// What a row is multiplied with, besides its own norm, and how it is turned: nothing of it depends on the projection,
+// so it is asked for before that is waited for. Pairs (j, j + 64): lanes 0..15 hold the first of a pair, lanes 16..31
+// the second.
+struct RowFactors {
+    float norm[4], cosine[4], sine[4];
+    __device__ __forceinline__ RowFactors(const Block& b, const float* weights, int position) {
+        const float4* low = (const float4*)(b.p.rope + (position & 63) * (DIM / 2) + (b.lane & 15) * 4);
+        const float4* high = (const float4*)(b.p.rope + (64 + (position >> 6)) * (DIM / 2) + (b.lane & 15) * 4);
+        const float4 w = __ldg((const float4*)weights + b.lane);
+        norm[0] = w.x, norm[1] = w.y, norm[2] = w.z, norm[3] = w.w;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float4 l = __ldg(low + i), h = __ldg(high + i);
+            cosine[2 * i] = fmaf(l.x, h.x, -(l.y * h.y)), cosine[2 * i + 1] = fmaf(l.z, h.z, -(l.w * h.w));
+            sine[2 * i] = fmaf(l.y, h.x, l.x * h.y), sine[2 * i + 1] = fmaf(l.w, h.z, l.z * h.w);
+        }
+    }
+};
+
 // Four of a row's 128 dimensions a lane: normed, turned to its position, and as fp16.
-__device__ __forceinline__ uint2 turned(const Block& b, float4 row, const float* norm, int position, float scale) {
+__device__ __forceinline__ uint2 turned(const Block& b, float4 row, const RowFactors& factors, float scale) {
     float v[4] = {row.x, row.y, row.z, row.w}, square = 0.0f;
 #pragma unroll
     for (int j = 0; j < 4; j++) square = fmaf(v[j], v[j], square);
     const float by = inverse_root(warp_sum(square) / DIM + EPS) * scale;
-    // pairs (j, j + 64): lanes 0..15 hold the first of a pair, lanes 16..31 the second
-    const float4* low = (const float4*)(b.p.rope + (position & 63) * (DIM / 2) + (b.lane & 15) * 4);
-    const float4* high = (const float4*)(b.p.rope + (64 + (position >> 6)) * (DIM / 2) + (b.lane & 15) * 4);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const float4 l = __ldg(low + i), h = __ldg(high + i);
-        const float cosine[2] = {fmaf(l.x, h.x, -(l.y * h.y)), fmaf(l.z, h.z, -(l.w * h.w))};
-        const float sine[2] = {fmaf(l.y, h.x, l.x * h.y), fmaf(l.w, h.z, l.z * h.w)};
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-            const float own = v[2 * i + j] * by * __ldg(norm + b.lane * 4 + 2 * i + j),
-                        other = __shfl_xor_sync(~0u, own, 16);
-            v[2 * i + j] = fmaf(own, cosine[j], (b.lane < 16 ? -other : other) * sine[j]);
-        }
+    for (int j = 0; j < 4; j++) {
+        const float own = v[j] * by * factors.norm[j], other = __shfl_xor_sync(~0u, own, 16);
+        v[j] = fmaf(own, factors.cosine[j], (b.lane < 16 ? -other : other) * factors.sine[j]);
     }
     return {pack_half(v[0], v[1]), pack_half(v[2], v[3])};
 }
@@ -53,10 +62,10 @@ __device__ __forceinline__ void keep_context(Block& b) {
     for (int task = b.warp * SMS + b.sm; task < r.rows * EACH; task += WARPS * SMS) {
         const int node = task / EACH, row = task % EACH, layer = row / (2 * KV_HEADS), head = row % KV_HEADS;
         const bool is_value = row % (2 * KV_HEADS) >= KV_HEADS;
-        const float4 v = sums.at(node, row * DIM + b.lane * 4);
-        const float* norm = p.vectors + layer * VECTORS + K_NORM;
         const int position = r.first_position + node, slot = (int)((u32)(r.appended + node) % (u32)p.capacity);
-        const uint2 kept = is_value ? as_halves(v) : turned(b, v, norm, position, 1.0f);
+        const RowFactors factors(b, p.vectors + layer * VECTORS + K_NORM, position);
+        const float4 v = sums.at(node, row * DIM + b.lane * 4);
+        const uint2 kept = is_value ? as_halves(v) : turned(b, v, factors, 1.0f);
         u32* to = (is_value ? p.values : p.keys) + ((size_t)(layer * KV_HEADS + head) * p.capacity + slot) * (DIM / 2);
         *(uint2*)(to + b.lane * 2) = kept;
         if (row == 0 && b.lane == 0) p.positions[slot] = position;
@@ -71,10 +80,9 @@ __device__ __forceinline__ void block_rows(Block& b, int stage) {
     for (int task = b.warp * SMS + b.sm; task < b.nodes * EACH; task += WARPS * SMS) {
         const int node = task / EACH, row = task % EACH, head = (row - HEADS) % KV_HEADS;
         const bool is_query = row < HEADS, is_value = row >= HEADS + KV_HEADS;
+        const RowFactors factors(b, b.vectors + (is_query ? Q_NORM : K_NORM), b.r.position + node);
         const float4 v = sums.at(node, row * DIM + b.lane * 4);
-        const float* norm = b.vectors + (is_query ? Q_NORM : K_NORM);
-        const uint2 packed =
-            is_value ? as_halves(v) : turned(b, v, norm, b.r.position + node, is_query ? DRAFT_SCALE : 1.0f);
+        const uint2 packed = is_value ? as_halves(v) : turned(b, v, factors, is_query ? DRAFT_SCALE : 1.0f);
         u32* to = is_query ? b.p.queries + ((size_t)node * HEADS + row) * (DIM / 2)
                            : (is_value ? b.p.block_values : b.p.block_keys) +
                                  ((size_t)head * NODES + node) * (DIM / 2);
@@ -251,8 +259,9 @@ __device__ __forceinline__ void draft_parts(Block& b, int layer) {
 
 // --- merge ----------------------------------------------------------------------------------------------------------
 
-// A warp a row's head, a lane four dimensions.
+// A warp a row's head, a lane four dimensions of every part, and one part's share.
 __device__ __forceinline__ void draft_merge(Block& b, int stage) {
+    constexpr int AT_ONCE = 8;  // parts that are asked for, the first ones beside the shares
     const int splits = splits_of(uniform(remembered_rows(b)));
     u32* words = operand_words(b, stage + 1);
     int turn = 0;
@@ -260,18 +269,30 @@ __device__ __forceinline__ void draft_merge(Block& b, int stage) {
     for (Spans<DRAFT_DIM> own(b); own.more(); own.next(), turn ^= 1) {
         const int node = own.node(), k = own.k();
         const size_t at = (size_t)(node * HEADS + k / DIM) * SPLITS;
-        float peak = b.lane < splits ? __ldcg(b.p.part_stats + at + b.lane).x : LEAST_SCORE;
-        peak = warp_max(peak);
+        const float2 stats = __ldcg(b.p.part_stats + at + min(b.lane, splits - 1));
+        uint2 part[AT_ONCE];
+        const auto ask = [&](int first) {
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++)
+                part[i] = __ldcg((const uint2*)(b.p.parts + (at + min(first + i, splits - 1)) * (DIM / 2)) + b.lane);
+        };
+        ask(0);
+        const float own_share = power_of_2(stats.x - warp_max(stats.x)) * stats.y;
         float sum[4] = {}, weight = 0.0f;
-#pragma unroll 4
-        for (int i = 0; i < splits; i++) {
-            const float2 stats = __ldcg(b.p.part_stats + at + i);
-            const uint2 v = __ldcg((const uint2*)(b.p.parts + (at + i) * (DIM / 2)) + b.lane);
-            const float share = power_of_2(stats.x - peak) * stats.y;
-            weight += share;
-            const float2 low = unpack_half(v.x), high = unpack_half(v.y);
-            sum[0] = fmaf(share, low.x, sum[0]), sum[1] = fmaf(share, low.y, sum[1]);
-            sum[2] = fmaf(share, high.x, sum[2]), sum[3] = fmaf(share, high.y, sum[3]);
+#pragma unroll 1
+        for (int first = 0;;) {
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                const float share = __shfl_sync(~0u, own_share, first + i);
+                if (first + i >= splits) break;
+                weight += share;
+                const float2 low = unpack_half(part[i].x), high = unpack_half(part[i].y);
+                sum[0] = fmaf(share, low.x, sum[0]), sum[1] = fmaf(share, low.y, sum[1]);
+                sum[2] = fmaf(share, high.x, sum[2]), sum[3] = fmaf(share, high.y, sum[3]);
+            }
+            first += AT_ONCE;
+            if (first >= splits) break;
+            ask(first);
         }
         const float inverse = reciprocal(weight);
         const uint2 out = {pack_bf16(sum[0] * inverse, sum[1] * inverse),

@@ -36,6 +36,12 @@ __device__ __noinline__ u32 block_mix(int stage, u32 steps_done) {
     return b.steps_done;
 }
 
+// The inner activation, likewise: within `lead_to` its places of sums would be kept in memory.
+__device__ __noinline__ void activate_inner(int done) {
+    Block b;
+    activate(b, done);
+}
+
 // What becomes of features that are projected, and of keys and values of the context.
 __device__ __noinline__ void append_rows(int done) {
     Block b;
@@ -68,13 +74,13 @@ __device__ __noinline__ u32 lead_to(int stage, u32 steps_done) {
         else if (kind == OUT)
             to_residual<OUT_GROUPS, true>(b, done, vectors + MLP_NORM);
         else if (kind == MLP_IN)
-            activate(b, done);
+            activate_inner(done);
         else
             to_residual<INNER_GROUPS, true>(b, done, vectors + VECTORS + MIX_NORM);
     }
     b.mark();
     b.sync();  // who has nothing more to do rests: polls would be in the way of the others
-    const Run run = run_of(b.p, stage);
+    const Run run = uniform_run(b.s.runs[b.turn(stage)]);
     if (stage == FC)
         prepare_rows(b, run, stage, b.p.waiting);
     else
@@ -102,7 +108,7 @@ __device__ __forceinline__ void draft_pass(Block& b) {
     for (int stage = first; stage <= end; stage++) {
         if (stage > first && stage <= 0) append_rows(stage - 1);
         b.steps_done = lead_to(stage, b.steps_done);
-        multiply_stage(b, stage, run_of(b.p, stage));
+        multiply_stage(b, stage, uniform_run(b.s.runs[b.turn(stage)]));
         b.mark();
     }
     if (end == CONTEXT) {
@@ -120,8 +126,20 @@ __device__ __forceinline__ void draft_pass(Block& b) {
     b.mark();
 }
 
-// One warp finds what the consumers need after a stage while they multiply, and beside the head sets back what was
-// exchanged.
+// Keys and values that attention will read after a layer's first products: weights have pushed them out of the L2 cache.
+__device__ __forceinline__ void ask_remembered(const Block& b, int layer) {
+    const int remembered = uniform(remembered_rows(b)), splits = splits_of(remembered);
+    const int first = b.sm / KV_HEADS % splits * CHUNK, rows = min(CHUNK, remembered - first);  // of its first item
+    const size_t head = (size_t)(layer * KV_HEADS + b.sm % KV_HEADS) * b.p.capacity;
+#pragma unroll 1
+    for (int line = b.lane; line < rows * 2; line += 32) {
+        const size_t at = (head + first) * (DIM / 2) + line * 32;
+        prefetch(b.p.keys + at), prefetch(b.p.values + at);
+    }
+}
+
+// One warp finds what the consumers need after a stage and for the next while they multiply, and beside the head sets
+// back what was exchanged.
 __device__ __forceinline__ void find_tables(Block& b, int end) {
     const Barriers bars(b.base);
     Stage next = b.p.stages[b.first_stage()];
@@ -132,6 +150,10 @@ __device__ __forceinline__ void find_tables(Block& b, int end) {
         barrier_wait(bars.begun, b.turn(stage));
         if (stage < HEAD) {
             load_table(b, here);
+            if (b.lane < (int)sizeof(Run) / 16)
+                copy16((uint4*)&b.s.runs[b.turn(stage) ^ 1] + b.lane,
+                       (const uint4*)&b.p.runs[min(stage + 1, end) * SMS + b.sm] + b.lane);
+            if (stage >= 0 && (stage & 3) == IN) ask_remembered(b, stage >> 2);
             copies_done();
         } else {
             if (b.lane == 0) b.wait_until_begun(HEAD);
@@ -162,6 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             request.position = asked.first_position + request.rows;
             request.tokens[0] = max(asked.path->last, 0);  // where none was decided this block is of no use
         }
+        shared.runs[0] = params.runs[(request.rows ? FC : 0) * SMS + (int)blockIdx.x];
     }
     __syncthreads();
     Block block;
@@ -177,11 +200,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             Producer producer(block.base);
             producer.follow(params.stream,
                             params.parcels + params.first_parcel[(first == FC ? 0 : SMS) + blockIdx.x]);
+            Run run = params.runs[first * SMS + (int)blockIdx.x];
 #pragma unroll 1
             for (int i = first; i <= end; i++) {
+                const Run next = params.runs[min(i + 1, end) * SMS + (int)blockIdx.x];  // early: it comes from memory
                 if (i == HEAD)
                     producer.follow(params.head_stream, params.head_parcels + params.first_head_parcel[blockIdx.x]);
-                producer.stage(run_of(params, i));
+                producer.stage(uniform_run(run));
+                run = next;
             }
             producer.drain();
         }

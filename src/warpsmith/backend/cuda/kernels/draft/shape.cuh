@@ -131,6 +131,7 @@ constexpr u32 SUM_TAGS = ones_above(2 * LAYERS + 1);
 struct Shared {
     Params params;  // here, since functions would fetch them from memory
     Request request;
+    alignas(16) Run runs[2];  // of this stage and the next, by turns
     alignas(16) float residual[OWN_SPANS][SPAN];
     float inverse[REDUCERS][NODES];  // 1 / rms of its residual stream, if the stage's activations are `normed`
     u32 largest[2][WARPS];           // of a span, by turns
