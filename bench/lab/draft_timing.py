@@ -1,6 +1,6 @@
 """How long a DFlash draft of the 27B's true shape takes on a GPU, random weights, and where its clocks go.
 
-PYTHONPATH=src python bench/lab/draft_timing.py [--depths 520 4096] [--profile]
+PYTHONPATH=src python bench/lab/draft_timing.py [--depths 520 4096] [--types bf16 q4_k_m] [--profile]
 """
 
 from __future__ import annotations
@@ -16,25 +16,27 @@ from warpsmith.backend.base import Want
 from warpsmith.backend.cuda.draft.network import CudaDraft, CudaMemory
 from warpsmith.backend.cuda.large.backend import LargeBackend
 from warpsmith.backend.cuda.rows import CudaRows
-from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.canonical import Tensor
+from warpsmith.checkpoint.convert import tensor_type
 from warpsmith.checkpoint.dflash import DFlashConfig, DraftFile, expected_shapes
-from warpsmith.checkpoint.quantize import quantize
+from warpsmith.checkpoint.dflash_writer import to_gguf_name
 from warpsmith.model.config import SIZES
+from warpsmith.model.synthetic import weight_bytes
 from warpsmith.model.synthetic_draft import LAYERS, draft_of
 
 CAPACITY, ACCEPTED, MARKS = 4096, 8, 4096
 
 
-def random_draft(config: DFlashConfig) -> DraftFile:
-    """Tensors of one shape share their bytes."""
-    rng, kept, tensors = np.random.default_rng(0), {}, {}
+def random_draft(config: DFlashConfig, recipe: str) -> DraftFile:
+    """Tensors of one shape and type share their bytes."""
+    kept, tensors = {}, {}
     for name, shape in expected_shapes(config).items():
-        kind = TYPES["BF16" if len(shape) == 2 else "F32"]
-        if shape not in kept:
-            values = rng.standard_normal(shape, dtype=np.float32) * 0.02 + (len(shape) == 1)
-            kept[shape] = quantize(kind, values.reshape(-1, shape[-1]))
-        tensors[name] = Tensor(name, kind, shape, lambda raw=kept[shape]: raw)
+        stored = to_gguf_name(name)
+        kind = tensor_type(recipe, stored, shape, config.layers, tied=False)
+        if (shape, kind) not in kept:
+            pieces = [piece.reshape(-1) for piece in weight_bytes(0, stored, kind, shape)]
+            kept[shape, kind] = np.concatenate(pieces).reshape(-1, kind.row_bytes(shape[-1]))
+        tensors[name] = Tensor(name, kind, shape, lambda raw=kept[shape, kind]: raw)
     return DraftFile(config, tensors)
 
 
@@ -113,6 +115,7 @@ def print_profile(backend: LargeBackend, network: CudaDraft, depth: int) -> None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depths", type=int, nargs="+", default=[520, 4096])
+    parser.add_argument("--types", nargs="+", default=["bf16"], help="weight types of the draft's file")
     parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()
     target = SIZES["27B"]
@@ -120,14 +123,16 @@ def main() -> None:
     start = time.perf_counter()
     backend = LargeBackend(target, random_model(target, "q4_k_m"), context=8192, options=options)
     print(f"target loaded in {time.perf_counter() - start:.1f} s")
-    file = random_draft(draft_of(target))
-    start = time.perf_counter()
-    network = CudaDraft(backend, file.config, file.tensors, [CAPACITY] * LAYERS, backend.lend)
-    print(f"draft loaded in {time.perf_counter() - start:.1f} s, {network.layout.stream.stream_bytes / 1e9:.2f} GB")
-    for depth in given.depths:
-        timings(backend, network, depth)
-    if given.profile:
-        print_profile(backend, network, given.depths[0])
+    for recipe in given.types:
+        file = random_draft(draft_of(target), recipe)
+        start = time.perf_counter()
+        network = CudaDraft(backend, file.config, file.tensors, [CAPACITY] * LAYERS, backend.lend)
+        took, held = time.perf_counter() - start, network.layout.stream.stream_bytes
+        print(f"draft in {recipe} loaded in {took:.1f} s, {held / 1e9:.2f} GB")
+        for depth in given.depths:
+            timings(backend, network, depth)
+        if given.profile:
+            print_profile(backend, network, given.depths[0])
 
 
 if __name__ == "__main__":
