@@ -24,7 +24,7 @@ from warpsmith.model.weights import expected_shapes as model_shapes
 PROGRAM = "draft/draft.cu"
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "q4_k_m"])
+@pytest.mark.parametrize("recipe", ["bf16", pytest.param("q4_k_m", marks=pytest.mark.slow)])
 def test_nothing_of_a_draft_lies_on_the_stack(recipe: str) -> None:
     """There is hardly an L1 cache beside 227 KB of shared memory: what is put aside comes back from the L2 cache."""
     target, config, chip = SIZES["27B"], draft_of_the_27b(), load_profiles()["h200"]

@@ -126,7 +126,8 @@ __device__ __forceinline__ void draft_pass(Block& b) {
     b.mark();
 }
 
-// Keys and values that attention will read after a layer's first products: weights have pushed them out of the L2 cache.
+// Keys and values that attention will read after a layer's first products: weights have pushed them out of the L2
+// cache.
 __device__ __forceinline__ void ask_remembered(const Block& b, int layer) {
     const int remembered = uniform(remembered_rows(b)), splits = splits_of(remembered);
     const int first = b.sm / KV_HEADS % splits * CHUNK, rows = min(CHUNK, remembered - first);  // of its first item
