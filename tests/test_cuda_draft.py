@@ -73,12 +73,28 @@ def test_the_device_s_network_equals_numpy_s(name: str) -> None:
     check_rings(native, numpy, [(1, 0), (35, 3)])
 
 
-def test_long_memories_are_split() -> None:
-    config = shaped(layers=1, block=16, windows=(100,), causal=(True,))
-    native, numpy = both(*targets(), file_of(config), rows=300)
+def check_a_long_memory(
+    targets: tuple[LargeBackend, ReferenceBackend], rows: int, window: int | None, splits: int
+) -> None:
+    config = shaped(layers=1, kv_heads=1, block=16, windows=(window,), causal=(True,))
+    native, numpy = both(*targets, file_of(config), rows=rows + 100)
+    assert native.network.layout.splits == splits
     for draft in (native, numpy):
-        draft.append(HostRows(features_of(200, config)), 0)
-    check_same(native, numpy, 5, 200, 15)
+        draft.append(HostRows(features_of(rows, config)), 0)
+    check_same(native, numpy, 5, rows, 15)
+
+
+def test_long_memories_are_split() -> None:
+    check_a_long_memory(targets(), rows=200, window=100, splits=SMS)
+
+
+@pytest.mark.slow
+def test_more_splits_than_are_merged_at_once() -> None:
+    """Eleven chunks and the block's own."""
+    with emulated_gpu(12, (8,), often=True):
+        tensors = tensors_of(SHAPE, MIXED)
+        pair = LargeBackend(SHAPE, tensors, context=1024), ReferenceBackend(SHAPE, tensors)
+        check_a_long_memory(pair, rows=680, window=None, splits=12)
 
 
 @pytest.mark.parametrize("block", [2, 9, 15])
