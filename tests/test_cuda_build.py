@@ -15,17 +15,26 @@ from pathlib import Path
 import pytest
 
 import kernel_claims
+from cuda_draft_cases import draft_of_the_27b
 from warpsmith.backend.cuda import shape, structures, top
 from warpsmith.backend.cuda.build.compiler import DIGEST_BYTES, build, cache_directory, compile_source, sources, target
 from warpsmith.backend.cuda.build.profiles import Profile, load_profiles
 from warpsmith.backend.cuda.builds import VARIANTS, build_constants, build_options
 from warpsmith.backend.cuda.draft import step
 from warpsmith.backend.cuda.draft import structures as of_drafts
+from warpsmith.backend.cuda.draft.formats import handed_over
+from warpsmith.backend.cuda.draft.layout import DraftLayout, DraftStream
+from warpsmith.backend.cuda.draft.network import COPIES
+from warpsmith.backend.cuda.large.formats import EMBEDDINGS
+from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.memory.driver import Chip
 from warpsmith.backend.cuda.memory.layout import Layout
 from warpsmith.backend.cuda.schedule import busy_sms
 from warpsmith.backend.cuda.shape import threads_of
 from warpsmith.backend.tree import MAX_NODES
+from warpsmith.checkpoint.convert import tensor_type
+from warpsmith.checkpoint.dflash import expected_shapes as draft_shapes
+from warpsmith.checkpoint.dflash_writer import to_gguf_name
 from warpsmith.errors import NoDevice
 from warpsmith.model.config import SIZES, Config
 from warpsmith.model.weights import expected_shapes
@@ -168,6 +177,23 @@ def test_older_chips_get_neither_bulk_copies_nor_clusters() -> None:
     assert b"cp.async." in ptx
     assert b"bulk" not in ptx
     assert b"cluster" not in ptx
+
+
+@pytest.mark.parametrize("recipe", ["bf16", pytest.param("q4_k_m", marks=pytest.mark.slow)])
+def test_nothing_of_a_draft_lies_on_the_stack(recipe: str) -> None:
+    """There is hardly an L1 cache beside 227 KB of shared memory: what is put aside comes back from the L2 cache."""
+    program, model, config, chip = "draft/draft.cu", SIZES["27B"], draft_of_the_27b(), load_profiles()["h200"]
+    stored = {n: tensor_type("q4_k_m", n, s, model.layers, model.tied).name for n, s in expected_shapes(model).items()}
+    lender, shapes = LargeLayout(model, chip.sms, stored), draft_shapes(config).items()
+    types = {n: tensor_type(recipe, to_gguf_name(n), s, config.layers, tied=False).name for n, s in shapes}
+    stream = DraftStream(config, chip.sms, {name: handed_over(kind) for name, kind in types.items()})
+    layout = DraftLayout(config, stream, lender.deals[-1], capacity=4096)
+    constants = layout.constants(EMBEDDINGS.index(lender.embedding_type)) | COPIES
+    constants |= {"SHARED_MEMORY": chip.shared_memory}
+    _, log = compile_source(sources()[program], program, "sm_90a", constants, ("--ptxas-options=-v",))
+    found = [int(n) for n in re.findall(r"(\d+) bytes (?:stack|spill)", log)]
+    assert len(found) > 3, log
+    assert max(found) == 0, log
 
 
 def test_nothing_is_contracted_that_is_not_written_so() -> None:

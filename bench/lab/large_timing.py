@@ -20,6 +20,7 @@ from warpsmith.backend.base import ARGMAX
 from warpsmith.backend.cuda.large.backend import LargeBackend
 from warpsmith.backend.cuda.memory.caches import CACHE_ROWS
 from warpsmith.backend.cuda.memory.driver import Device, Event
+from warpsmith.backend.cuda.requests import Asked
 from warpsmith.backend.tree import Tree
 from warpsmith.checkpoint.canonical import Tensor
 from warpsmith.checkpoint.convert import tensor_type
@@ -131,7 +132,7 @@ def main() -> None:
                 tree = some_tree(nodes, config.vocab)
                 took = milliseconds(backend, partial(backend.launch, state, tree, ARGMAX), 7)
                 print(f"  {nodes} nodes {took:.3f} ms", flush=True)
-            decode = partial(backend.launch, state, Tree.chain([5]), ARGMAX, steps=STEPS)
+            decode = partial(backend.launch, state, Tree.chain([5]), ARGMAX, Asked(steps=STEPS))
             took = milliseconds(backend, decode, 3) / STEPS
             print(f"  decoding {took:.3f} ms a token, {1e3 / took:.1f} tok/s", flush=True)
             for nodes in given.profile:

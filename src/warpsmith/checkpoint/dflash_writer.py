@@ -23,6 +23,7 @@ def to_gguf_name(name: str) -> str:
 
 
 def to_gguf_metadata(config: DFlashConfig) -> dict[str, Any]:
+    """What a file says of a draft's shape."""
     c = config
     values: dict[str, Any] = {
         "embedding_length": c.hidden,

@@ -43,16 +43,17 @@ from warpsmith.backend.cuda.draft.mtp import MtpProgram, block_config
 from warpsmith.backend.cuda.draft.network import CudaDraft
 from warpsmith.backend.cuda.draft.plan import draft_parts
 from warpsmith.backend.cuda.memory.driver import Buffer, Device, Event, Kernel
-from warpsmith.backend.cuda.memory.sequence import SequenceSizes
+from warpsmith.backend.cuda.memory.sizes import Sizes
 from warpsmith.backend.cuda.outputs import Outputs
 from warpsmith.backend.cuda.prefill import Prefill
 from warpsmith.backend.cuda.prefill.network import ModelOnDevice
 from warpsmith.backend.cuda.prefill.streams import PromptStream
+from warpsmith.backend.cuda.requests import ONE_PASS, Asked
 from warpsmith.backend.cuda.rows import CudaRows
 from warpsmith.backend.cuda.sampler import DeviceSampler
 from warpsmith.backend.cuda.shape import MAX_STOPS, READ_AHEAD
 from warpsmith.backend.cuda.state import CudaState, bring_back, take_snapshot
-from warpsmith.backend.cuda.structures import Commit, Draw, Path, Stream
+from warpsmith.backend.cuda.structures import Commit, Path, Stream
 from warpsmith.backend.cuda.top import MAX_TOP
 from warpsmith.backend.cuda.tree import TreeOnDevice, WalkedOnDevice
 from warpsmith.backend.cuda.weights.stream import EMBEDDING
@@ -72,7 +73,7 @@ class CudaBackend(Backend):
 
     name = "cuda"
     cache_types: tuple[str, str] = ("f16", "f16")  # of keys and of values
-    layout: SequenceSizes
+    layout: Sizes
     shared_memory: int  # of an SM
     largest_launch: int  # nodes
     variants: Sequence[int]  # nodes that builds of the pass take
@@ -122,12 +123,13 @@ class CudaBackend(Backend):
         self._top_image = compilers.submit(build, "sample/top.cu", self.architecture, told)
         compilers.shutdown(wait=False)
 
-    def _make_outputs(self, samples: bool) -> None:
-        """Where a pass writes, and what draws tokens from it; `samples`: whether the pass itself can."""
+    def _make_outputs(self) -> None:
+        """Where a pass writes, and what draws tokens from it."""
         marks = int(str(self.options.get("PROFILE", 0)))  # a profiling build keeps that many clocks an SM
-        self.profile = self.device.zeros(self.sms * marks * 8)
+        sms, samples = self.layout.sms, self.layout.samples
+        self.profile = self.device.zeros(sms * marks * 8)
         self.outputs = outputs = Outputs(self.device, self.config, self._top_image.result())
-        sampler = DeviceSampler(self.device, self.sms, self.context, samples)
+        sampler = DeviceSampler(self.device, sms, self.context, samples)
         self._decoder = Decoder(self.device, sampler, outputs.ring, outputs.logits, self.config.vocab)
 
     def _prepare_prompts(self, weights: PromptStream) -> None:
@@ -148,19 +150,8 @@ class CudaBackend(Backend):
         """Where everything is that the kernels use, this sequence's too."""
 
     @abstractmethod
-    def launch(
-        self,
-        state: CudaState,
-        tree: Tree | TreeOnDevice,
-        want: Want,
-        steps: int = 0,
-        stop: Sequence[int] = (),
-        draw: Draw | None = None,
-        row: int = 0,
-        after: int = 0,
-    ) -> None:
-        """Queue a pass whose first node's outputs are row number `row` of all that is computed together, on what the
-        state will be when a commit of `after` tokens that is queued already is taken."""
+    def launch(self, state: CudaState, tree: Tree | TreeOnDevice, want: Want, asked: Asked = ONE_PASS) -> None:
+        """Queue a pass."""
 
     @abstractmethod
     def _launch_commit(self, state: CudaState, commit: Commit) -> None: ...
@@ -168,11 +159,6 @@ class CudaBackend(Backend):
     @abstractmethod
     def lend(self) -> Lent:
         """What a draft needs of the model."""
-
-    @property
-    @abstractmethod
-    def sms(self) -> int:
-        """That take part."""
 
     @abstractmethod
     def _stream_bounds(self) -> np.ndarray:
@@ -185,7 +171,7 @@ class CudaBackend(Backend):
         return {
             "device": self.name,
             "gpu": self.chip.name,
-            "sms": self.sms,
+            "sms": self.layout.sms,
             "architecture": self.architecture,
             "profile": repr(self.chip_profile),
             "type_k": self.cache_types[0],
@@ -244,7 +230,7 @@ class CudaBackend(Backend):
         row = 0
         for state, tree in batch:
             assert isinstance(state, CudaState)
-            self.launch(state, tree, want, row=row)
+            self.launch(state, tree, want, Asked(row=row))
             row += len(tree)
         return keep_drafted(batch, self.outputs.of_trees([len(tree) for _, tree in batch], want))
 
@@ -382,6 +368,11 @@ class CudaBackend(Backend):
         bring_back(state, snapshot, self.layout)
         self.device.synchronize()  # whoever has the time taken of what follows does not wait for the copies
 
+    def bytes_a_token(self, length: int) -> int:
+        layout = self.layout
+        weights = layout.stream_bytes + layout.vector_bytes
+        return weights + sum(layout.cache_bytes(length)) + 2 * layout.delta_bytes
+
     def read_bandwidth(self) -> float:
         """Every SM reads its stream and does nothing with it; the median of nine times."""
         image = build("weights/stream.cu", self.architecture, {})
@@ -393,7 +384,7 @@ class CudaBackend(Backend):
         times = []
         for _ in range(10):
             begin.record()
-            kernel.launch(self.sms, 32, request)
+            kernel.launch(self.layout.sms, 32, request)
             end.record()
             end.wait()
             times.append(end.seconds_since(begin))

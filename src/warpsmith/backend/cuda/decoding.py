@@ -11,6 +11,7 @@ import numpy as np
 from warpsmith.backend.base import ARGMAX, LOGITS, Listener
 from warpsmith.backend.checks import check_room
 from warpsmith.backend.cuda.memory.driver import Buffer, Device, Pinned
+from warpsmith.backend.cuda.requests import Asked
 from warpsmith.backend.cuda.sampler import UNDECIDED, DeviceSampler
 from warpsmith.backend.cuda.shape import MAX_STEPS, MAX_STOPS
 from warpsmith.backend.finite import not_finite
@@ -124,7 +125,7 @@ class Decoder:
             want = LOGITS if sampling.temperature > 0 else ARGMAX  # kept for tokens that it leaves to us
         self._ring.array[0] = 0
         want = replace(want, features=features)
-        backend.launch(state, Tree.chain([token]), want, steps=steps, stop=sorted(stop), draw=draw)
+        backend.launch(state, Tree.chain([token]), want, Asked(steps, sorted(stop), draw))
         self._burst = _Burst(self._ring.array)
         return self._burst
 

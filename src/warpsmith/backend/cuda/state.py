@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from warpsmith.backend.base import Snapshot, State
 from warpsmith.backend.checks import check_snapshot
 from warpsmith.backend.cuda.memory.driver import Device
-from warpsmith.backend.cuda.memory.sequence import SequenceSizes
+from warpsmith.backend.cuda.memory.sizes import Sizes
 
 if TYPE_CHECKING:
     from warpsmith.backend.cuda.backend import CudaBackend
@@ -42,7 +42,7 @@ class CudaState(State):
         self.params.delta, self.params.history = self.delta.pointer, self.history.pointer
 
 
-def take_snapshot(state: CudaState, device: Device, layout: SequenceSizes) -> Snapshot:
+def take_snapshot(state: CudaState, device: Device, layout: Sizes) -> Snapshot:
     """Copies of a state, of keys and values only the rows in use."""
     copies = []
     for source in (state.delta, state.history):
@@ -55,7 +55,7 @@ def take_snapshot(state: CudaState, device: Device, layout: SequenceSizes) -> Sn
     return Snapshot(state.length, sum(c.nbytes for c in copies), copies)
 
 
-def bring_back(state: CudaState, snapshot: Snapshot, layout: SequenceSizes) -> None:
+def bring_back(state: CudaState, snapshot: Snapshot, layout: Sizes) -> None:
     """Queue the copies back; the state is then as it was."""
     check_snapshot(state, snapshot)
     delta, history, keys, values = snapshot.data

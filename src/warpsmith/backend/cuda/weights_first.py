@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.cuda.memory.layout import Layout
 from warpsmith.backend.cuda.memory.plan import check_fit, weights_first_parts
 from warpsmith.backend.cuda.prefill import RowTiles
-from warpsmith.backend.cuda.requests import at_row, fill_request
+from warpsmith.backend.cuda.requests import ONE_PASS, Asked, at_row, fill_request
 from warpsmith.backend.cuda.schedule import busy_sms
 from warpsmith.backend.cuda.shape import COLUMNS, threads_of
 from warpsmith.backend.cuda.state import CudaState
@@ -68,9 +68,7 @@ class WeightsFirstBackend(CudaBackend):
         pack = device.load(self._image("weights/pack.cu")).kernel("pack")
         self._commit = device.load(self._image("forward/commit.cu")).kernel("commit")
         self.stream, self.embedding = load_weights(device, pack, layout.stream, tensors, progress)
-        self.vectors = device.upload(
-            np.concatenate([tensors[n].float32().reshape(-1) for n in layout.schedule.vectors()])
-        )
+        self.vectors = device.upload(np.concatenate([tensors[n].float32().reshape(-1) for n in layout.vectors()]))
         self.rope = device.upload(layout.rope_table(self.context))
         self.stream_start = device.upload(layout.stream.start.astype(np.uint64))
         self.head_start = device.upload(layout.stream.part_start[-1].astype(np.uint64))
@@ -78,12 +76,8 @@ class WeightsFirstBackend(CudaBackend):
         self.parts = device.allocate(layout.parts_bytes)
         self._reset_parts()
         self.branch_state = device.allocate(layout.branch_bytes)
-        self._make_outputs(layout.samples)
+        self._make_outputs()
         self._prepare_prompts(RowTiles(layout, self.architecture))
-
-    @property
-    def sms(self) -> int:
-        return self.layout.sms
 
     def memory(self, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
         parts = weights_first_parts(self.layout, context, sequences, snapshots)
@@ -103,13 +97,8 @@ class WeightsFirstBackend(CudaBackend):
         self._reset_parts()  # a pass that stops inside a layer may leave some behind
         return read_stage(self, state, stop_after, len(tree))
 
-    def bytes_a_token(self, length: int) -> int:
-        layout = self.layout
-        weights = layout.stream.bytes + layout.vector_bytes
-        return weights + sum(layout.cache_bytes(length)) + 2 * layout.delta_bytes
-
     def _stream_bounds(self) -> np.ndarray:
-        return np.append(self.layout.stream.start, self.layout.stream.bytes)
+        return np.append(self.layout.stream.start, self.layout.stream_bytes)
 
     def _reset_parts(self) -> None:
         self.parts.fill_starts(NOT_YET, 1, self.parts.nbytes // 4)
@@ -142,30 +131,17 @@ class WeightsFirstBackend(CudaBackend):
         state: CudaState,
         tree: Tree | TreeOnDevice,
         want: Want,
-        steps: int = 0,
-        stop: Sequence[int] = (),
-        draw: Draw | None = None,
-        row: int = 0,
-        after: int = 0,
+        asked: Asked = ONE_PASS,
         stop_after: int = EVERY_STAGE,
     ) -> None:
         self.overwrite_outputs()
         # before the rest is made ready: the device does it meanwhile
         self.exchange.fill_starts(NOT_YET, 2, -(-len(tree) // 8) * self.layout.exchange.tile_words)
-        params = at_row(state.params_after() if after else state.params, row, self.config, want)
-        request = Request(
-            nodes=len(tree),
-            length=state.length + after,
-            steps=steps,
-            stop_after=stop_after,
-            stops=len(stop),
-            features=len(want.features),
-            want_logits=want.tokens in ("top", "logits"),
-            want_hidden=want.hidden,
-        )
-        fill_request(request, tree, stop, want)
-        arguments = (params, request, draw or Draw())  # kernels for trees know of no draw
-        self._kernel(len(tree)).launch(self.sms, threads_of(self.architecture), *arguments, cooperative=True)
+        params = at_row(state.params_after() if asked.after else state.params, asked.row, self.config, want)
+        request = Request(stop_after=stop_after)
+        fill_request(request, state, tree, want, asked)
+        arguments = (params, request, asked.draw or Draw())  # kernels for trees know of no draw
+        self._kernel(len(tree)).launch(self.layout.sms, threads_of(self.architecture), *arguments, cooperative=True)
 
     def _launch_commit(self, state: CudaState, commit: Commit) -> None:
         blocks = self.layout.delta_layers * self.layout.blocks + self.layout.caches

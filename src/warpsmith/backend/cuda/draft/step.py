@@ -20,6 +20,7 @@ from warpsmith.backend.cuda.build.compiler import build
 from warpsmith.backend.cuda.decoding import NOT_READY
 from warpsmith.backend.cuda.draft.structures import Grow, Report, Walk
 from warpsmith.backend.cuda.memory.driver import Pinned
+from warpsmith.backend.cuda.requests import Asked
 from warpsmith.backend.cuda.rows import CudaRows
 from warpsmith.backend.cuda.sampler import UNDECIDED, draw_of
 from warpsmith.backend.cuda.structures import Commit, Draw, MadeTree, Path
@@ -136,7 +137,7 @@ class CudaGrowingTree(GrowingTree):
         return seen
 
     def _queue_pass(self, state: CudaState, want: Want, after: int = 0) -> None:
-        self.backend.launch(state, TreeOnDevice(self.program.tree.pointer, self.nodes), want, after=after)
+        self.backend.launch(state, TreeOnDevice(self.program.tree.pointer, self.nodes), want, Asked(after=after))
         self._queued = state.length + after, want
 
     def _queue_next(self, state: CudaState, want: Want, root: int, after: int) -> CudaGrowingTree | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -24,7 +25,7 @@ from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.cuda.memory.layout import rope_table
 from warpsmith.backend.cuda.memory.plan import refuse_what_does_not_fit
 from warpsmith.backend.cuda.prefill import SlabStream
-from warpsmith.backend.cuda.requests import at_row, fill_request
+from warpsmith.backend.cuda.requests import ONE_PASS, Asked, at_row, fill_request
 from warpsmith.backend.cuda.state import CudaState
 from warpsmith.backend.cuda.structures import Commit, Draw, Path
 from warpsmith.backend.cuda.tree import TreeOnDevice
@@ -67,7 +68,7 @@ class LargeBackend(CudaBackend):
         """`prompts`: kernels of their own for long chains are made ready too. `architecture`: what to build for instead
         of this chip (`options` may name another SHARED_MEMORY). `device`: another backend's, whose plan and memory
         limit are for both."""
-        whole = device is None
+        alone = device is None
         super().__init__(
             config,
             tensors,
@@ -83,7 +84,7 @@ class LargeBackend(CudaBackend):
         self.largest_tree, self.largest_launch = MAX_NODES, variants[-1]
         self.cache_types = (cache_type_k, cache_type_v)
         self.layout = layout = LargeLayout(config, self.chip.sms, self.stored, self.cache_types)
-        if whole:
+        if alone:
             refuse_what_does_not_fit(self.memory, self.context, device.room())
         self._begin_builds("large/forward.cu", variants)
         pack = device.load(self._image("large/pack.cu")).kernel("pack")
@@ -100,13 +101,9 @@ class LargeBackend(CudaBackend):
         self.scratch = {name: device.zeros(size) for name, size in layout.scratch_bytes(self.largest_launch).items()}
         for name in ("words", "sums"):
             self.scratch[name].fill_starts(NOT_YET, 1, self.scratch[name].nbytes // 4)
-        self._make_outputs(layout.samples)
+        self._make_outputs()
         if prompts:
             self._prepare_prompts(SlabStream(layout, self.architecture))
-
-    @property
-    def sms(self) -> int:
-        return self.layout.sms
 
     def memory(self, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
         parts = large_parts(self.layout, context, sequences, snapshots, self.largest_launch)
@@ -123,20 +120,15 @@ class LargeBackend(CudaBackend):
             self._lent = Lent(self.stream, layout.deals[-1], *places, self.embedding, layout.embedding_type)
         return self._lent
 
-    def bytes_a_token(self, length: int) -> int:
-        layout = self.layout
-        weights = layout.stream_bytes + layout.vector_bytes
-        return weights + sum(layout.cache_bytes(length)) + 2 * layout.delta_bytes
-
     def _stream_bounds(self) -> np.ndarray:
         units = self.layout.stream_bytes // PARCEL_UNIT
-        return np.arange(self.sms + 1) * units // self.sms * PARCEL_UNIT
+        return np.arange(self.layout.sms + 1) * units // self.layout.sms * PARCEL_UNIT
 
     # -- launching ------------------------------------------------------------------------------------------------
 
     def constants(self, nodes: int) -> dict[str, object]:
         """What the kernels for so many nodes are built with."""
-        few = self.layout.stream_bytes < FEW_BYTES * self.config.layers * self.sms
+        few = self.layout.stream_bytes < FEW_BYTES * self.config.layers * self.layout.sms
         in_flight, between = (FEW_IN_FLIGHT if few else IN_FLIGHT)[nodes > 1]
         own = {
             "IN_FLIGHT": in_flight,
@@ -165,39 +157,24 @@ class LargeBackend(CudaBackend):
             **shared, **own,
         )  # fmt: skip
 
-    def launch(
-        self,
-        state: CudaState,
-        tree: Tree | TreeOnDevice,
-        want: Want,
-        steps: int = 0,
-        stop: Sequence[int] = (),
-        draw: Draw | None = None,
-        row: int = 0,
-        after: int = 0,
-    ) -> None:
+    def launch(self, state: CudaState, tree: Tree | TreeOnDevice, want: Want, asked: Asked = ONE_PASS) -> None:
         self.overwrite_outputs()
         if not isinstance(tree, Tree) or len(tree) <= self.largest_launch:
-            return self._launch(state, tree, want, LargeRequest(steps=steps), stop, draw, row, after)
+            return self._launch(state, tree, want, LargeRequest(), asked)
         for part in rounds_of(tree.parents.tolist(), self.largest_launch):
             if part.path:
                 self.queue_commit(state, Commit(path=Path(len(part.path), (ctypes.c_int * MAX_NODES)(*part.path))))
-            some = Tree(tree.tokens[part.nodes], np.array(part.parents))
-            request = LargeRequest(whole=len(tree))
-            self._launch(state, some, want, request, row=row, after=len(part.path), places=part.nodes)
+            some, here = Tree(tree.tokens[part.nodes], np.array(part.parents)), replace(asked, after=len(part.path))
+            self._launch(state, some, want, LargeRequest(whole=len(tree)), here, part.nodes)
         return None
 
-    def _launch(self, state: CudaState, tree: Tree | TreeOnDevice, want: Want, request: LargeRequest,
-                stop: Sequence[int] = (), draw: Draw | None = None, row: int = 0, after: int = 0,
+    def _launch(self, state: CudaState, tree: Tree | TreeOnDevice, want: Want, request: LargeRequest, asked: Asked,
                 places: Sequence[int] = range(MAX_NODES)) -> None:  # fmt: skip
         """One launch. `places`: the numbers of these nodes in the request's whole tree."""
-        own = cast(LargeParams, state.params_after() if after else state.params)
-        params = at_row(own, row, self.config, want)
-        request.nodes, request.length, request.stops = len(tree), state.length + after, len(stop)
-        request.features, request.want_hidden = len(want.features), want.hidden
-        request.want_logits = want.tokens in ("top", "logits")
-        fill_request(request, tree, stop, want)
+        own = cast(LargeParams, state.params_after() if asked.after else state.params)
+        params = at_row(own, asked.row, self.config, want)
+        fill_request(request, state, tree, want, asked)
         request.place[: len(places)] = list(places)
         self.scratch["counter"].fill_starts(0, 1, self.scratch["counter"].nbytes // 4)
-        arguments = (params, request, draw or Draw())
-        self._kernel(len(tree)).launch(self.sms, THREADS, *arguments, cooperative=True)
+        arguments = (params, request, asked.draw or Draw())
+        self._kernel(len(tree)).launch(self.layout.sms, THREADS, *arguments, cooperative=True)

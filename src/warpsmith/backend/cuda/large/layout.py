@@ -6,7 +6,6 @@ weights pass by (see kernels/large/forward.cu). The host's view of kernels/large
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import cached_property
 from itertools import pairwise
@@ -14,11 +13,10 @@ from itertools import pairwise
 from warpsmith.backend.cuda.large.deal import BLOCK_K, GROUP_BLOCKS, ROWS, LargeStage, most_parts
 from warpsmith.backend.cuda.large.formats import EMBEDDINGS, ROUNDED, SLABS
 from warpsmith.backend.cuda.large.stream import SlabStages
-from warpsmith.backend.cuda.memory.sequence import SequenceSizes
+from warpsmith.backend.cuda.memory.sizes import Sizes
 from warpsmith.backend.cuda.shape import HEAD_DIM, MAX_OWN_LOGITS, STATE_DIM
 from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.model.config import Config
-from warpsmith.model.weights import expected_shapes
 
 FEWER_GROUP_BLOCKS = 7
 KEPT_STATES = 5  # of a DeltaNet's channels while a tree is walked
@@ -38,14 +36,14 @@ def takes(config: Config) -> bool:
     )
 
 
-class LargeLayout(SequenceSizes, SlabStages):
+class LargeLayout(SlabStages, Sizes):
     """Sizes and offsets for one model on one number of SMs, with keys and values kept as named types."""
 
     def __init__(
         self, config: Config, sms: int, stored: Mapping[str, str], cache_types: tuple[str, str] = ("f16", "f16")
     ) -> None:
-        super().__init__(config, cache_types)
-        self.sms, self.stored = sms, stored
+        super().__init__(config, sms, cache_types)
+        self.stored = stored
         self.splits = 128 // config.kv_heads
         # Fewer superblocks leave more room for weights on their way, where that does not cut the residual stream into
         # more groups. (A draft that borrows the head counts on as many.)
@@ -130,7 +128,6 @@ class LargeLayout(SequenceSizes, SlabStages):
 
     @property
     def samples(self) -> bool:
-        """Whether an SM has room for its logits while a token is sampled (see candidates.cuh)."""
         return -(-self.stages[-1].tiles // self.sms) * ROWS <= MAX_OWN_LOGITS
 
     @property
@@ -148,7 +145,6 @@ class LargeLayout(SequenceSizes, SlabStages):
         return stored if stored in EMBEDDINGS else ROUNDED
 
     def vectors(self) -> list[str]:
-        """The F32 vectors in the order the kernel expects them."""
         names: list[str] = []
         for layer, recurrent in enumerate(self.config.recurrent):
             block = f"blk.{layer}."
@@ -158,11 +154,6 @@ class LargeLayout(SequenceSizes, SlabStages):
             else:
                 names += [block + "attn_q_norm.weight", block + "attn_k_norm.weight"]
         return [*names, "output_norm.weight"]
-
-    @property
-    def vector_bytes(self) -> int:
-        shapes = expected_shapes(self.config)
-        return sum(math.prod(shapes[name]) for name in self.vectors()) * 4
 
     # -- compile-time constants -----------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ from warpsmith.backend.base import MemoryPart
 from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.memory.plan import memory_parts
 from warpsmith.backend.cuda.prefill import buffer_bytes
-from warpsmith.backend.cuda.sampler import sampler_bytes
 
 VARIANTS = (1, 8, 16, 24)  # nodes that a build of the kernel takes
 ROOMY = 160 << 10  # bytes of shared memory that an SM needs for all of them
@@ -31,13 +30,5 @@ def large_parts(
 ) -> list[MemoryPart]:
     """The weights, as many sequences of `context` tokens, bytes of snapshots, and everything that forward passes of
     such trees write."""
-    scratch = sum(layout.scratch_bytes(largest_tree).values()) + sum(sampler_bytes(layout.sms, context).values())
-    return memory_parts(
-        layout,
-        context,
-        sequences,
-        snapshots,
-        weights=layout.stream_bytes + layout.embedding_bytes + layout.vector_bytes,
-        scratch=scratch + layout.table_bytes,
-        prompts=prompt_bytes(layout),
-    )
+    scratch = sum(layout.scratch_bytes(largest_tree).values()) + layout.table_bytes
+    return memory_parts(layout, context, sequences, snapshots, scratch=scratch, prompts=prompt_bytes(layout))

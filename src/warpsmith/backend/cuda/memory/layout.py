@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from warpsmith.backend.cuda.memory.exchange import Exchange
-from warpsmith.backend.cuda.memory.sequence import SequenceSizes
+from warpsmith.backend.cuda.memory.sizes import Sizes
 from warpsmith.backend.cuda.schedule import Schedule
 from warpsmith.backend.cuda.shape import COLUMNS, HEAD_DIM, MAX_OWN_LOGITS, STATE_DIM, WIDE
 from warpsmith.backend.cuda.weights.stream import WeightStream
@@ -17,26 +17,31 @@ from warpsmith.model.config import Config
 from warpsmith.model.weights import expected_shapes
 
 
-class Layout(SequenceSizes):
+class Layout(Sizes):
     """Sizes and offsets for one model on one number of SMs. `stored` has the types of its tensors in the file, BF16
     where nothing is said."""
 
     def __init__(self, config: Config, sms: int, stored: Mapping[str, str] | None = None) -> None:
-        super().__init__(config)
-        self.sms = sms
+        super().__init__(config, sms)
         self.schedule = Schedule(config, sms)
         self.stream = WeightStream(self.schedule, stored or {})
         self.blocks = config.value_dim // COLUMNS
         self.splits = 128 // config.kv_heads
 
     @property
-    def vector_bytes(self) -> int:
-        shapes = expected_shapes(self.config)
-        return sum(math.prod(shapes[name]) for name in self.schedule.vectors()) * 4
+    def stream_bytes(self) -> int:
+        return self.stream.bytes
+
+    @property
+    def embedding_bytes(self) -> int:
+        return self.stream.embedding_bytes
+
+    def vectors(self) -> list[str]:
+        return self.schedule.vectors()
 
     def vector_start(self, name: str) -> int:
         """Floats before a vector."""
-        names, shapes = self.schedule.vectors(), expected_shapes(self.config)
+        names, shapes = self.vectors(), expected_shapes(self.config)
         return sum(math.prod(shapes[n]) for n in names[: names.index(name)])
 
     def rope_table(self, context: int) -> np.ndarray:
@@ -60,7 +65,6 @@ class Layout(SequenceSizes):
 
     @property
     def samples(self) -> bool:
-        """Whether an SM has room for its logits while a token is sampled (see candidates.cuh)."""
         return -(-self.schedule.head.tiles // self.sms) * WIDE <= MAX_OWN_LOGITS
 
     # -- for the kernels ------------------------------------------------------------------------------------------

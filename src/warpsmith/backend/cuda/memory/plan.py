@@ -9,7 +9,7 @@ from math import ceil
 from warpsmith.backend.base import MemoryPart
 from warpsmith.backend.cuda.memory.layout import Layout, rope_bytes
 from warpsmith.backend.cuda.memory.room import CONTEXT_BYTES, Room, gib
-from warpsmith.backend.cuda.memory.sequence import SequenceSizes
+from warpsmith.backend.cuda.memory.sizes import Sizes
 from warpsmith.backend.cuda.prefill.plan import buffer_bytes
 from warpsmith.backend.cuda.prefill.streams import RowTiles
 from warpsmith.backend.cuda.sampler import sampler_bytes
@@ -23,15 +23,16 @@ DRIVER_BYTES = 128 << 20  # room left for the kernels' code and local memory, an
 
 
 def memory_parts(
-    sizes: SequenceSizes, context: int, sequences: int, snapshots: int, *, weights: int, scratch: int, prompts: int
+    sizes: Sizes, context: int, sequences: int, snapshots: int, *, scratch: int, prompts: int
 ) -> list[MemoryPart]:
-    """As many sequences of `context` tokens, bytes of snapshots, and what a forward pass or a prompt reads or writes
-    besides: `scratch` is the pass's own."""
+    """The weights, as many sequences of `context` tokens, bytes of snapshots, and what a forward pass or a prompt
+    writes: `scratch` is the pass's own."""
     c = sizes.config
     states = 2 * (sizes.delta_bytes + sizes.history_bytes)  # and the copy that decoding can go back to
     outputs = 4 * (LOGIT_ROWS * c.vocab + MAX_NODES * c.hidden * (1 + MAX_FEATURES)) + sum(top_bytes().values())
+    outputs += sum(sampler_bytes(sizes.sms, context).values())
     return [
-        MemoryPart("weights", weights),
+        MemoryPart("weights", sizes.stream_bytes + sizes.embedding_bytes + sizes.vector_bytes),
         MemoryPart("keys and values", sequences * sum(sizes.cache_bytes(context))),
         MemoryPart("DeltaNet states", sequences * states),
         MemoryPart("rows of a tree", sequences * sum(sizes.pending_bytes().values())),
@@ -44,16 +45,9 @@ def memory_parts(
 
 def weights_first_parts(layout: Layout, context: int, sequences: int = 1, snapshots: int = 0) -> list[MemoryPart]:
     """What the weights-first pass takes."""
-    sampler = sum(sampler_bytes(layout.sms, context).values())
-    return memory_parts(
-        layout,
-        context,
-        sequences,
-        snapshots,
-        weights=layout.stream.bytes + layout.stream.embedding_bytes + layout.vector_bytes,
-        scratch=layout.exchange.bytes + layout.parts_bytes + layout.branch_bytes + sampler,
-        prompts=sum(buffer_bytes(layout.config).values()) if RowTiles(layout).suits() else 0,
-    )
+    scratch = layout.exchange.bytes + layout.parts_bytes + layout.branch_bytes
+    prompts = sum(buffer_bytes(layout.config).values()) if RowTiles(layout).suits() else 0
+    return memory_parts(layout, context, sequences, snapshots, scratch=scratch, prompts=prompts)
 
 
 def check_fit(layout: Layout, context: int, room: Room) -> None:

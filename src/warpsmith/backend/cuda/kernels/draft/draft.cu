@@ -126,15 +126,15 @@ __device__ __forceinline__ void draft_pass(Block& b) {
     b.mark();
 }
 
-// Keys and values that attention will read after a layer's first products: weights have pushed them out of the L2
-// cache.
+// Keys and values that attention will read after a layer's first products, of this SM's first item: weights have pushed
+// them out of the L2 cache.
 __device__ __forceinline__ void ask_remembered(const Block& b, int layer) {
-    const int remembered = uniform(remembered_rows(b)), splits = splits_of(remembered);
-    const int first = b.sm / KV_HEADS % splits * CHUNK, rows = min(CHUNK, remembered - first);  // of its first item
-    const size_t head = (size_t)(layer * KV_HEADS + b.sm % KV_HEADS) * b.p.capacity;
+    const int remembered = uniform(remembered_rows(b)), kv_head = b.sm % KV_HEADS, split = b.sm / KV_HEADS;
+    const int rows = split < splits_of(remembered) ? min(CHUNK, remembered - split * CHUNK) : 0;  // else others ask
+    const size_t first = (size_t)(layer * KV_HEADS + kv_head) * b.p.capacity + split * CHUNK;
 #pragma unroll 1
     for (int line = b.lane; line < rows * 2; line += 32) {
-        const size_t at = (head + first) * (DIM / 2) + line * 32;
+        const size_t at = first * (DIM / 2) + line * 32;
         prefetch(b.p.keys + at), prefetch(b.p.values + at);
     }
 }

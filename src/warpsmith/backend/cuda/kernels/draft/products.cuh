@@ -69,9 +69,9 @@ __device__ __forceinline__ void multiply_stage(Block& b, int stage, const Run& r
 // A stage's sums, all of it.
 __device__ __forceinline__ void reduce(Block& b, int which, int stage, u32& count) {
     const Barriers bars(b.base);
-    const Run run = run_of(b.p, stage);
     barrier_wait(bars.begun, b.turn(stage));
     measure(b, which, stage, normed(stage));
+    const Run run = uniform_run(b.s.runs[b.turn(stage)]);
     arrive_for_warp(bars.tabled, b.lane);
     if (b.lane == 0) {
         add_release(b.begun_counter(stage), 1);

@@ -1,20 +1,51 @@
-"""What a sequence takes on the device, whichever forward pass runs it: sizes in bytes."""
+"""What a model and its sequences take on the device, whichever forward pass runs them: sizes in bytes."""
 
 from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
 
 from warpsmith.backend.cuda.memory.caches import CACHE_ROWS
 from warpsmith.backend.cuda.shape import COLUMNS, HISTORY, STATE_DIM
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.model.config import Config
+from warpsmith.model.weights import expected_shapes
 
 
-class SequenceSizes:
-    """Of one model, with keys and values kept as named types."""
+class Sizes(ABC):
+    """Of one model on one number of SMs, with keys and values kept as named types."""
 
-    def __init__(self, config: Config, cache_types: tuple[str, str] = ("f16", "f16")) -> None:
-        self.config = config
+    def __init__(self, config: Config, sms: int, cache_types: tuple[str, str] = ("f16", "f16")) -> None:
+        self.config, self.sms = config, sms
         self.key_rows, self.value_rows = (CACHE_ROWS[name] for name in cache_types)
         self.delta_layers, self.attention_layers = len(config.recurrent_layers), len(config.attention_layers)
+
+    # -- the model ------------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def stream_bytes(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def embedding_bytes(self) -> int:
+        """Of a table apart from the stream."""
+
+    @abstractmethod
+    def vectors(self) -> list[str]:
+        """The F32 vectors in the order the kernels expect them."""
+
+    @property
+    def vector_bytes(self) -> int:
+        shapes = expected_shapes(self.config)
+        return sum(math.prod(shapes[name]) for name in self.vectors()) * 4
+
+    @property
+    @abstractmethod
+    def samples(self) -> bool:
+        """Whether an SM has room for its logits while a token is sampled (see candidates.cuh)."""
+
+    # -- a sequence -----------------------------------------------------------------------------------------------
 
     @property
     def delta_bytes(self) -> int:
