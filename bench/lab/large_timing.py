@@ -52,6 +52,13 @@ def some_tree(nodes: int, vocab: int) -> Tree:
     return Tree(rng.integers(0, vocab, nodes), np.array(parents))
 
 
+def like_a_drafts(nodes: int, vocab: int) -> Tree:
+    """A chain as deep as a block, and siblings of its first nodes."""
+    deepest = min(nodes - 1, 15)
+    parents = [-1, *range(deepest), *range(nodes - 1 - deepest)]
+    return Tree(np.random.default_rng(nodes).integers(0, vocab, nodes), np.array(parents))
+
+
 def milliseconds(backend: LargeBackend, run, repeats: int) -> float:
     begin, end, times = Event(backend.device), Event(backend.device), []
     for _ in range(repeats + 1):

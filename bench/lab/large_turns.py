@@ -1,6 +1,7 @@
 """How long passes of the activations-first kernels take in several versions, by turns in one process.
 
 PYTHONPATH=src python bench/lab/large_turns.py 27B FOLDER ... [--nodes 1 8 16 22] [--rounds 7] [--depth 520]
+    [--drafts]
 
 A FOLDER has the files that a version changes, named as under kernels/ (large/delta.cuh). What is in the package runs
 beside them. Weights are loaded once; each version's machine code several times, since it is up to 1% faster or slower
@@ -19,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from large_timing import milliseconds, random_model, some_tree
+from large_timing import like_a_drafts, milliseconds, random_model, some_tree
 
 from warpsmith.backend.base import ARGMAX
 from warpsmith.backend.cuda.build.compiler import compile_source, sources
@@ -58,7 +59,9 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 16, 22])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--depth", type=int, default=520)
+    parser.add_argument("--drafts", action="store_true", help="trees as drafts make them, not random ones")
     given = parser.parse_args()
+    tree_of = like_a_drafts if given.drafts else some_tree
     config, context = SIZES[given.size], given.depth + 1024
     backend = LargeBackend(config, random_model(config, given.type), context=context, prompts=False)
     builds = sorted({next(n for n in backend.variants if nodes <= n) for nodes in given.nodes})
@@ -85,7 +88,7 @@ def main() -> None:
         for name, copy, nodes in turns:
             time.sleep(REST)
             backend._kernels = loaded[name, copy]
-            run = partial(backend.launch, state, some_tree(nodes, config.vocab), ARGMAX)
+            run = partial(backend.launch, state, tree_of(nodes, config.vocab), ARGMAX)
             took.setdefault((name, copy, nodes), []).append(milliseconds(backend, run, PASSES))
             found = backend.outputs.of_trees([nodes], ARGMAX).argmax.tolist()
             assert tokens.setdefault(nodes, found) == found, f"{name} chooses other tokens with {nodes} nodes"

@@ -99,7 +99,7 @@ __device__ __forceinline__ void walk_states(const Block& b, const DeltaShare& sh
               fetched = visits_that((signed char)(visit(b.lane) >> 8) != HERE) >> 1;
     // In a row: a column's value, its gates; what a lane stores, one of the results of its eight lanes.
     const int own_column = own.first * 4 + (b.lane >> 3), head = (share.first * 2 + own.first) / 32 - share.head;
-    const u32 values_at = (MIX_V + own_column) * 4, gates_at = (GATES + head * 2) * 4;
+    const u32 values_at = (MIX_V + own_column) * 4, gates_at = (GATES + head * 2) * 4, fade_at = (FADES + head) * 4;
     const int result = b.lane & 7;
     const u32 to = ((result < C ? MIX_V : WRITTEN) + own_column + result % C * 4) * 4;
     u32 row = row_of(visit(0)), after = visit(1);
@@ -109,29 +109,29 @@ __device__ __forceinline__ void walk_states(const Block& b, const DeltaShare& sh
 #pragma unroll 1
     for (int i = 0; i < b.nodes; i++) {
         const u32 next = row_of(after);
-        float ks[C], qs[C], v[C], results[2 * C];
+        float ks[C], qs[C], v[C], results[2 * C], write[C];
 #pragma unroll
         for (int c = 0; c < C; c++) ks[c] = add_from<4>(dot16(k, own.s[c]));
         __syncwarp();
         const uint2 gates = load_shared8(row + gates_at);
         const float4 norms = float4_at(row + NORMS * 4);
+        const float fading = load_shared_float(row + fade_at);
         const float fade = __uint_as_float(gates.x), beta = __uint_as_float(gates.y), rk = norms.x;
         load_rows(q, b, row);
 #pragma unroll
         for (int c = 0; c < C; c++) v[c] = load_shared_float(row + values_at + c * 16);
         after = visit(i + 2);
-        __syncwarp();
 #pragma unroll
         for (int c = 0; c < C; c++) ks[c] = add_from<1>(add_from<2>(ks[c])), qs[c] = dot16(q, own.s[c]);
 #pragma unroll
         for (int c = 0; c < C; c++) {
             results[c] = beta * fmaf(-fade, rk * ks[c], v[c]);
-            results[C + c] = results[c] * rk;
+            results[C + c] = results[c] * rk, write[c] = results[c] * norms.w;
         }
 #pragma unroll
         for (int c = 0; c < C; c++)
 #pragma unroll
-            for (int j = 0; j < 4; j++) own.s[c][j] = update_state(own.s[c][j], fade, k[j], results[C + c]);
+            for (int j = 0; j < 4; j++) own.s[c][j] = update_state(own.s[c][j], fading, k[j], write[c]);
         load_rows(k, b, next + MIX_K * 4);
         __syncwarp();
 #pragma unroll
