@@ -35,6 +35,7 @@ SHAPES = {
     "sliding, not causal": shaped(windows=(5, 9), causal=(False, False)),
     "one feature, one layer, one key head": shaped(layers=1, target_layers=(2,), kv_heads=1, block=16),
     "a window shorter than the block": shaped(windows=(3, None), causal=(True, False), block=16),
+    "the first tokens only": shaped(layers=1, speaks=192),
 }
 
 

@@ -221,6 +221,32 @@ def test_a_draft_is_quantised_once(tmp_path: Path) -> None:
     assert not (tmp_path / "smaller.gguf").exists()
 
 
+def test_a_draft_may_speak_the_first_tokens_only(tmp_path: Path) -> None:
+    config = draft_config(SMALL)
+    source = write_draft(tmp_path / "draft", "safetensors", config, random_weights(config))
+    assert open_draft(source).config.speaks is None
+    result = convert(source, tmp_path / "few.gguf", "--speaks", "128")
+    assert result.returncode == 0, result.stderr
+    few = open_draft(tmp_path / "few.gguf").config
+    assert few == replace(config, source=few.source, target_depth=None, speaks=128)
+    shown = subprocess.run(
+        [sys.executable, "-m", "warpsmith.cli", "show", str(tmp_path / "few.gguf")], capture_output=True, text=True
+    )
+    assert "speaks      the first 128 tokens of its target's vocabulary" in shown.stdout
+    assert convert(tmp_path / "few.gguf", tmp_path / "copy.gguf").returncode == 0
+    assert open_draft(tmp_path / "copy.gguf").config.speaks == 128
+    for tokens, words in (("100", "multiple of 64"), (str(SMALL.vocab // 64 * 64 + 64), f"at most {SMALL.vocab}")):
+        refused = convert(source, tmp_path / "none.gguf", "--speaks", tokens)
+        assert refused.returncode == 2
+        assert words in refused.stderr
+    model = random_checkpoint(SMALL)
+    to_gguf(model, model.metadata, tmp_path / "model.gguf")
+    refused = convert(tmp_path / "model.gguf", tmp_path / "none.gguf", "--speaks", "128")
+    assert refused.returncode == 2
+    assert "models speak all of their vocabulary" in refused.stderr
+    assert not (tmp_path / "none.gguf").exists()
+
+
 def test_a_draft_is_not_written_as_a_directory(tmp_path: Path) -> None:
     source = write_draft(tmp_path / "draft", "lucebox", FULL, random_weights(FULL))
     refused = convert(source, tmp_path / "directory")

@@ -49,6 +49,7 @@ SHAPES = {
     "one feature, one layer, one key head": shaped(layers=1, target_layers=(2,), kv_heads=1),
     "a window shorter than the block": shaped(windows=(3, None), causal=(True, False)),
     "a long block": shaped(block=40, windows=(12, None)),
+    "the first tokens only": shaped(speaks=70),
 }
 
 

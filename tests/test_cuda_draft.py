@@ -63,7 +63,7 @@ def targets() -> tuple[LargeBackend, ReferenceBackend]:
     return LargeBackend(config, tensors), ReferenceBackend(config, tensors)
 
 
-EMULATED = ["sliding and full"]  # the others on a GPU
+EMULATED = ["sliding and full", "the first tokens only"]  # the others on a GPU
 EMULATED += [pytest.param(name, marks=pytest.mark.slow) for name in SHAPES if "key head" in name or "shorter" in name]
 
 
@@ -185,10 +185,10 @@ def test_beside_a_model_of_the_other_pass() -> None:
     check_same(native, numpy, 5, 9, config.block - 1)
 
 
-@pytest.mark.parametrize("large", [True, False])
-def test_a_draft_takes_what_was_planned(large: bool) -> None:
+@pytest.mark.parametrize(("large", "speaks"), [(True, None), (False, None), (True, 192), (False, 192)])
+def test_a_draft_takes_what_was_planned(large: bool, speaks: int | None) -> None:
     """Weights, copies that the target lends, what a launch writes, and the memories of two sequences."""
-    config, context = shaped(layers=2, windows=(7, None), causal=(True, False)), 256
+    config, context = shaped(layers=2, windows=(7, None), causal=(True, False), speaks=speaks), 256
     tensors = tensors_of(SHAPE, MIXED) if large else random_tensors(SHAPE, 1)
     cuda = (LargeBackend if large else WeightsFirstBackend)(SHAPE, tensors, context=context)
     file, capacity = file_of(config), capacity_of(config, 100)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -117,6 +118,11 @@ def test_the_27b_with_its_draft_and_a_long_context_fits_a_24_gb_card_by_plan() -
     assert 1.9e9 < parts["draft"] < 2.1e9  # rounded to 8 bits; its LM head is the target's
     assert 99e6 < parts["draft's memory"] < 106e6  # 4096 rows of 20 KiB, and features that wait
     assert sum(parts.values()) < min(24e9, chip.memory)
+    fewer = replace(of_the_draft, config=replace(draft, speaks=98_304))
+    own = {p.what: p.nbytes for p in planned(config, stored, chip, 131_072, ("q4_0", "q4_0"), fewer)}
+    head = 98_304 * 5120 * 210 // 256  # in Q6_K
+    assert 0.9 * head < own["draft"] - parts["draft"] < 1.1 * head  # logits of fewer tokens, and what finds the best
+    assert sum(own.values()) < min(24e9, chip.memory)
 
 
 def test_buffers_are_held_to_a_limit() -> None:

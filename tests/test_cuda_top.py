@@ -7,10 +7,10 @@ import shutil
 import numpy as np
 import pytest
 
-from emulator.gpu import build, emulated_gpu
+from emulator.gpu import emulated_gpu
 from warpsmith.backend.base import Want, output_from_logits
 from warpsmith.backend.cuda.memory.driver import Device
-from warpsmith.backend.cuda.top import Top
+from warpsmith.backend.cuda.top import Top, top_image
 
 
 @pytest.mark.parametrize("vocab", [300, 5003, 8192, 30_000])
@@ -24,8 +24,7 @@ def test_the_best_and_the_log_sum_exp(vocab: int) -> None:
     logits = np.array(rows, np.float32)
     with emulated_gpu(3, (8,)):
         device = Device()
-        image = build("sample/top.cu", "sm_90a", {"schedule.cuh": f"constexpr int VOCAB = {vocab};"})
-        top = Top(device, image, device.upload(logits))
+        top = Top(device, top_image("sm_90a", vocab), device.upload(logits), vocab)
         for count in (1, 16, 17):
             got, expected = top.of(len(rows), count), output_from_logits(logits, Want("top", count))
             np.testing.assert_array_equal(got.top_ids, expected.top_ids)

@@ -165,6 +165,7 @@ def test_other_networks_are_not_mistaken_for_plain_dflash(extra: str, tmp_path: 
         ({"vocab": 999}, "vocabulary of 999"),
         ({"vocab": None, "mask_token": SMALL.vocab}, "outside the model's vocabulary"),
         ({"target_depth": 8}, "8 layers"),
+        ({"vocab": None, "speaks": SMALL.vocab + 1}, f"speaks {SMALL.vocab + 1} tokens, and the model {SMALL.vocab}"),
         ({"target_depth": None, "target_layers": (0, 2, 4)}, "reads layer 4, and the model's last is 3"),
     ],
 )

@@ -1,6 +1,7 @@
 """How long a DFlash draft of the 27B's true shape takes on a GPU, random weights, and where its clocks go.
 
-PYTHONPATH=src python bench/lab/draft_timing.py [--depths 520 4096] [--types bf16 q4_k_m] [--profile]
+PYTHONPATH=src python bench/lab/draft_timing.py [--depths 520 4096] [--types bf16 q4_k_m] [--speaks 98304]
+    [--set IN_FLIGHT=6,BETWEEN=2] [--profile]
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from dataclasses import replace
 
 import numpy as np
 from large_timing import milliseconds, random_model
@@ -66,7 +68,7 @@ def timings(backend: LargeBackend, network: CudaDraft, depth: int) -> None:
         "draft, nothing to append": lambda: block(0),
         f"draft, {ACCEPTED} rows to append": lambda: block(ACCEPTED),
         "gather": lambda: waiting(backend, network, memory, ACCEPTED, depth),
-        "top 16": lambda: backend.outputs.tokens_of(15, want, offset=backend.config.vocab),
+        "top 16": lambda: network.top.tokens_of(15, want, offset=network._logits_at),
     }.items():
         print(f"depth {depth}: {name} {milliseconds(backend, run, 11):.3f} ms")
 
@@ -116,6 +118,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depths", type=int, nargs="+", default=[520, 4096])
     parser.add_argument("--types", nargs="+", default=["bf16"], help="weight types of the draft's file")
+    parser.add_argument("--speaks", type=int, help="so many first tokens of the vocabulary only")
+    parser.add_argument(
+        "--set", nargs="+", default=[""], metavar="NAME=VALUE,...", help="constants of the draft's kernels, by turns"
+    )
     parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()
     target = SIZES["27B"]
@@ -124,15 +130,17 @@ def main() -> None:
     backend = LargeBackend(target, random_model(target, "q4_k_m"), context=8192, options=options)
     print(f"target loaded in {time.perf_counter() - start:.1f} s")
     for recipe in given.types:
-        file = random_draft(draft_of(target), recipe)
-        start = time.perf_counter()
-        network = CudaDraft(backend, file.config, file.tensors, [CAPACITY] * LAYERS, backend.lend)
-        took, held = time.perf_counter() - start, network.layout.stream.stream_bytes
-        print(f"draft in {recipe} loaded in {took:.1f} s, {held / 1e9:.2f} GB")
-        for depth in given.depths:
-            timings(backend, network, depth)
-        if given.profile:
-            print_profile(backend, network, given.depths[0])
+        file = random_draft(replace(draft_of(target), speaks=given.speaks), recipe)
+        for setting in given.set:
+            backend.options = options | dict(pair.split("=") for pair in setting.split(",") if pair)
+            start = time.perf_counter()
+            network = CudaDraft(backend, file.config, file.tensors, [CAPACITY] * LAYERS, backend.lend)
+            took, held = time.perf_counter() - start, network.layout.stream.stream_bytes
+            print(f"draft in {recipe} {setting} loaded in {took:.1f} s, {held / 1e9:.2f} GB")
+            for depth in given.depths:
+                timings(backend, network, depth)
+            if given.profile:
+                print_profile(backend, network, given.depths[0])
 
 
 if __name__ == "__main__":

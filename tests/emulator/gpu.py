@@ -270,6 +270,7 @@ def emulated_gpu(sms: int, variants: tuple[int, ...], prompts: bool = False, oft
         mock.patch(f"{__name__}._often", often),
         mock.patch("warpsmith.backend.cuda.memory.driver._bindings", return_value=driver),
         mock.patch("warpsmith.backend.cuda.backend.build", build),
+        mock.patch("warpsmith.backend.cuda.top.build", build),
         mock.patch("warpsmith.backend.cuda.weights_first.build", build),
         mock.patch("warpsmith.backend.cuda.large.backend.build", build),
         mock.patch("warpsmith.backend.cuda.draft.network.build", build),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ import numpy as np
 
 from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.canonical import Tensor, brief
-from warpsmith.errors import BadFile
+from warpsmith.errors import BadFile, BadRequest
 
 LUCEBOX = ("qwen35-dflash-draft", "dflash-draft")
 LLAMA_CPP = "dflash"
 ARCHITECTURES = (*LUCEBOX, LLAMA_CPP)
 EPS = 1e-6  # of every published draft; Lucebox's files do not say it
+LEAST_SPOKEN = 64  # tokens: as many as kernels make together
 
 _OTHER = "Use a DFlash draft made for this model."
 _BORROWED = ("embed_tokens.weight", "lm_head.weight", "token_embd.weight", "output.weight")  # the target's are used
@@ -46,6 +47,7 @@ class DFlashConfig:
     causal: tuple[bool, ...]  # per layer: a row of the block does not see the rows after it
     eps: float = EPS
     vocab: int | None = None  # of the target, where the file says it
+    speaks: int | None = None  # it guesses none but so many first tokens of that; None: any
     target_depth: int | None = None  # layers of the target, where the file says it
 
 
@@ -110,6 +112,15 @@ def open_draft(path: str | Path) -> DraftFile:
             raise BadFile(f"{path} has no config.json, and {len(files)} GGUF files.", "Name the draft's file.")
         path = files[0]
     return _open_gguf(path)
+
+
+def speaking(file: DraftFile, tokens: int) -> DraftFile:
+    """The same draft, which guesses none but so many first tokens of the vocabulary."""
+    vocab = file.config.vocab
+    if tokens % LEAST_SPOKEN or (vocab is not None and tokens > vocab):
+        most = "" if vocab is None else f", at most {vocab}"
+        raise BadRequest(f"A draft can't speak {tokens} tokens.", f"Choose a multiple of {LEAST_SPOKEN}{most}.")
+    return replace(file, config=replace(file.config, speaks=tokens))
 
 
 # -- safetensors ----------------------------------------------------------------------------------------------------
@@ -232,6 +243,7 @@ def _config_from_gguf(metadata: Mapping[str, Any], architecture: str, source: st
         causal=_causal(sliding, read.flag("attention.causal")),
         eps=read.positive("attention.layer_norm_rms_epsilon", EPS),
         vocab=read.optional_count("vocab_size", 1 << 30),
+        speaks=read.optional_count("draft_vocab_size", 1 << 30, low=LEAST_SPOKEN),
     )
 
 

@@ -46,6 +46,8 @@ def to_gguf_metadata(config: DFlashConfig) -> dict[str, Any]:
         values["attention.causal"] = c.causal[0]
     if c.vocab is not None:
         values["vocab_size"] = c.vocab
+    if c.speaks is not None:
+        values["draft_vocab_size"] = c.speaks
     stored = {f"{LLAMA_CPP}.{key}": value for key, value in values.items()}
     return {"general.architecture": LLAMA_CPP, **stored, "tokenizer.ggml.mask_token_id": c.mask_token}
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warpsmith.cli.options import check_absent
+from warpsmith.cli.options import check_absent, natural
 from warpsmith.cli.terminal import aside, progress
 from warpsmith.errors import BadRequest
 from warpsmith.measure.units import size
@@ -21,6 +21,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="a model or DFlash draft: file, directory or name on the Hub")
     parser.add_argument("path", metavar="DST", type=Path, help="NAME.gguf, or a directory for safetensors")
     parser.add_argument("--type", metavar="T", help=f"weight type (default: as they are): {', '.join(RECIPES)}")
+    parser.add_argument(
+        "--speaks",
+        type=natural,
+        metavar="N",
+        help="of a draft: let it guess the vocabulary's first N tokens only, and read no more of the model's LM head",
+    )
     parser.add_argument("--offline", action="store_true", help="never use the network")
 
 
@@ -34,7 +40,9 @@ def main(args: argparse.Namespace) -> int:
 
     source, recipe = resolve(args.source, offline=args.offline), args.type and args.type.lower()
     if is_draft(source):
-        return _convert_draft(source, args.path, recipe)
+        return _convert_draft(source, args.path, recipe, args.speaks)
+    if args.speaks is not None:
+        raise BadRequest(f"{args.source} is a model, and models speak all of their vocabulary.", "Leave --speaks out.")
     checkpoint = open_checkpoint(source)
     read_config(checkpoint)  # a model that is not whole is not converted
     check_absent(args.path)
@@ -53,12 +61,14 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _convert_draft(source: Path, path: Path, recipe: str | None) -> int:
+def _convert_draft(source: Path, path: Path, recipe: str | None, speaks: int | None) -> int:
     from warpsmith.checkpoint.convert import rounded_types
-    from warpsmith.checkpoint.dflash import open_draft
+    from warpsmith.checkpoint.dflash import open_draft, speaking
     from warpsmith.checkpoint.dflash_writer import write_draft
 
     file = open_draft(source)
+    if speaks is not None:
+        file = speaking(file, speaks)
     if path.suffix != ".gguf":
         raise BadRequest("A draft is written as a GGUF file.", "Name one, such as draft.gguf.")
     check_absent(path)

@@ -113,6 +113,7 @@ def _draft_page(facts: dict[str, Any]) -> str:
         for window, causal in zip(c["windows"], c["causal"], strict=True)
     ]
     types = ", ".join(facts["types"])
+    spoken = "all" if c["speaks"] is None else f"the first {c['speaks']} tokens"
     lines = [
         facts["path"],
         f"  a DFlash draft: {count(facts['parameters'])} parameters, {size(facts['bytes'])}, {types}",
@@ -121,6 +122,7 @@ def _draft_page(facts: dict[str, Any]) -> str:
         f"  attention   {c['heads']} query heads, {c['kv_heads']} key/value heads of {c['head_dim']}",
         f"  block       {c['block']} positions, masked with token {c['mask_token']}",
         f"  reads       layers {', '.join(map(str, c['target_layers']))} of its target",
+        f"  speaks      {spoken} of its target's vocabulary",
         f"  on cuda     its matrices are held {'as Q8_0' if whole else 'as they are in the file'}",
     ]
     return "\n".join(map(printable, lines))

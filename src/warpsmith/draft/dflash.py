@@ -118,7 +118,7 @@ class DFlash(Draft[DFlashMemory]):
     def propose(self, memory: DFlashMemory, context: Context) -> ScoredTree | GrowingTree | None:
         self._project_waiting(memory)
         rows, position = min(self.config.block - 1, context.depth), len(context.ids) - 1
-        width = min(WIDTH, self.nodes, self.backend.config.vocab)
+        width = min(WIDTH, self.nodes, self.config.speaks or self.backend.config.vocab)
         if context.unseen:
             least = [] if context.prices is None else context.prices.least
             run = min(self.nodes, context.nodes - 1)

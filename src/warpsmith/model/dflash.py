@@ -62,6 +62,8 @@ def check_fits(config: DFlashConfig, target: Config) -> None:
         problem = f"has a hidden size of {c.hidden}, and the model of {target.hidden}"
     elif c.vocab not in (None, target.vocab):
         problem = f"knows a vocabulary of {c.vocab} tokens, and the model of {target.vocab}"
+    elif c.speaks is not None and c.speaks > target.vocab:
+        problem = f"speaks {c.speaks} tokens, and the model {target.vocab}"
     elif c.mask_token >= target.vocab:
         problem = f"masks with token {c.mask_token}, outside the model's vocabulary of {target.vocab}"
     elif c.target_depth not in (None, target.layers):

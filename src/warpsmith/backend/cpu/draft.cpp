@@ -157,7 +157,7 @@ void Draft::propose(DraftMemory& memory, const float* features, int count, int a
     Rotation context, block;
     if (count) rotation(at, count, context);
     rotation(position, c.block, block);
-    stages_.begin(want, m.config.vocab, rows);
+    stages_.begin(want, c.speaks, rows);
     const int64_t before = memory.appended;
     m.pool.run([&](int thread) {
         if (count) {
@@ -228,7 +228,7 @@ void Draft::fill_block(DraftMemory& memory, int thread, int32_t root, int positi
         m.kernels.rms_norm(x_ + at, norm_, hidden, c.eps, y_ + at);
         if (want.hidden_out) std::memcpy(want.hidden_out + at, y_ + at, hidden * sizeof(float));
     });
-    if (want.tokens != Tokens::None) stages_.tokens(thread, m.head, y_ + hidden, rows, want);
+    if (want.tokens != Tokens::None) stages_.tokens(thread, m.head, c.speaks, y_ + hidden, rows, want);
 }
 
 // Each of the block's first n rows sees a run of the cache's rows, oldest first, up to the newest, and then one of the block's.

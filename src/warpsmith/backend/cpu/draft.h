@@ -15,6 +15,7 @@ namespace warpsmith {
 // Names as in warpsmith.checkpoint.dflash.DFlashConfig.
 struct DraftConfig {
     int layers, hidden, ffn, heads, kv_heads, head_dim, features, block, mask_token;
+    int speaks;  // so many first tokens of the target's
     float eps;
     double rope_theta;
     std::vector<int> windows;   // how far back a layer sees; 0: all the way

@@ -61,7 +61,7 @@ Type type_of(const std::string& name) {
     throw nb::value_error(("no kernels for " + name).c_str());
 }
 
-DraftConfig draft_config_from(nb::handle o, const std::vector<int>& capacity) {
+DraftConfig draft_config_from(nb::handle o, const std::vector<int>& capacity, int vocab) {
     const auto number = [&](const char* name) { return nb::cast<int>(o.attr(name)); };
     DraftConfig c{};
     c.layers = number("layers"), c.hidden = number("hidden"), c.ffn = number("ffn"), c.heads = number("heads");
@@ -69,6 +69,7 @@ DraftConfig draft_config_from(nb::handle o, const std::vector<int>& capacity) {
     c.mask_token = number("mask_token"), c.features = static_cast<int>(nb::cast<std::vector<int>>(o.attr("target_layers")).size());
     c.eps = nb::cast<float>(o.attr("eps"));
     c.rope_theta = nb::cast<double>(o.attr("rope_theta"));
+    c.speaks = o.attr("speaks").is_none() ? vocab : number("speaks");
     for (nb::handle window : o.attr("windows")) c.windows.push_back(window.is_none() ? 0 : nb::cast<int>(window));
     for (nb::handle flag : o.attr("causal")) c.causal.push_back(nb::cast<bool>(flag));
     c.capacity = capacity;
@@ -238,7 +239,7 @@ NB_MODULE(_cpu, m) {
     nb::class_<Draft>(m, "Draft")
         .def("__init__",
              [](Draft* self, Engine& engine, nb::handle config, const std::vector<int>& capacity) {
-                 new (self) Draft(engine.model, draft_config_from(config, capacity));
+                 new (self) Draft(engine.model, draft_config_from(config, capacity, engine.model.config.vocab));
              }, nb::keep_alive<1, 2>())
         .def("reserve", [](Draft& self, size_t bytes) { self.weights.reserve(bytes); })
         .def("add_matrix",

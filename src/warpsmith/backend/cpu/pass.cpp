@@ -167,7 +167,7 @@ void Pass::finish(int thread, const float* norm, const Want& want) {
         float* to = i < count ? w.normed + static_cast<size_t>(i) * c.hidden : want.hidden_out + row * c.hidden;
         kernels.rms_norm(w.x + row * c.hidden, norm, c.hidden, c.eps, to);
     });
-    if (count) w.stages.tokens(thread, m.head, w.normed, count, want);
+    if (count) w.stages.tokens(thread, m.head, m.head.rows, w.normed, count, want);
 }
 
 }  // namespace warpsmith

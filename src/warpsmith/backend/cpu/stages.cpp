@@ -91,15 +91,14 @@ void Stages::begin(const Want& want, int vocab, int rows) {
     std::fill(best_id_.begin(), best_id_.end(), 0);
 }
 
-void Stages::tokens(int thread, const Matrix& head, const float* hidden, int rows, const Want& want) {
+void Stages::tokens(int thread, const Matrix& head, int vocab, const float* hidden, int rows, const Want& want) {
     const Acts acts = columns(hidden, head.cols, head.cols, rows, form_of(head.type));
     const auto matmul = kernels_.matmul[static_cast<int>(head.type)];
-    const int vocab = head.rows;
     float* logits = want.tokens == Tokens::Logits ? want.logits : want.tokens == Tokens::Top ? logits_.data() : nullptr;
     float* tile = threads_[thread].floats();
     float* most = best_.data() + static_cast<size_t>(thread) * kMaxNodes;
     int32_t* id = best_id_.data() + static_cast<size_t>(thread) * kMaxNodes;
-    pool_.share(head.panels(), 1, [&](int unit) {
+    pool_.share((vocab + kPanel - 1) / kPanel, 1, [&](int unit) {
         matmul(head.panel(unit), acts, tile, kPanel);
         const int first = unit * kPanel, count = std::min(kPanel, vocab - first);
         for (int row = 0; row < rows; row++) {

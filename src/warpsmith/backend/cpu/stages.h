@@ -48,8 +48,8 @@ public:
     void project_add(int thread, const Acts& acts, const Matrix& weights, float* x, int stride);  // x += weights * acts
     // out = silu(gate * acts) * (up * acts)
     void gated(int thread, const Acts& acts, const Matrix& gate, const Matrix& up, float* out, int stride);
-    // What `want` says about the tokens of rows that are normed already: the head, and the best of its rows.
-    void tokens(int thread, const Matrix& head, const float* hidden, int rows, const Want& want);
+    // What `want` says about the tokens of rows that are normed already: the head's first `vocab` rows, and the best.
+    void tokens(int thread, const Matrix& head, int vocab, const float* hidden, int rows, const Want& want);
 
     void begin(const Want& want, int vocab, int rows);  // before a job that calls `tokens`
     float* scratch(int thread) const { return threads_[thread].floats() + kTile; }

@@ -54,7 +54,7 @@ from warpsmith.backend.cuda.sampler import DeviceSampler
 from warpsmith.backend.cuda.shape import MAX_STOPS, READ_AHEAD
 from warpsmith.backend.cuda.state import CudaState, bring_back, take_snapshot
 from warpsmith.backend.cuda.structures import Commit, Path, Stream
-from warpsmith.backend.cuda.top import MAX_TOP
+from warpsmith.backend.cuda.top import MAX_TOP, top_image
 from warpsmith.backend.cuda.tree import TreeOnDevice, WalkedOnDevice
 from warpsmith.backend.cuda.weights.stream import EMBEDDING
 from warpsmith.backend.rows import HostRows
@@ -110,7 +110,7 @@ class CudaBackend(Backend):
         self.options = dict(options or {})
         self.undecided = 0  # sampled tokens that the device left to the host
         self.stored = {name: tensor.type.name for name, tensor in tensors.items()}
-        self._lendable = lendable(config, tensors)
+        self.lendable = lendable(config, tensors)
         self._images: dict[int, Future[bytes]] = {}
         self._kernels: dict[int, Kernel] = {}
 
@@ -119,8 +119,7 @@ class CudaBackend(Backend):
         self.variants = sizes
         compilers = ThreadPoolExecutor(1 + len(sizes))
         self._images = {nodes: compilers.submit(self._image, source, nodes) for nodes in sizes}
-        told = {"schedule.cuh": f"#pragma once\nconstexpr int VOCAB = {self.config.vocab};\n"}  # all it has to know
-        self._top_image = compilers.submit(build, "sample/top.cu", self.architecture, told)
+        self._top_image = compilers.submit(top_image, self.architecture, self.config.vocab)
         compilers.shutdown(wait=False)
 
     def _make_outputs(self) -> None:
@@ -209,7 +208,7 @@ class CudaBackend(Backend):
                 check_tokens(self.config, np.asarray(ids))
             state.drafted = None
             self.overwrite_outputs()
-            return self._prompts.run(state, ids, want, self.outputs.tokens_of)
+            return self._prompts.run(state, ids, want, self.outputs.top.tokens_of)
         parts = []
         for start in range(0, len(ids), self.largest_launch):
             chunk = ids[start : start + self.largest_launch]
@@ -305,8 +304,8 @@ class CudaBackend(Backend):
         if self.architecture != "sm_90a":
             return super().embed(tokens)  # it would have to lend its LM head too
         if self._rows_of_table is None:
-            self._rows_of_table = self._lendable[EMBEDDING].raw()  # which is looked through whole
-        return dequantize(self._lendable[EMBEDDING].type, self._rows_of_table[list(tokens)])
+            self._rows_of_table = self.lendable[EMBEDDING].raw()  # which is looked through whole
+        return dequantize(self.lendable[EMBEDDING].type, self._rows_of_table[list(tokens)])
 
     def head(self, hidden: np.ndarray, want: Want = ARGMAX) -> Output:
         return self._head_program().of(HostRows(hidden), want)
@@ -339,7 +338,7 @@ class CudaBackend(Backend):
                     config, tensors, context=self.context, options=self.options, prompts=False, device=self.device
                 )
 
-            self._mtp = MtpProgram(self, self._lendable, self._head_program(), make)
+            self._mtp = MtpProgram(self, self.lendable, self._head_program(), make)
         return self._mtp.run(state, tokens, hidden, position, want)
 
     def decode(

@@ -35,7 +35,7 @@ class Outputs:
         self.features = device.allocate(MAX_FEATURES * MAX_NODES * config.hidden * 4)
         self.hidden = device.allocate(MAX_NODES * config.hidden * 4)
         self.ring = Pinned(device, np.int32, 1 + max(BURST, MAX_NODES))  # how many tokens, and the tokens
-        self.top = Top(device, top_image, self.logits)
+        self.top = Top(device, top_image, self.logits, config.vocab)
         self.launches = 0  # so far
 
     def overwrite(self) -> Callable[[], bool]:
@@ -83,11 +83,3 @@ class Outputs:
         hidden = self._config.hidden
         places = np.arange(len(features)) * MAX_STEPS + np.arange(count)[:, None]
         return Output(features=CudaRows(self.features, places * hidden, hidden, self._still(self.launches)))
-
-    def tokens_of(self, rows: int, want: Want, offset: int = 0) -> Output:
-        """What is wanted of some rows of logits on the device, `offset` floats from their beginning on."""
-        if want.tokens == "argmax":
-            return Output(argmax=self.top.of(rows, 1, offset).argmax)
-        if want.tokens == "top" and 1 <= (count := min(want.top, self._config.vocab)) <= MAX_TOP:
-            return self.top.of(rows, count, offset)
-        return output_from_logits(self.logits.read(np.float32, (rows, self._config.vocab), 4 * offset), want)

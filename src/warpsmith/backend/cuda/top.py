@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from warpsmith.backend.base import Output
+from warpsmith.backend.base import Output, Want, output_from_logits
+from warpsmith.backend.cuda.build.compiler import build
 from warpsmith.backend.cuda.memory.driver import Buffer, Device
 from warpsmith.backend.cuda.structures import TopRequest
 from warpsmith.backend.tree import MAX_NODES
@@ -23,12 +24,18 @@ def top_bytes() -> dict[str, int]:
     }
 
 
+def top_image(architecture: str, vocab: int) -> bytes:
+    """The kernel for rows of so many logits: it has no schedule, but is told as if it had one."""
+    told = {"schedule.cuh": f"#pragma once\nconstexpr int VOCAB = {vocab};\n"}
+    return build("sample/top.cu", architecture, told)
+
+
 class Top:
     """The kernel and its buffers."""
 
-    def __init__(self, device: Device, image: bytes, logits: Buffer) -> None:
+    def __init__(self, device: Device, image: bytes, logits: Buffer, vocab: int) -> None:
         self.kernel = device.load(image).kernel("top")
-        self.logits = logits
+        self.logits, self.vocab = logits, vocab
         sizes = top_bytes()
         self._keys, self._sums, self._out = (device.allocate(sizes[name]) for name in ("keys", "sums", "out"))
         self._arrived = device.zeros(sizes["arrived"])
@@ -37,6 +44,14 @@ class Top:
     def rows(self) -> int:
         """Where it leaves what it finds: of each node [2 * count + 1] ids, logits, log-sum-exp."""
         return self._out.pointer
+
+    def tokens_of(self, rows: int, want: Want, offset: int = 0) -> Output:
+        """What is wanted of some rows of logits, `offset` floats from their beginning on."""
+        if want.tokens == "argmax":
+            return Output(argmax=self.of(rows, 1, offset).argmax)
+        if want.tokens == "top" and 1 <= (count := min(want.top, self.vocab)) <= MAX_TOP:
+            return self.of(rows, count, offset)
+        return output_from_logits(self.logits.read(np.float32, (rows, self.vocab), 4 * offset), want)
 
     def of(self, nodes: int, count: int, offset: int = 0) -> Output:
         """From the logits of the forward pass that was queued before, `offset` floats from their beginning on."""

@@ -85,7 +85,7 @@ class WeightsFirstBackend(CudaBackend):
 
     def lend(self) -> Lent:
         if self._lent is None:
-            self._lent = lend_copies(self, self._lendable)
+            self._lent = lend_copies(self, self.lendable)
         return self._lent
 
     def trace(self, state: State, tree: Tree, stop_after: str) -> dict[str, np.ndarray]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from warpsmith.backend.base import Backend, Output, Want
+from warpsmith.backend.base import Backend, Output, Want, output_from_logits
 from warpsmith.backend.block_draft import BlockDraft, BlockMemory
 from warpsmith.backend.reference.ops import rms_norm, rope, silu
 from warpsmith.backend.rows import HostRows, Rows
@@ -68,10 +68,17 @@ class NumpyDraft(BlockDraft):
     def fill(self, memory: BlockMemory, root: int, position: int, rows: int, want: Want) -> Output:
         assert isinstance(memory, NumpyMemory)
         hidden = self._hidden(memory, root, position)[: rows + 1]
-        output = Output() if want.tokens == "none" else self.backend.head(hidden[1:], want)
+        output = Output() if want.tokens == "none" else self._spoken(hidden[1:], want)
         if want.hidden:
             output.hidden = HostRows(hidden)
         return output
+
+    def _spoken(self, hidden: np.ndarray, want: Want) -> Output:
+        if self.config.speaks is None:
+            return self.backend.head(hidden, want)
+        logits = self.backend.head(hidden, Want(tokens="logits")).logits
+        assert logits is not None
+        return output_from_logits(logits.numpy()[:, : self.config.speaks], want)
 
     def _hidden(self, memory: NumpyMemory, root: int, position: int) -> np.ndarray:
         c, b = self.config, dict[str, np.ndarray]()

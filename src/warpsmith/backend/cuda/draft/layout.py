@@ -43,7 +43,7 @@ def takes(config: DFlashConfig, vocab: int) -> bool:
         and c.layers <= MAX_LAYERS
         and len(c.target_layers) <= MAX_FEATURES
         and c.heads // c.kv_heads <= COLUMNS
-        and vocab % 4 == 0
+        and (c.speaks or vocab) % 4 == 0
     )
 
 
@@ -77,7 +77,7 @@ class DraftStream(SlabStages):
 
 
 class HeadStream(SlabStages):
-    """A copy of the target's LM head, where the target has it in another layout."""
+    """A copy of the target's LM head, where the target has it in another layout, or of its first rows."""
 
     def __init__(self, name: str, vocab: int, hidden: int, sms: int, stored: Mapping[str, str]) -> None:
         self.name, self.vocab, self.hidden, self.sms, self.stored = name, vocab, hidden, sms, stored
@@ -86,12 +86,19 @@ class HeadStream(SlabStages):
     def stages(self) -> list[LargeStage]:
         return [self._stage("head", self.hidden, "", [(self.name, self.vocab)])]
 
+    @property
+    def nbytes(self) -> int:
+        return self.stream_bytes + self.parcels.nbytes + 4 * self.sms
+
 
 class DraftLayout:
-    """Sizes and tables of a draft beside a target, whose LM head is dealt as `head` says."""
+    """Sizes and tables of a draft beside a target, whose LM head is dealt as `head` says, or of whose first rows the
+    draft has a copy."""
 
-    def __init__(self, config: DFlashConfig, stream: DraftStream, head: Deal, capacity: int) -> None:
+    def __init__(self, config: DFlashConfig, stream: DraftStream, head: Deal | HeadStream, capacity: int) -> None:
         self.config, self.stream, self.capacity = config, stream, capacity
+        self.copied = head.nbytes if isinstance(head, HeadStream) else 0
+        head = head.deals[0] if isinstance(head, HeadStream) else head
         self.deals = [*stream.deals, head]
         self.vocab = sum(piece.rows for part in head.stage.parts for piece in part.pieces)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from warpsmith.backend.base import Output, Want, join_outputs
 from warpsmith.backend.cuda.build.compiler import build
-from warpsmith.backend.cuda.draft.layout import COLUMNS, COUNTER_BYTES
+from warpsmith.backend.cuda.draft.layout import COLUMNS, COUNTER_BYTES, HeadStream
 from warpsmith.backend.cuda.draft.plan import embedding_type, head_stream
 from warpsmith.backend.cuda.draft.structures import DraftParams, DraftRequest, Gather
 from warpsmith.backend.cuda.large.deal import GROUP_BLOCKS, ROWS, Deal, kernel_tables, most_parts
@@ -66,6 +66,18 @@ def lend_copies(backend: CudaBackend, tensors: Mapping[str, Tensor]) -> Lent:
     return Lent(stream, head.deals[0], parcels, first, table, kind, copied=True)
 
 
+def lend_less(backend: CudaBackend, lent: Lent, head: HeadStream, tensors: Mapping[str, Tensor]) -> Lent:
+    """The same, but of the LM head a copy of its first rows, dealt to all SMs: for a draft that speaks no others."""
+    device = backend.device
+    pack = device.load(build("large/pack.cu", backend.architecture, {})).kernel("pack")
+    name = f"{head.name}.weight"
+    whole = tensors[name]
+    rows = Tensor(name, whole.type, (head.vocab, head.hidden), lambda: whole.raw()[: head.vocab])
+    stream = load_slabs(device, pack, head, {name: rows}, StagedRows(device, 0, None))
+    parcels, first = device.upload(head.parcels), device.upload(head.first_parcel[0].astype(np.uint32))
+    return replace(lent, stream=stream, deal=head.deals[0], parcels=parcels, first_parcel=first)
+
+
 class HeadProgram:
     """The LM head on rows that are normed already."""
 
@@ -104,7 +116,7 @@ class HeadProgram:
         for first in range(0, len(rows), COLUMNS):
             piece = rows[first : first + COLUMNS]
             self._make_logits(piece if isinstance(piece, CudaRows) else self._brought(piece))
-            part = self.backend.outputs.tokens_of(len(piece), want)
+            part = self.backend.outputs.top.tokens_of(len(piece), want)
             parts.append(part if len(rows) <= COLUMNS else join_outputs([part]))
         return join_outputs(parts) if len(parts) > 1 else parts[0]
 

@@ -14,7 +14,8 @@ from warpsmith.backend.block_draft import BlockDraft, BlockMemory, GrowingTree
 from warpsmith.backend.cuda.build.compiler import build
 from warpsmith.backend.cuda.draft.formats import HELD, handed_over
 from warpsmith.backend.cuda.draft.layout import ABREAST, COLUMNS, DIM, DraftLayout, DraftStream
-from warpsmith.backend.cuda.draft.lent import THREADS, Lent
+from warpsmith.backend.cuda.draft.lent import THREADS, Lent, lend_less
+from warpsmith.backend.cuda.draft.plan import head_stream
 from warpsmith.backend.cuda.draft.step import Ahead, CudaGrowingTree, StepProgram, growth
 from warpsmith.backend.cuda.draft.structures import DraftParams, DraftRequest, Gather
 from warpsmith.backend.cuda.large.formats import EMBEDDINGS
@@ -24,6 +25,7 @@ from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.cuda.memory.layout import turns
 from warpsmith.backend.cuda.memory.room import gib
 from warpsmith.backend.cuda.rows import CudaRows
+from warpsmith.backend.cuda.top import Top, top_image
 from warpsmith.backend.cuda.weights.loading import STAGING_BYTES, StagedRows, held_bytes
 from warpsmith.backend.rows import Rows
 from warpsmith.backend.tree import MAX_NODES
@@ -85,9 +87,11 @@ class CudaDraft(BlockDraft):
         stream = DraftStream(config, sms, stored)
         copied = copies_of(stream, tensors)
         rings = 2 * config.layers * config.kv_heads * max(capacity) * DIM * 2  # of one sequence
-        check_draft_fits(device, stream.stream_bytes + rings + STAGING_BYTES, config)
+        head = head_stream(backend.config, backend.stored, sms, config.speaks) if config.speaks else None
+        needed = stream.stream_bytes + (head.nbytes if head else 0) + rings + STAGING_BYTES
+        check_draft_fits(device, needed, config)
         lent = lend()
-        self.layout = layout = DraftLayout(config, stream, lent.deal, max(capacity))
+        self.layout = layout = DraftLayout(config, stream, head or lent.deal, max(capacity))
         constants = layout.constants(EMBEDDINGS.index(lent.embedding_type))
         constants |= COPIES | {"SHARED_MEMORY": backend.chip.shared_memory} | backend.options
         sizes = {"HIDDEN": config.hidden, "FEATURES": len(config.target_layers), "NODES": COLUMNS}
@@ -97,6 +101,11 @@ class CudaDraft(BlockDraft):
             pack = compilers.submit(build, "large/pack.cu", backend.architecture, {})
             rows = StagedRows(device, sum(held_bytes(*each) for each in copied), None)
             self.stream = load_slabs(device, device.load(pack.result()).kernel("pack"), stream, tensors, rows)
+        self.top = backend.outputs.top
+        if head is not None:
+            lent = lend_less(backend, lent, head, backend.lendable)
+            image_of_top = top_image(backend.architecture, layout.vocab)
+            self.top = Top(device, image_of_top, backend.outputs.logits, layout.vocab)
         self._kernel = device.load(image.result()).kernel("draft", backend.chip.shared_memory)
         self._gather = device.load(gather.result()).kernel("gather")
         self._lent = lent
@@ -115,7 +124,7 @@ class CudaDraft(BlockDraft):
     @property
     def _logits_at(self) -> int:
         """Where its logits begin among the backend's, behind a tree's; nobody asks about the root."""
-        return (MAX_NODES + 1) * self.layout.vocab
+        return MAX_NODES * self.backend.config.vocab + self.layout.vocab
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -133,7 +142,7 @@ class CudaDraft(BlockDraft):
             vectors=self._vectors.pointer, rope=self._rope.pointer, capacity=self.layout.capacity,
             head_stream=self._lent.stream.pointer, head_parcels=self._lent.parcels.pointer,
             first_head_parcel=self._lent.first_parcel.pointer,
-            out_logits=self.backend.outputs.logits.pointer + 4 * MAX_NODES * self.layout.vocab,
+            out_logits=self.backend.outputs.logits.pointer + 4 * MAX_NODES * self.backend.config.vocab,
             out_hidden=self.backend.outputs.hidden.pointer, profile=self.backend.profile.pointer, **pointers,
         )  # fmt: skip
 
@@ -187,7 +196,7 @@ class CudaDraft(BlockDraft):
         self.launch(memory, self.request(root, position, want))
         output = Output()
         if want.tokens != "none":
-            output = backend.outputs.tokens_of(rows, want, offset=self._logits_at)
+            output = self.top.tokens_of(rows, want, offset=self._logits_at)
         if want.hidden:
             width = self.config.hidden
             output.hidden = CudaRows(backend.outputs.hidden, np.arange(rows + 1)[:, None] * width, width, valid)
@@ -212,7 +221,7 @@ class CudaDraft(BlockDraft):
         if not holds:
             self.backend.overwrite_outputs()
             self.launch(memory, self.request(root, position, Want(tokens="top")))
-            self.backend.outputs.top.queue(rows, width, offset=self._logits_at)
+            self.top.queue(rows, width, offset=self._logits_at)
         return CudaGrowingTree(self, memory, self._step, grow, again, follows=holds)
 
     def _holds(self, ahead: Ahead, root: int, position: int, width: int) -> bool:
@@ -234,7 +243,7 @@ class CudaDraft(BlockDraft):
         request.path, request.first_position, request.appended = path, length, memory.appended
         self._run(memory, request)
         request.path = None
-        self.backend.outputs.top.queue(self.config.block - 1, width, offset=self._logits_at)
+        self.top.queue(self.config.block - 1, width, offset=self._logits_at)
         return True
 
     # -- launching ------------------------------------------------------------------------------------------------

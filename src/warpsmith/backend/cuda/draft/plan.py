@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from warpsmith.backend.base import MemoryPart
 from warpsmith.backend.cuda.draft.formats import handed_over
 from warpsmith.backend.cuda.draft.layout import COLUMNS, DIM, DraftLayout, DraftStream, HeadStream
+from warpsmith.backend.cuda.large.deal import Deal
 from warpsmith.backend.cuda.large.formats import EMBEDDINGS, ROUNDED
 from warpsmith.backend.cuda.large.layout import LargeLayout
+from warpsmith.backend.cuda.top import top_bytes
 from warpsmith.backend.cuda.weights.stream import EMBEDDING
 from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.dflash import DFlashConfig
@@ -23,18 +25,24 @@ def draft_parts(layout: DraftLayout, context: int, sequences: int = 1, lent: int
     turns = (64 + (context + COLUMNS) // 64 + 1) * (DIM // 2) * 8
     parcels = layout.stream.parcels.nbytes + layout.first_parcel.nbytes
     tables = sum(table.nbytes for table in layout.tables) + parcels
-    own = layout.stream.stream_bytes + vectors + turns + tables + sum(layout.scratch_bytes().values())
+    own = layout.stream.stream_bytes + layout.copied + vectors + turns + tables
+    own += top_bytes_of(layout) + sum(layout.scratch_bytes().values())
     return [
         MemoryPart("draft", own + lent),
         MemoryPart("draft's memory", sequences * sum(layout.memory_bytes().values())),
     ]
 
 
-def head_stream(config: Config, stored: Mapping[str, str], sms: int) -> HeadStream:
-    """A copy of the LM head that a target of another layout lends."""
+def top_bytes_of(layout: DraftLayout) -> int:
+    """Of what finds its best tokens, where they are not the target's."""
+    return sum(top_bytes().values()) if layout.copied else 0
+
+
+def head_stream(config: Config, stored: Mapping[str, str], sms: int, speaks: int | None = None) -> HeadStream:
+    """A copy of the LM head that a target of another layout lends, or of as many first rows as a draft speaks."""
     name = EMBEDDING if config.tied else "output.weight"
     head = {name: handed_over(stored[name])}
-    return HeadStream(name.removesuffix(".weight"), config.vocab, config.hidden, sms, head)
+    return HeadStream(name.removesuffix(".weight"), speaks or config.vocab, config.hidden, sms, head)
 
 
 def embedding_type(stored: Mapping[str, str]) -> str:
@@ -45,8 +53,7 @@ def embedding_type(stored: Mapping[str, str]) -> str:
 def lent_bytes(config: Config, stored: Mapping[str, str], sms: int) -> int:
     """Of the copies that a target of another layout lends."""
     table = config.vocab * TYPES[embedding_type(stored)].row_bytes(config.hidden)
-    head = head_stream(config, stored, sms)
-    return head.stream_bytes + head.parcels.nbytes + 4 * sms + table
+    return head_stream(config, stored, sms).nbytes + table
 
 
 def planned_draft(
@@ -61,6 +68,10 @@ def planned_draft(
 ) -> list[MemoryPart]:
     """Beside a target of this layout of slabs; None: of the other, which lends copies."""
     stream = DraftStream(draft, sms, {name: handed_over(kind) for name, kind in draft_types.items()})
-    head = head_stream(config, stored, sms).deals[0] if target is None else target.deals[-1]
+    head: Deal | HeadStream
+    if draft.speaks:
+        head = head_stream(config, stored, sms, draft.speaks)
+    else:
+        head = head_stream(config, stored, sms).deals[0] if target is None else target.deals[-1]
     lent = lent_bytes(config, stored, sms) if target is None else 0
     return draft_parts(DraftLayout(draft, stream, head, max(capacity)), context, lent=lent)

@@ -85,7 +85,7 @@ class CudaGrowingTree(GrowingTree):
         self.grow, self._again, self._follows = grow, again, follows
         self._given: Tree | None = None
         self._queued: tuple[int, Want] | None = None  # the pass over it: at which length, and what it gives
-        grow.tops, grow.tree, grow.report = backend.outputs.top.rows, program.tree.pointer, program.memory.pointer
+        grow.tops, grow.tree, grow.report = network.top.rows, program.tree.pointer, program.memory.pointer
         program.serial += 1
         self._serial = program.serial
         program.grow.launch(1, 32, grow)
