@@ -13,7 +13,7 @@ __device__ __forceinline__ void prepare_walk(Block& b) {
     for (int node = 0; node < nodes; node++)
         size += live && b.s.depth[node] >= depth && b.s.ancestor[node][depth] == lane;
     const u32 leaves = __ballot_sync(~0u, live && size == 1);
-    if (lane == 0) b.s.leaves = POLLED ? 0 : leaves;  // of one node the state is stored
+    if (lane == 0) b.s.leaves = b.decoding() ? 0 : leaves;  // its state is stored
     bool visited = lane == 0;
     int place = NOWHERE, places = 0, node = 0, last = 0;  // last: the node whose state is at hand
     if (lane == 0) b.s.visits[0] = {0, HERE, NOWHERE};
