@@ -24,7 +24,7 @@ from warpsmith.backend.cuda.draft import step
 from warpsmith.backend.cuda.draft import structures as of_drafts
 from warpsmith.backend.cuda.draft.formats import handed_over
 from warpsmith.backend.cuda.draft.layout import DraftLayout, DraftStream
-from warpsmith.backend.cuda.draft.network import COPIES
+from warpsmith.backend.cuda.draft.network import copies_for
 from warpsmith.backend.cuda.large.formats import EMBEDDINGS
 from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.memory.driver import Chip
@@ -188,7 +188,7 @@ def test_nothing_of_a_draft_lies_on_the_stack(recipe: str) -> None:
     types = {n: tensor_type(recipe, to_gguf_name(n), s, config.layers, tied=False).name for n, s in shapes}
     stream = DraftStream(config, chip.sms, {name: handed_over(kind) for name, kind in types.items()})
     layout = DraftLayout(config, stream, lender.deals[-1], capacity=4096)
-    constants = layout.constants(EMBEDDINGS.index(lender.embedding_type)) | COPIES
+    constants = layout.constants(EMBEDDINGS.index(lender.embedding_type)) | copies_for(stream)
     constants |= {"SHARED_MEMORY": chip.shared_memory}
     _, log = compile_source(sources()[program], program, "sm_90a", constants, ("--ptxas-options=-v",))
     found = [int(n) for n in re.findall(r"(\d+) bytes (?:stack|spill)", log)]

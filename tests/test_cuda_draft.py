@@ -32,9 +32,10 @@ from warpsmith.backend.base import Want
 from warpsmith.backend.cuda import WeightsFirstBackend
 from warpsmith.backend.cuda.draft import layout
 from warpsmith.backend.cuda.draft.layout import DraftStream, takes
-from warpsmith.backend.cuda.draft.network import CudaDraft
+from warpsmith.backend.cuda.draft.network import POLLED, CudaDraft
 from warpsmith.backend.cuda.draft.plan import planned_draft
 from warpsmith.backend.cuda.large.backend import LargeBackend
+from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.rows import HostRows
 from warpsmith.backend.sampling import Sampling
@@ -95,6 +96,45 @@ def test_more_splits_than_are_merged_at_once() -> None:
         tensors = tensors_of(SHAPE, MIXED)
         pair = LargeBackend(SHAPE, tensors, context=1024), ReferenceBackend(SHAPE, tensors)
         check_a_long_memory(pair, rows=680, window=None, splits=12)
+
+
+@pytest.mark.parametrize(("kv_heads", "block"), [(4, 2), (1, 9)])
+def test_rows_are_there_before_anybody_attends_to_them(kv_heads: int, block: int) -> None:
+    """Those that are appended: with a small block some SMs do nothing else, and nobody waits for their words. And the
+    block's own."""
+    with emulated_gpu(12, (8,), often=True):
+        config = shaped(layers=1, kv_heads=kv_heads, block=block)
+        cuda = LargeBackend(SHAPE, tensors_of(SHAPE, MIXED))
+        network = CudaDraft(cuda, config, file_of(config).tensors, [100], cuda.lend)
+
+        def filled(before: bool) -> np.ndarray:
+            draft = OneBlock(network)
+            draft.append(HostRows(features_of(16, config)), 0)
+            if before:
+                network.project(draft.memory)
+            return draft.fill(5, 16, block - 1, TOP).hidden.numpy()
+
+        expected = filled(before=True)
+        for _ in range(20):
+            np.testing.assert_array_equal(filled(before=False), expected)
+
+
+def test_no_word_is_left_for_the_next_launch() -> None:
+    """Whoever polls would take it for this launch's."""
+    config = shaped(layers=2, kv_heads=1)
+    native, _ = both(*targets(), file_of(config), rows=200)
+    network = native.network
+    assert isinstance(network, CudaDraft)
+
+    def project() -> None:
+        native.append(HostRows(features_of(9, config)), 100)
+        network.project(native.memory)
+
+    native.append(HostRows(features_of(100, config)), 0)
+    for launch in (lambda: native.fill(3, 100, 4, TOP), lambda: native.fill(3, 100, 4, TOP), project):
+        launch()
+        for words in map(network._scratch.get, POLLED):
+            assert (words.read(np.uint32, (words.nbytes // 4,)) == NOT_YET).all()
 
 
 @pytest.mark.parametrize("block", [2, 9, 15])

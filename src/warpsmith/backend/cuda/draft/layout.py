@@ -132,23 +132,19 @@ class DraftLayout:
         """ALL_WORDS of kernels/draft/words.cuh."""
         c, block = self.config, -(-COLUMNS * (17 * 32 + 4) // 128) * 128
         residual = c.hidden // BLOCK_K * block + COLUMNS * (c.hidden // 128) * 4
-        layer = (c.heads * DIM + c.ffn) // BLOCK_K * block
+        layer = (c.heads * DIM + c.ffn) // BLOCK_K * block + COLUMNS * (c.heads + 2 * c.kv_heads) * DIM * 2
         return (2 * c.layers + 2) * residual + c.layers * layer
 
     def scratch_bytes(self) -> dict[str, int]:
         """Between SMs."""
-        c, parts = self.config, COLUMNS * self.config.heads * self.splits
-        kv = c.kv_heads * COLUMNS * DIM * 2
+        parts = COLUMNS * self.config.heads * self.splits
         return {
             "counter": COUNTER_BYTES,
             "words": self.word_bytes,
             "sums": 2 * self.layer_results * COLUMNS * ROWS * 4,
             "head_sums": self.deals[-1].results * COLUMNS * ROWS * 4,
-            "queries": COLUMNS * c.heads * DIM * 2,
             "parts": parts * DIM * 2,
             "part_stats": parts * 8,
-            "block_keys": kv,
-            "block_values": kv,
         }
 
     def memory_bytes(self) -> dict[str, int]:

@@ -36,8 +36,11 @@ from warpsmith.errors import DoesNotFit
 if TYPE_CHECKING:
     from warpsmith.backend.cuda.backend import CudaBackend
 
-# Copies of weights on their way to an SM while it multiplies, and between.
-COPIES: dict[str, object] = {"IN_FLIGHT": 4, "BETWEEN": 1}
+# Copies of weights on their way to an SM while it multiplies, and between: of 8 bits or more, for which memory is the
+# limit, and of fewer.
+WIDE_COPIES: dict[str, object] = {"IN_FLIGHT": 4, "BETWEEN": 1}
+NARROW_COPIES: dict[str, object] = {"IN_FLIGHT": 6, "BETWEEN": 2}
+POLLED = ("words", "sums", "parts", "part_stats")  # what SMs exchange, and look at before it has come
 
 
 class CudaMemory(BlockMemory):
@@ -93,7 +96,7 @@ class CudaDraft(BlockDraft):
         lent = lend()
         self.layout = layout = DraftLayout(config, stream, head or lent.deal, max(capacity))
         constants = layout.constants(EMBEDDINGS.index(lent.embedding_type))
-        constants |= COPIES | {"SHARED_MEMORY": backend.chip.shared_memory} | backend.options
+        constants |= copies_for(stream) | {"SHARED_MEMORY": backend.chip.shared_memory} | backend.options
         sizes = {"HIDDEN": config.hidden, "FEATURES": len(config.target_layers), "NODES": COLUMNS}
         with ThreadPoolExecutor(3) as compilers:
             image = compilers.submit(build, "draft/draft.cu", backend.architecture, constants)
@@ -114,7 +117,7 @@ class CudaDraft(BlockDraft):
         self._parcels, self._first_parcel = device.upload(stream.parcels), device.upload(layout.first_parcel)
         self._tables = [device.upload(table) for table in layout.tables]
         self._scratch = {name: device.zeros(size) for name, size in layout.scratch_bytes().items()}
-        for name in ("words", "sums"):
+        for name in POLLED:
             self._scratch[name].fill_starts(NOT_YET, 1, self._scratch[name].nbytes // 4)
         self._from_host: Buffer | None = None
         self._step: StepProgram | None = None  # once trees grow on the device
@@ -320,6 +323,11 @@ class CudaDraft(BlockDraft):
     def _run(self, memory: CudaMemory, request: DraftRequest) -> None:
         memory.params.waiting = memory.buffers["waiting"].pointer + memory.group * self.layout.group_bytes
         self._kernel.launch(self.layout.sms, THREADS, memory.params, request, cooperative=True)
+
+
+def copies_for(stream: DraftStream) -> dict[str, object]:
+    kinds = {part.type for stage in stream.stages for part in stage.parts}
+    return NARROW_COPIES if kinds <= {"Q4_K", "Q5_K", "Q6_K"} else WIDE_COPIES
 
 
 def check_draft_fits(device: Device, needed: int, config: DFlashConfig) -> None:

@@ -18,8 +18,7 @@ class DraftParams(ctypes.Structure):
            "tiles", "embedding", "vectors", "rope", "keys", "values", "positions", "waiting")),
         ("capacity", ctypes.c_longlong),
         *((name, ctypes.c_void_p) for name in
-          ("counter", "words", "sums", "head_sums", "queries", "block_keys", "block_values", "parts",
-           "part_stats", "out_logits", "out_hidden", "profile")),
+          ("counter", "words", "sums", "head_sums", "parts", "part_stats", "out_logits", "out_hidden", "profile")),
     ]  # fmt: skip
 
 

@@ -75,18 +75,14 @@ __device__ __forceinline__ void keep_context(Block& b) {
 // Queries, keys and values of the block.
 __device__ __forceinline__ void block_rows(Block& b, int stage) {
     const auto sums = sums_of<HIDDEN_GROUPS>(b, stage, IN_ROWS);
-    constexpr int EACH = HEADS + 2 * KV_HEADS;
 #pragma unroll 1
-    for (int task = b.warp * SMS + b.sm; task < b.nodes * EACH; task += WARPS * SMS) {
-        const int node = task / EACH, row = task % EACH, head = (row - HEADS) % KV_HEADS;
+    for (int task = b.warp * SMS + b.sm; task < b.nodes * NODE_ROWS; task += WARPS * SMS) {
+        const int node = task / NODE_ROWS, row = task % NODE_ROWS;
         const bool is_query = row < HEADS, is_value = row >= HEADS + KV_HEADS;
         const RowFactors factors(b, b.vectors + (is_query ? Q_NORM : K_NORM), b.r.position + node);
         const float4 v = sums.at(node, row * DIM + b.lane * 4);
         const uint2 packed = is_value ? as_halves(v) : turned(b, v, factors, is_query ? DRAFT_SCALE : 1.0f);
-        u32* to = is_query ? b.p.queries + ((size_t)node * HEADS + row) * (DIM / 2)
-                           : (is_value ? b.p.block_values : b.p.block_keys) +
-                                 ((size_t)head * NODES + node) * (DIM / 2);
-        *(uint2*)(to + b.lane * 2) = packed;
+        store8(row_words(b, stage >> 2, node, row) + b.lane * 2, packed.x, packed.y);
     }
 }
 
@@ -103,24 +99,23 @@ __device__ __forceinline__ void attend(Block& b, int layer, int window, bool cau
     const int past = (remembered + CHUNK - 1) / CHUNK;
     const size_t head = (size_t)((layer * KV_HEADS + kv_head) * (int)p.capacity) * (DIM / 2);
     b.sync();  // what the scratch holds may still be read
-    uint4 query[BATCH / 16];  // sixteen bytes of a row in each tile, until the first keys are on their way
-#pragma unroll
-    for (int tile = 0; tile < BATCH / 16; tile++) {
-        const int row = min(tile * 16 + (int)(threadIdx.x >> 4), rows - 1) + first_row;
-        const u32* from = b.p.queries + ((u32)row / GROUP * HEADS + kv_head * GROUP + (u32)row % GROUP) * (DIM / 2);
-        query[tile] = __ldcg((const uint4*)from + (threadIdx.x & 15));
-    }
-    bool waiting = true;
+    const int unit = threadIdx.x & 15;  // sixteen bytes of a query or a value
+    const auto query_at = [&](int tile) {
+        const u32 row = min(tile * 16 + (int)(threadIdx.x >> 4), rows - 1) + first_row;
+        return row_words(b, layer, row / GROUP, kv_head * GROUP + row % GROUP) + unit * 4;
+    };
+    bool waiting = true;  // for queries
     if (threadIdx.x < BATCH) at.peak[threadIdx.x] = LEAST_SCORE, at.weight[threadIdx.x] = 0.0f;
     float sum[BATCH / 16][2][4] = {};
 #pragma unroll 1
     for (int chunk = split; chunk <= past; chunk += SPLITS) {
         const bool own = chunk == past;
         const int first = chunk * CHUNK, last = own ? b.nodes - 1 : remembered - 1;  // keys there are
-        const u32 *keys = own ? b.p.block_keys + kv_head * NODES * (DIM / 2) : p.keys + head,
-                  *values = own ? b.p.block_values + kv_head * NODES * (DIM / 2) : p.values + head;
+        const u32 *keys = own ? row_words(b, layer, 0, HEADS + kv_head) : p.keys + head,
+                  *values = own ? row_words(b, layer, 0, HEADS + KV_HEADS + kv_head) : p.values + head;
+        const u32 apart = (own ? NODE_ROWS : 1) * (DIM / 2);
         // Past the end, any row does: nobody sees it.
-        const auto place = [&](int key) { return (u32)min(own ? key : first + key, last) * (DIM / 2); };
+        const auto place = [&](int key) { return (u32)min(own ? key : first + key, last) * apart; };
         const auto position_of = [&](int key) {
             const int at = own ? key : first + key;
             return at > last ? -1 : own ? b.r.position + at : __ldcg(p.positions + at);
@@ -129,21 +124,32 @@ __device__ __forceinline__ void attend(Block& b, int layer, int window, bool cau
             const float newest = warp_max(fmaxf((float)position_of(b.lane), (float)position_of(b.lane + 32)));
             if (uniform((int)newest + window <= b.r.position ? 1 : 0)) continue;
         }
-        uint4 key[4];
-        {
-            const uint4* from = (const uint4*)(keys + place(b.warp * 8 + g)) + q;
+        const u32* key_at = keys + place(b.warp * 8 + g) + q * 4;
+        const auto value_row = [&](int i) { return b.warp * 8 + i * 2 + (b.lane >> 4); };  // a warp has eight
+        const auto value_at = [&](int i) { return values + place(value_row(i)) + unit * 4; };
+        // Sixteen bytes lie (key mod 8) places apart, by exclusive or.
+        const auto value_to = [&](int i) { return at.values[value_row(i)] + (unit ^ (value_row(i) & 7)) * 4; };
+        // Queries, a row in each tile; keys; values. The block's own are exchanged, as all queries are.
+        constexpr int KEYS = BATCH / 16, VALUES = KEYS + 4, ALL = VALUES + 4;
+        const auto load = [&](int i) {
+            return load16(i < KEYS ? query_at(i) : i < VALUES ? key_at + (i - KEYS) * 16 : value_at(i - VALUES));
+        };
+        uint4 got[ALL];
+        if (own) {
+            take<ALL>(got, load);
 #pragma unroll
-            for (int c = 0; c < 4; c++) key[c] = __ldcg(from + c * 4);
-        }
+            for (int i = 0; i < 4; i++) *(uint4*)value_to(i) = got[VALUES + i];
+        } else {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {  // a warp's eight values; 16 bytes lie (key mod 8) places apart, by exclusive or
-            const int row = b.warp * 8 + i * 2 + (b.lane >> 4), unit = b.lane & 15;
-            copy16(at.values[row] + (unit ^ (row & 7)) * 4, values + place(row) + unit * 4);
+            for (int i = KEYS; i < VALUES; i++) got[i] = load(i);
+#pragma unroll
+            for (int i = 0; i < 4; i++) copy16(value_to(i), value_at(i));
+            if (waiting) take<KEYS>(got, load);
         }
         if (waiting) {
 #pragma unroll
-            for (int tile = 0; tile < BATCH / 16; tile++)
-                *(uint4*)(at.queries[tile * 16 + (threadIdx.x >> 4)] + (threadIdx.x & 15) * 4) = query[tile];
+            for (int tile = 0; tile < KEYS; tile++)
+                *(uint4*)(at.queries[tile * 16 + (threadIdx.x >> 4)] + unit * 4) = got[tile];
             waiting = false;
         }
         if (threadIdx.x < CHUNK) at.position[threadIdx.x] = position_of(threadIdx.x);
@@ -156,8 +162,8 @@ __device__ __forceinline__ void attend(Block& b, int layer, int window, bool cau
 #pragma unroll
             for (int c = 0; c < 4; c++) {
                 const uint4 a = low[c * 4], d = high[c * 4];
-                mma_half(s[c], {a.x, d.x, a.y, d.y}, key[c].x, key[c].y);
-                mma_half(s[c], {a.z, d.z, a.w, d.w}, key[c].z, key[c].w);
+                mma_half(s[c], {a.x, d.x, a.y, d.y}, got[KEYS + c].x, got[KEYS + c].y);
+                mma_half(s[c], {a.z, d.z, a.w, d.w}, got[KEYS + c].z, got[KEYS + c].w);
             }
             float* to = at.scores[tile * 16 + g] + b.warp * 8 + q * 2;
             *(float2*)to = {(s[0][0] + s[1][0]) + (s[2][0] + s[3][0]), (s[0][1] + s[1][1]) + (s[2][1] + s[3][1])};
@@ -197,7 +203,7 @@ __device__ __forceinline__ void attend(Block& b, int layer, int window, bool cau
         }
         copies_done();
         b.sync();
-        const int place_here = b.lane & 15, unit = b.warp * 2 + (b.lane >> 4);
+        const int place_here = b.lane & 15, sixteen = b.warp * 2 + (b.lane >> 4);
 #pragma unroll
         for (int tile = 0; tile < BATCH / 16; tile++) {
             if (tile >= tiles) break;
@@ -208,7 +214,7 @@ __device__ __forceinline__ void attend(Block& b, int layer, int window, bool cau
         }
 #pragma unroll
         for (int keys_at = 0; keys_at < CHUNK; keys_at += 16) {
-            const uint4 a = load_transposed(at.values[keys_at + place_here] + (unit ^ (place_here & 7)) * 4);
+            const uint4 a = load_transposed(at.values[keys_at + place_here] + (sixteen ^ (place_here & 7)) * 4);
 #pragma unroll
             for (int tile = 0; tile < BATCH / 16; tile++) {
                 if (tile >= tiles) break;
@@ -229,12 +235,14 @@ __device__ __forceinline__ void attend(Block& b, int layer, int window, bool cau
             if (row >= rows) continue;
             const u32 query = first_row + row, of = kv_head * GROUP + query % GROUP;
             const u32 to = (query / GROUP * HEADS + of) * SPLITS + split;
+            u32* part = b.p.parts + to * (DIM / 2) + b.warp * 8 + q;
             const float inverse = reciprocal(fmaxf(at.weight[row], 1e-30f));
 #pragma unroll
             for (int o = 0; o < 2; o++)
-                b.p.parts[to * (DIM / 2) + b.warp * 8 + o * 4 + q] =
-                    pack_half(sum[tile][o][upper * 2] * inverse, sum[tile][o][upper * 2 + 1] * inverse);
-            if (b.warp == 0 && q == 0) b.p.part_stats[to] = {at.peak[row], at.weight[row]};
+                store4(part + o * 4,
+                       pack_half(sum[tile][o][upper * 2] * inverse, sum[tile][o][upper * 2 + 1] * inverse));
+            if (b.warp == 0 && q == 0)
+                store8(b.p.part_stats + to * 2, __float_as_uint(at.peak[row]), __float_as_uint(at.weight[row]));
         }
     }
 }
@@ -259,9 +267,9 @@ __device__ __forceinline__ void draft_parts(Block& b, int layer) {
 
 // --- merge ----------------------------------------------------------------------------------------------------------
 
-// A warp a row's head, a lane four dimensions of every part, and one part's share.
+// A warp a row's head, a lane four dimensions of every part, and one part's share. Who has merged parts sets them back.
 __device__ __forceinline__ void draft_merge(Block& b, int stage) {
-    constexpr int AT_ONCE = 8;  // parts that are asked for, the first ones beside the shares
+    constexpr int AT_ONCE = 8, STATS = AT_ONCE;  // parts that are asked for, the first ones beside the shares
     const int splits = splits_of(uniform(remembered_rows(b)));
     u32* words = operand_words(b, stage + 1);
     int turn = 0;
@@ -269,34 +277,34 @@ __device__ __forceinline__ void draft_merge(Block& b, int stage) {
     for (Spans<DRAFT_DIM> own(b); own.more(); own.next(), turn ^= 1) {
         const int node = own.node(), k = own.k();
         const size_t at = (size_t)(node * HEADS + k / DIM) * SPLITS;
-        const float2 stats = __ldcg(b.p.part_stats + at + min(b.lane, splits - 1));
-        uint2 part[AT_ONCE];
-        const auto ask = [&](int first) {
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++)
-                part[i] = __ldcg((const uint2*)(b.p.parts + (at + min(first + i, splits - 1)) * (DIM / 2)) + b.lane);
-        };
-        ask(0);
-        const float own_share = power_of_2(stats.x - warp_max(stats.x)) * stats.y;
+        u32 *parts = b.p.parts + at * (DIM / 2), *stats = b.p.part_stats + at * 2;
         float sum[4] = {}, weight = 0.0f;
 #pragma unroll 1
-        for (int first = 0;;) {
+        for (int first = 0; first < splits; first += AT_ONCE) {
+            uint2 got[AT_ONCE + 1];
+            take<AT_ONCE + 1>(got, [&](int i) {
+                return load8(i == STATS ? stats + min(b.lane, splits - 1) * 2
+                                        : parts + min(first + i, splits - 1) * (DIM / 2) + b.lane * 2);
+            });
+            const float peak = __uint_as_float(got[STATS].x);
+            const float own_share = power_of_2(peak - warp_max(peak)) * __uint_as_float(got[STATS].y);
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
                 const float share = __shfl_sync(~0u, own_share, first + i);
                 if (first + i >= splits) break;
                 weight += share;
-                const float2 low = unpack_half(part[i].x), high = unpack_half(part[i].y);
+                const float2 low = unpack_half(got[i].x), high = unpack_half(got[i].y);
                 sum[0] = fmaf(share, low.x, sum[0]), sum[1] = fmaf(share, low.y, sum[1]);
                 sum[2] = fmaf(share, high.x, sum[2]), sum[3] = fmaf(share, high.y, sum[3]);
             }
-            first += AT_ONCE;
-            if (first >= splits) break;
-            ask(first);
         }
         const float inverse = reciprocal(weight);
         const uint2 out = {pack_bf16(sum[0] * inverse, sum[1] * inverse),
                            pack_bf16(sum[2] * inverse, sum[3] * inverse)};
         publish_half(b, words, node, k, out, turn);
+#pragma unroll 1
+        for (int i = b.lane * 4; i < splits * (DIM / 2); i += 128)
+            store16(parts + i, NOT_YET, NOT_YET, NOT_YET, NOT_YET);
+        if (b.lane < splits) store8(stats + b.lane * 2, NOT_YET, NOT_YET);
     }
 }

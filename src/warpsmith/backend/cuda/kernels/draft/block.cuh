@@ -1,12 +1,12 @@
 // What one thread block (one SM) knows while it runs, and how all of them wait for each other.
 //
-// A launch is a sequence of steps. Between two steps an SM waits for the words that it needs (see words.cuh), or,
-// within attention and after the head, until all have ended the one before: a counter in memory, to which each SM adds
-// when what it wrote can be seen. Weights do not wait: their ring fills on through every step.
+// A launch is a sequence of steps. Between two steps an SM waits for the words that it needs (see words.cuh), or, after
+// the last one, until all have ended it: a counter in memory, to which each SM adds when what it wrote can be seen.
+// Weights do not wait: their ring fills on through every step.
 #pragma once
 #include "draft/shape.cuh"
 
-constexpr int ARRIVALS = REDUCERS * SMS;  // of a step
+constexpr int ARRIVALS = REDUCERS * SMS;  // at a counter
 
 __device__ __forceinline__ u8* shared_memory() {
     extern __shared__ __align__(128) u8 memory[];
@@ -21,7 +21,6 @@ struct Block {
     u32 base;  // address of the shared memory
     int sm = blockIdx.x, warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31;
     int nodes;
-    u32 steps_done = 0;
     // the consumers' places in the ring and in the buffers of sums
     int slot = 0, buffer = 0;
     u32 slot_phase = 0, buffer_phase = 0, ring_end = 0;
@@ -50,18 +49,17 @@ struct Block {
     __device__ u32 back_at(u32 sixteens) const { return sixteens * 16 + BACK_AT; }
     __device__ float sum_factor(int which, int token) const { return s.inverse[which][token] * OPERANDS_BACK; }
 
-    // All SMs have done what came before.
-    __device__ void wait_for_all() {
-        steps_done++;
+    // All SMs have ended the last step.
+    __device__ void wait_for_all() const {
         if (threadIdx.x == 0) {
             Watchdog dog;
-            while ((int)(load_acquire(p.counter) - steps_done * ARRIVALS) < 0) dog.check();
+            while (load_acquire(p.counter) < ARRIVALS) dog.check();
         }
         __syncwarp();
         sync();
     }
-    // This SM is done with a step that its consumers do.
-    __device__ void step_done() {
+    // This SM has, where that is a step of its consumers.
+    __device__ void step_done() const {
         sync();
         if (threadIdx.x == 0) add_release(p.counter, REDUCERS);
     }

@@ -3,8 +3,8 @@
 // The parts are those of the activations-first pass (large/): the ring, the products, the residual stream, words that
 // SMs poll for. Grid: one block an SM, all resident (cooperative launch). Steps. Rows to append: fc (their features),
 // norm, keys and values of all layers, keep. The block: embed; per layer: in, rows, parts, merge, out, residual,
-// mlp_in, activate, mlp_out, residual; then the target's head. Rows, parts and the head are ended by all SMs. Bytes:
-// the draft's weights once, those of keys and values twice, the target's head once, and what the draft remembers.
+// mlp_in, activate, mlp_out, residual; then the target's head, which is ended by all SMs. Bytes: the draft's weights
+// once, those of keys and values twice, the target's head once, and what the draft remembers.
 #include "draft/attention.cuh"
 #include "draft/output.cuh"
 
@@ -18,22 +18,16 @@ __device__ __forceinline__ void to_residual(Block& b, int done, const float* nor
     });
 }
 
-// A layer's attention, apart from the rest: the compiler would give the products worse code beside it. Returns the
-// steps done so far.
-__device__ __noinline__ u32 block_mix(int stage, u32 steps_done) {
+// A layer's attention, apart from the rest: the compiler would give the products worse code beside it.
+__device__ __noinline__ void block_mix(int stage) {
     const int layer = stage >> 2;
     Block b;
-    b.vectors = b.p.vectors + layer * VECTORS, b.steps_done = steps_done;
+    b.vectors = b.p.vectors + layer * VECTORS;
     block_rows(b, stage);
-    b.step_done();
-    b.wait_for_all();
     b.mark();
     draft_parts(b, layer);
-    b.step_done();
-    b.wait_for_all();
     b.mark();
     draft_merge(b, stage);
-    return b.steps_done;
 }
 
 // The inner activation, likewise: within `lead_to` its places of sums would be kept in memory.
@@ -55,10 +49,9 @@ __device__ __noinline__ void append_rows(int done) {
 }
 
 // From a layer's products before number `stage`, or from where a block begins, to this one's operands: apart from the
-// products, so that the compiler has all registers for either. Returns the steps done so far.
-__device__ __noinline__ u32 lead_to(int stage, u32 steps_done) {
+// products, so that the compiler has all registers for either.
+__device__ __noinline__ void lead_to(int stage) {
     Block b;
-    b.steps_done = steps_done;
     const int done = stage - 1, kind = done & 3;
     if (stage < 0) {
         b.nodes = b.r.rows;
@@ -70,7 +63,7 @@ __device__ __noinline__ u32 lead_to(int stage, u32 steps_done) {
         barrier_wait(Barriers(b.base).tabled, b.turn(done));
         b.mark();
         if (kind == IN)
-            b.steps_done = block_mix(done, b.steps_done);
+            block_mix(done);
         else if (kind == OUT)
             to_residual<OUT_GROUPS, true>(b, done, vectors + MLP_NORM);
         else if (kind == MLP_IN)
@@ -86,7 +79,6 @@ __device__ __noinline__ u32 lead_to(int stage, u32 steps_done) {
     else
         prepare_operands(b, run, stage);
     b.mark();
-    return b.steps_done;
 }
 
 // Of rows that were appended without a block what was exchanged is set back, when all SMs have read it.
@@ -107,7 +99,7 @@ __device__ __forceinline__ void draft_pass(Block& b) {
 #pragma unroll 1
     for (int stage = first; stage <= end; stage++) {
         if (stage > first && stage <= 0) append_rows(stage - 1);
-        b.steps_done = lead_to(stage, b.steps_done);
+        lead_to(stage);
         multiply_stage(b, stage, uniform_run(b.s.runs[b.turn(stage)]));
         b.mark();
     }
@@ -155,6 +147,10 @@ __device__ __forceinline__ void find_tables(Block& b, int end) {
                 copy16((uint4*)&b.s.runs[b.turn(stage) ^ 1] + b.lane,
                        (const uint4*)&b.p.runs[min(stage + 1, end) * SMS + b.sm] + b.lane);
             if (stage >= 0 && (stage & 3) == IN) ask_remembered(b, stage >> 2);
+            if (stage == 0) {  // so that all have kept the rows that were appended before anybody attends to them
+                if (b.lane == 0) b.wait_until_begun(stage);
+                __syncwarp();
+            }
             copies_done();
         } else {
             if (b.lane == 0) b.wait_until_begun(HEAD);

@@ -90,11 +90,8 @@ struct Params {
     u32* words;            // see words.cuh
     float* sums;           // [2][tile][NODES][64]: of all stages, by turns, but the head, and
     float* head_sums;      // of the head
-    u32* queries;          // fp16 [NODES][HEADS][128]
-    u32* block_keys;       // fp16 [KV_HEADS][NODES][128]
-    u32* block_values;
-    u32* parts;            // fp16 [NODES][HEADS][SPLITS][128]
-    float2* part_stats;    // [NODES][HEADS][SPLITS] {maximum, sum}
+    u32* parts;            // words too: fp16 [NODES][HEADS][SPLITS][128]
+    u32* part_stats;       // [NODES][HEADS][SPLITS] {maximum, sum}, f32
     // results
     float* out_logits;
     float* out_hidden;
