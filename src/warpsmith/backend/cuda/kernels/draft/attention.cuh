@@ -135,7 +135,6 @@ __device__ __forceinline__ void attend(Block& b, int layer, int window, bool cau
             return load16(i < KEYS ? query_at(i) : i < VALUES ? key_at + (i - KEYS) * 16 : value_at(i - VALUES));
         };
         uint4 got[ALL];
-        const int key_position = position_of(threadIdx.x % CHUNK);  // asked for with them
         if (own) {
             take<ALL>(got, load);
 #pragma unroll
@@ -153,7 +152,7 @@ __device__ __forceinline__ void attend(Block& b, int layer, int window, bool cau
                 *(uint4*)(at.queries[tile * 16 + (threadIdx.x >> 4)] + unit * 4) = got[tile];
             waiting = false;
         }
-        if (threadIdx.x < CHUNK) at.position[threadIdx.x] = key_position;
+        if (threadIdx.x < CHUNK) at.position[threadIdx.x] = position_of(threadIdx.x);
         b.sync();  // queries; the weights before have been read
 #pragma unroll 1
         for (int tile = 0; tile < tiles; tile++) {
@@ -173,9 +172,8 @@ __device__ __forceinline__ void attend(Block& b, int layer, int window, bool cau
         }
         b.sync();
         // Softmax: sixteen lanes a row, four keys each.
-#pragma unroll
-        for (int tile = 0; tile < BATCH / 16; tile++) {
-            if (tile >= tiles) break;
+#pragma unroll 1
+        for (int tile = 0; tile < tiles; tile++) {
             const int row = tile * 16 + (threadIdx.x >> 4), keys_at = (threadIdx.x & 15) * 4;
             const float4 scores = *(const float4*)(at.scores[row] + keys_at);
             const int here = b.r.position + min(first_row + row, first_row + rows - 1) / GROUP;

@@ -10,8 +10,8 @@
 constexpr float QUERY_SCALE = 0.08838834764831845f;  // 128 ** -0.5
 
 // A node's row in shared memory: q | k | v, then o in its place | silu(z) | rk write | {rk, rq, rq rk q^T k, rk} | {f,
-// beta} of each head | f of each head. With the last rk and f its state is made: of a leaf, from which none follows, they
-// are 0 and 1, and leave the state at hand as it is.
+// beta} of each head | f of each head. With the last rk and f its state is made: of a leaf, from which none follows,
+// they are 0 and 1, and leave the state at hand as it is.
 constexpr int MIX_K = STATE_DIM, MIX_V = 2 * STATE_DIM, SILU_Z = MIX_CHANNELS, WRITTEN = SILU_Z + OWN_UNITS * 8,
               NORMS = WRITTEN + OWN_UNITS * 8, GATES = NORMS + 4, FADES = GATES + 2 * OWN_HEADS;
 

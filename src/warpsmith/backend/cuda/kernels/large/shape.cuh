@@ -130,8 +130,8 @@ constexpr int STEP_BYTES = NODES * 32, BACK_AT = 17 * STEP_BYTES,
               BLOCK_BYTES = up(BACK_AT + NODES * 4, POLLED ? 16 : 128), OPERAND_BYTES = GROUP_BLOCKS * BLOCK_BYTES;
 constexpr float OPERANDS_BACK = 0x1p24f;  // weights are integers times 2^-24
 // DeltaNet: an SM has units of 8 value columns whose heads share a key head. A row a node: q, k and v after the
-// convolution, silu(z), what is written, norms, gates (see delta_inputs.cuh); then their inputs before it (which may go when it is done), with its
-// weights and the inputs before the tree.
+// convolution, silu(z), what is written, norms, gates (see delta_inputs.cuh); then their inputs before it (which may go
+// when it is done), with its weights and the inputs before the tree.
 constexpr int MIX_UNITS = VALUE_DIM / 8, KEY_UNITS = VALUE_HEADS / KEY_HEADS * 16, KEY_SMS = SMS / KEY_HEADS,
               KEY_PARTS = larger(1, KEY_SMS < KEY_UNITS ? KEY_SMS : KEY_UNITS),
               OWN_UNITS = (KEY_UNITS + KEY_PARTS - 1) / KEY_PARTS, OWN_HEADS = (OWN_UNITS + 14) / 16 + 1;
