@@ -7,8 +7,8 @@
 // registers. Where an SM has more units than half of its warps and fewer than all of them, some warps have half a unit.
 // An SM has units of heads that share a key head; it convolves and norms q and k itself, for all nodes. A node's state
 // follows from its parent's: in registers if that is at hand, else from where a state that is needed again is kept (the
-// order: `prepare_walk`). All that does not depend on the projection is asked for before its sums are waited for. Bytes:
-// 4 KB of state a unit read, and written when decoding.
+// order: `prepare_walk`). All that does not depend on the projection is asked for before its sums are waited for.
+// Bytes: 4 KB of state a unit read, and written when decoding.
 #pragma once
 #include "large/delta_inputs.cuh"
 
