@@ -200,6 +200,14 @@ def test_so_are_files_of_every_format(format: str, changes: dict[str, Any], word
     assert sentence.endswith(".")
 
 
+@pytest.mark.parametrize("tokens", [0, 63, 1 << 40, "many"])
+def test_an_absurd_number_of_spoken_tokens_is_named(tokens: int | str, tmp_path: Path) -> None:
+    said = {"dflash.draft_vocab_size": tokens}
+    path = write_draft(tmp_path / "draft", "llama.cpp", FULL, random_weights(FULL), metadata=said)
+    with pytest.raises(BadFile, match="draft_vocab_size"):
+        open_draft(path)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_drafts_of_the_27b_shape_open_in_every_format(format: str, tmp_path: Path) -> None:
     """The released drafts' shape, every layer of it, in a file of holes: opening reads no weights."""
