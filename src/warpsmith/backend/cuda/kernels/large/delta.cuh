@@ -78,6 +78,11 @@ __device__ __forceinline__ float add_from(float v) {
     return v + __shfl_xor_sync(~0u, v, DISTANCE);
 }
 
+template <bool VALUE>
+struct Is {
+    static constexpr bool value = VALUE;
+};
+
 // All nodes, one after the other: o and what is written to their rows. C: columns that a lane has.
 template <int C>
 __device__ __forceinline__ void walk_states(const Block& b, const DeltaShare& share, DeltaColumns& own) {
@@ -88,50 +93,52 @@ __device__ __forceinline__ void walk_states(const Block& b, const DeltaShare& sh
     const auto place = [&](int i) {
         return i < MIX_PLACES ? near + i * (OWN_UNITS * UNIT_BYTES / 16) : far + i * (C * UNIT_BYTES / 32);
     };
-    // Once, else they are worked out again and again: where rows and visits are, and which visits, a bit each, end with
-    // a state that is kept, or one that is fetched for the next.
+    // Once, else they are worked out again and again: where rows and visits are, and which visits, a bit each, are of
+    // leaves, or end with a state that is kept, or one that is fetched for the next.
     const u32 rows_at = (u32)uniform((int)shared_address(b.scratch)),
               visits_at = (u32)uniform((int)shared_address(b.s.visits));
     const auto visit = [&](int i) { return POLLED ? 0 : load_shared4(visits_at + min(i, b.nodes - 1) * 4); };
     const auto row_of = [&](u32 visit) { return rows_at + (visit & 255) * (MIX_ROW * 4); };
     const auto visits_that = [&](bool is_one) { return POLLED ? 0 : __ballot_sync(~0u, b.lane < b.nodes && is_one); };
-    const u32 kept = visits_that((signed char)(visit(b.lane) >> 16) != NOWHERE),
+    const u32 leaves = visits_that(visit(b.lane) >> 24),
+              kept = visits_that((signed char)(visit(b.lane) >> 16) != NOWHERE),
               fetched = visits_that((signed char)(visit(b.lane) >> 8) != HERE) >> 1;
     // In a row: a column's value, its gates; what a lane stores, one of the results of its eight lanes.
     const int own_column = own.first * 4 + (b.lane >> 3), head = (share.first * 2 + own.first) / 32 - share.head;
-    const u32 values_at = (MIX_V + own_column) * 4, gates_at = (GATES + head * 2) * 4, fade_at = (FADES + head) * 4;
+    const u32 values_at = (MIX_V + own_column) * 4, gates_at = (GATES + head * 2) * 4;
     const int result = b.lane & 7;
     const u32 to = ((result < C ? MIX_V : WRITTEN) + own_column + result % C * 4) * 4;
     u32 row = row_of(visit(0)), after = visit(1);
     float4 q[4], k[4];
     load_rows(k, b, row + MIX_K * 4);
     // The compiler moves no load across `__syncwarp`, which is no instruction; without it, all loads would be last.
-#pragma unroll 1
-    for (int i = 0; i < b.nodes; i++) {
+    // A node; from a leaf no state follows.
+    const auto take = [&](int i, auto leaf) {
         const u32 next = row_of(after);
-        float ks[C], qs[C], v[C], results[2 * C], write[C];
+        float ks[C], qs[C], v[C], results[2 * C];
 #pragma unroll
         for (int c = 0; c < C; c++) ks[c] = add_from<4>(dot16(k, own.s[c]));
         __syncwarp();
         const uint2 gates = load_shared8(row + gates_at);
         const float4 norms = float4_at(row + NORMS * 4);
-        const float fading = load_shared_float(row + fade_at);
         const float fade = __uint_as_float(gates.x), beta = __uint_as_float(gates.y), rk = norms.x;
         load_rows(q, b, row);
 #pragma unroll
         for (int c = 0; c < C; c++) v[c] = load_shared_float(row + values_at + c * 16);
         after = visit(i + 2);
+        __syncwarp();
 #pragma unroll
         for (int c = 0; c < C; c++) ks[c] = add_from<1>(add_from<2>(ks[c])), qs[c] = dot16(q, own.s[c]);
 #pragma unroll
         for (int c = 0; c < C; c++) {
             results[c] = beta * fmaf(-fade, rk * ks[c], v[c]);
-            results[C + c] = results[c] * rk, write[c] = results[c] * norms.w;
+            results[C + c] = results[c] * rk;
         }
+        if constexpr (!leaf.value)
 #pragma unroll
-        for (int c = 0; c < C; c++)
+            for (int c = 0; c < C; c++)
 #pragma unroll
-            for (int j = 0; j < 4; j++) own.s[c][j] = update_state(own.s[c][j], fading, k[j], write[c]);
+                for (int j = 0; j < 4; j++) own.s[c][j] = update_state(own.s[c][j], fade, k[j], results[C + c]);
         load_rows(k, b, next + MIX_K * 4);
         __syncwarp();
 #pragma unroll
@@ -144,6 +151,12 @@ __device__ __forceinline__ void walk_states(const Block& b, const DeltaShare& sh
         if (LANES_ARRIVE > 1) __syncwarp();  // for the race checker: all have read v before the sums above
         if (result < 2 * C) store_shared(row + to, __float_as_uint(mine));
         row = next;
+    };
+#pragma unroll 1
+    for (int i = 0; i < b.nodes; i++) {
+        take(i, Is<false>());
+#pragma unroll 1
+        while (leaves >> i >> 1 & 1) take(++i, Is<true>());
         if ((kept | fetched) >> i & 1) {
             if (kept >> i & 1) own.keep<C>(place(visit(i) >> 16 & 255));
             if (fetched >> i & 1) own.fetch<C>(place(visit(i + 1) >> 8 & 255));

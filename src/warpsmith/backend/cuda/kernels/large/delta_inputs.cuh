@@ -9,11 +9,10 @@
 
 constexpr float QUERY_SCALE = 0.08838834764831845f;  // 128 ** -0.5
 
-// A node's row in shared memory: q | k | v, then o in its place | silu(z) | rk write | {rk, rq, rq rk q^T k, rk} | {f,
-// beta} of each head | f of each head. With the last rk and f its state is made: of a leaf, from which none follows,
-// they are 0 and 1, and leave the state at hand as it is.
+// A node's row in shared memory: q | k | v, then o in its place | silu(z) | rk write | {rk, rq, rq rk q^T k} | {f,
+// beta} of each head.
 constexpr int MIX_K = STATE_DIM, MIX_V = 2 * STATE_DIM, SILU_Z = MIX_CHANNELS, WRITTEN = SILU_Z + OWN_UNITS * 8,
-              NORMS = WRITTEN + OWN_UNITS * 8, GATES = NORMS + 4, FADES = GATES + 2 * OWN_HEADS;
+              NORMS = WRITTEN + OWN_UNITS * 8, GATES = NORMS + 4;
 
 __device__ __forceinline__ float dot4(float4 a, float4 b) {
     return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, a.w * b.w)));
@@ -158,17 +157,16 @@ __device__ __forceinline__ void gate_quad(const Block& b, const DeltaInputs& in,
         ((float4*)(row + SILU_Z))[quad - CONVOLVED_QUADS] = {silu(v.x), silu(v.y), silu(v.z), silu(v.w)};
     } else {
         const float x = raw[in.rows[quad] & 3];
-        const float v = gate & 1 ? exponential(in.vectors[gate - 1] * softplus(x + in.vectors[gate])) : sigmoid(x);
-        row[GATES + (gate ^ 1)] = v;
-        if (gate & 1) row[FADES + gate / 2] = b.s.leaves >> node & 1 ? 1.0f : v;
+        row[GATES + (gate ^ 1)] =
+            gate & 1 ? exponential(in.vectors[gate - 1] * softplus(x + in.vectors[gate])) : sigmoid(x);
     }
 }
 
-// Norms of q and k of some nodes, of which a lane has four channels each: their sums at the same time. `node(i)` is the
-// i-th of them; there are `live`.
-template <int COUNT, class Node>
+// Norms of q and k of some nodes, of which a lane has four channels each: their sums at the same time. `row(i)` is the
+// i-th node's row; there are `live` of them.
+template <int COUNT, class Row>
 __device__ __forceinline__ void norm_nodes(const Block& b, const float4 (&q)[COUNT], const float4 (&k)[COUNT], int live,
-                                           Node node) {
+                                           Row row) {
     float sums[COUNT][3];
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
@@ -183,10 +181,8 @@ __device__ __forceinline__ void norm_nodes(const Block& b, const float4 (&q)[COU
     for (int i = 0; i < COUNT; i++) {
         if (i >= live) break;
         const float rq = inverse_root(sums[i][0] + 1e-6f) * QUERY_SCALE, rk = inverse_root(sums[i][1] + 1e-6f);
-        float* row = (float*)b.scratch + node(i) * MIX_ROW;
-        ((float4*)row)[b.lane] = q[i], ((float4*)(row + MIX_K))[b.lane] = k[i];
-        if (b.lane == 0)
-            *(float4*)(row + NORMS) = {rk, rq, sums[i][2] * rq * rk, b.s.leaves >> node(i) & 1 ? 0.0f : rk};
+        ((float4*)row(i))[b.lane] = q[i], ((float4*)(row(i) + MIX_K))[b.lane] = k[i];
+        if (b.lane == 0) *(float4*)(row(i) + NORMS) = {rk, rq, sums[i][2] * rq * rk, 0.0f};
     }
 }
 __device__ __forceinline__ float* pending_key_at(const Block& b, const DeltaShare& share, int node) {
@@ -203,7 +199,7 @@ __device__ __forceinline__ void delta_convolutions(Block& b, const DeltaShare& s
     for (int task = b.warp; task < tasks; task += WARPS) {
         if (task < b.nodes) {
             const float4 q[1] = {convolve(b, in, task, b.lane)}, k[1] = {convolve(b, in, task, MIX_K / 4 + b.lane)};
-            norm_nodes(b, q, k, 1, [&](int) { return task; });
+            norm_nodes(b, q, k, 1, [&](int) { return rows + task * MIX_ROW; });
             if (!b.decoding() && share.first == 0) keep((float4*)pending_key_at(b, share, task) + b.lane, k[0]);
         } else {
             const int i = (task - b.nodes) * 32 + b.lane, node = i / OTHERS, quad = QK_QUADS + i % OTHERS;
@@ -260,7 +256,7 @@ __device__ __forceinline__ void share_convolutions(Block& b, int stage, const De
 #pragma unroll
     for (int i = 0; i < EACH; i++) q[i] = floats(got[0][i]), k[i] = floats(got[1][i]);
     const int live = (b.nodes - b.warp + WARPS - 1) / WARPS;
-    norm_nodes(b, q, k, live, [&](int i) { return b.warp + i * WARPS; });
+    norm_nodes(b, q, k, live, [&](int i) { return rows + (b.warp + i * WARPS) * MIX_ROW; });
     if (!b.decoding())
 #pragma unroll
         for (int i = 0; i < EACH; i++) {

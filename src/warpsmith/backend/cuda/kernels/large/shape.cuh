@@ -130,8 +130,8 @@ constexpr int STEP_BYTES = NODES * 32, BACK_AT = 17 * STEP_BYTES,
               BLOCK_BYTES = up(BACK_AT + NODES * 4, POLLED ? 16 : 128), OPERAND_BYTES = GROUP_BLOCKS * BLOCK_BYTES;
 constexpr float OPERANDS_BACK = 0x1p24f;  // weights are integers times 2^-24
 // DeltaNet: an SM has units of 8 value columns whose heads share a key head. A row a node: q, k and v after the
-// convolution, silu(z), what is written, norms, gates (see delta_inputs.cuh); then their inputs before it (which may go
-// when it is done), with its weights and the inputs before the tree.
+// convolution, silu(z), what is written, gates; then their inputs before it (which may go when it is done), with its
+// weights and the inputs before the tree.
 constexpr int MIX_UNITS = VALUE_DIM / 8, KEY_UNITS = VALUE_HEADS / KEY_HEADS * 16, KEY_SMS = SMS / KEY_HEADS,
               KEY_PARTS = larger(1, KEY_SMS < KEY_UNITS ? KEY_SMS : KEY_UNITS),
               OWN_UNITS = (KEY_UNITS + KEY_PARTS - 1) / KEY_PARTS, OWN_HEADS = (OWN_UNITS + 14) / 16 + 1;
@@ -141,7 +141,7 @@ constexpr bool SPLIT_UNITS = !POLLED && OWN_UNITS > WARPS / 2 && OWN_UNITS < WAR
 constexpr bool QK_SHARED = NODES > 8 && KEY_PARTS > 1;
 constexpr int QK_QUADS = QK_SHARED ? (STATE_DIM / 2 + KEY_PARTS - 1) / KEY_PARTS : STATE_DIM / 2;
 constexpr int MIX_CHANNELS = 2 * STATE_DIM + OWN_UNITS * 8,
-              MIX_ROW = up(MIX_CHANNELS + 2 * OWN_UNITS * 8 + 4 + OWN_HEADS * 3, 32) + 4;  // nodes' banks differ
+              MIX_ROW = up(MIX_CHANNELS + 2 * OWN_UNITS * 8 + 4 + OWN_HEADS * 2, 32) + 4;  // nodes' banks differ
 // Four by four, what an SM reads of the projection: what it convolves, z, and beta and alpha of each head.
 constexpr int CONVOLVED_QUADS = QK_QUADS + OWN_UNITS * 2, INPUT_QUADS = CONVOLVED_QUADS + OWN_UNITS * 2 + 2 * OWN_HEADS;
 constexpr int MIX_ROWS_BYTES = NODES * MIX_ROW * 4,
@@ -188,9 +188,11 @@ constexpr int UNIT_BYTES = 8 * STATE_DIM * 4,
               MIX_PLACES = (SCRATCH_BYTES - MIX_ROWS_BYTES) / (OWN_UNITS * UNIT_BYTES);
 
 // A node's turn when a DeltaNet's states are walked (see prepare_walk): the place that its parent's state is fetched
-// from, or HERE if it is at hand, and the place that what is at hand afterwards is kept at, or NOWHERE.
+// from, or HERE if it is at hand, the place that what is at hand afterwards is kept at, or NOWHERE, and whether no
+// state follows from it.
 struct alignas(4) Visit {
     signed char node, from, to;
+    bool leaf;
 };
 constexpr int HERE = -1, NOWHERE = -1, KEPT_STATES = 5;  // places: a tree of n nodes needs at most log2(n)
 static_assert(NODES < 1 << KEPT_STATES, "too few places for states");
@@ -223,7 +225,6 @@ struct Shared {
     u32 half_by_nodes;                   // 2^31 / nodes, rounded up
     signed char path[NODES][4];          // a node and its ancestors; -1, -2, ...: committed tokens, newest first
     Visit visits[NODES];                 // the nodes in the order in which states are walked
-    u32 leaves;                          // bits of nodes from which no state follows
     signed char ancestor[NODES][NODES];  // by depth
     alignas(16) Run runs[2];             // of this stage and the next, by turns
     u32 recurrent[4];                    // bits of layers

@@ -13,10 +13,9 @@ __device__ __forceinline__ void prepare_walk(Block& b) {
     for (int node = 0; node < nodes; node++)
         size += live && b.s.depth[node] >= depth && b.s.ancestor[node][depth] == lane;
     const u32 leaves = __ballot_sync(~0u, live && size == 1);
-    if (lane == 0) b.s.leaves = b.decoding() ? 0 : leaves;  // its state is stored
     bool visited = lane == 0;
     int place = NOWHERE, places = 0, node = 0, last = 0;  // last: the node whose state is at hand
-    if (lane == 0) b.s.visits[0] = {0, HERE, NOWHERE};
+    if (lane == 0) b.s.visits[0] = {0, HERE, NOWHERE, false};
     for (int visit = 1; visit < nodes;) {
         const bool child = live && parent == node && !visited;
         if (!__ballot_sync(~0u, child)) {
@@ -34,7 +33,7 @@ __device__ __forceinline__ void prepare_walk(Block& b) {
         const int from = last == node ? HERE : __shfl_sync(~0u, place, node);
         if (branches == 1 && !leaf && __shfl_sync(~0u, place, node) != NOWHERE) places--;
         if (lane == next) visited = true;
-        if (lane == 0) b.s.visits[visit] = {(signed char)next, (signed char)from, NOWHERE};
+        if (lane == 0) b.s.visits[visit] = {(signed char)next, (signed char)from, NOWHERE, leaf};
         if (!leaf) last = node = next;
         visit++;
     }
