@@ -28,17 +28,22 @@ STAGES = ((80, 8), (80, 6), (40, 6), (14, 8))
 BYTES = 8 * 1_200_128  # of weights an SM, read in eighths
 
 
+def layout_of_the_27b(sms: int) -> LargeLayout:
+    config = SIZES["27B"]
+    stored = {
+        name: tensor_type("q4_k_m", name, shape, config.layers, config.tied).name
+        for name, shape in expected_shapes(config).items()
+    }
+    return LargeLayout(config, sms, stored)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 16, 24])
     parser.add_argument("--copies", action="store_true")
     given = parser.parse_args()
-    config, device = SIZES["27B"], Device()
-    stored = {
-        name: tensor_type("q4_k_m", name, shape, config.layers, config.tied).name
-        for name, shape in expected_shapes(config).items()
-    }
-    layout, sms = LargeLayout(config, device.chip.sms, stored), device.chip.sms
+    device = Device()
+    layout, sms = layout_of_the_27b(device.chip.sms), device.chip.sms
     stream, clocks = device.zeros(sms * BYTES + (2 << 20)), device.zeros(sms * 8)
     sums = device.zeros(sms * 128 * max(given.nodes) * 64 * 4)
     source = (Path(__file__).parent / "large_products.cu").read_text()

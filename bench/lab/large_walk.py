@@ -14,14 +14,12 @@ import ctypes
 from pathlib import Path
 
 import numpy as np
+from large_products import layout_of_the_27b
 
 from warpsmith.backend.cuda.build.compiler import compile_source
-from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.memory.driver import Device
-from warpsmith.checkpoint.convert import tensor_type
 from warpsmith.draft.costs import typical_tree
 from warpsmith.model.config import SIZES
-from warpsmith.model.weights import expected_shapes
 
 SHARED, THREADS, ROUNDS, COLUMNS = 232448, 384, 9, 24
 ROW, KEPT = 1024, 5  # floats of a node's row, at least; places for states
@@ -42,11 +40,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[16, 23])
     given = parser.parse_args()
     config, device = SIZES["27B"], Device()
-    stored = {
-        name: tensor_type("q4_k_m", name, shape, config.layers, config.tied).name
-        for name, shape in expected_shapes(config).items()
-    }
-    layout, sms = LargeLayout(config, device.chip.sms, stored), device.chip.sms
+    layout, sms = layout_of_the_27b(device.chip.sms), device.chip.sms
     constants = {"IN_FLIGHT": 4, "BETWEEN": 4, "SHARED_MEMORY": SHARED, "SAMPLES": 0, "SHORT_CONTEXT": 1}
     constants |= layout.constants(COLUMNS)
     random = np.random.default_rng(0)

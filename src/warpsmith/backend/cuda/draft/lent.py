@@ -58,24 +58,28 @@ def lend_copies(backend: CudaBackend, tensors: Mapping[str, Tensor]) -> Lent:
     """Of a target whose own pass has them in other layouts: copies of its LM head, in 8 bits, and of its embeddings."""
     device, stored = backend.device, {name: tensor.type.name for name, tensor in tensors.items()}
     head, kind = head_stream(backend.config, stored, backend.chip.sms), embedding_type(stored)
-    pack = device.load(build("large/pack.cu", backend.architecture, {})).kernel("pack")
-    rows = StagedRows(device, 0, None)
-    stream = load_slabs(device, pack, head, tensors, rows)
-    table = load_table(device, tensors[EMBEDDING], held_as(kind), rows)
-    parcels, first = device.upload(head.parcels), device.upload(head.first_parcel[0].astype(np.uint32))
-    return Lent(stream, head.deals[0], parcels, first, table, kind, copied=True)
+    table = load_table(device, tensors[EMBEDDING], held_as(kind), StagedRows(device, 0, None))
+    return Lent(*copied_head(backend, head, tensors), table, kind, copied=True)
 
 
 def lend_less(backend: CudaBackend, lent: Lent, head: HeadStream, tensors: Mapping[str, Tensor]) -> Lent:
     """The same, but of the LM head a copy of its first rows, dealt to all SMs: for a draft that speaks no others."""
-    device = backend.device
-    pack = device.load(build("large/pack.cu", backend.architecture, {})).kernel("pack")
     name = f"{head.name}.weight"
     whole = tensors[name]
     rows = Tensor(name, whole.type, (head.vocab, head.hidden), lambda: whole.raw()[: head.vocab])
-    stream = load_slabs(device, pack, head, {name: rows}, StagedRows(device, 0, None))
-    parcels, first = device.upload(head.parcels), device.upload(head.first_parcel[0].astype(np.uint32))
-    return replace(lent, stream=stream, deal=head.deals[0], parcels=parcels, first_parcel=first)
+    stream, deal, parcels, first = copied_head(backend, head, {name: rows})
+    return replace(lent, stream=stream, deal=deal, parcels=parcels, first_parcel=first)
+
+
+def copied_head(
+    backend: CudaBackend, head: HeadStream, tensors: Mapping[str, Tensor]
+) -> tuple[Buffer, Deal, Buffer, Buffer]:
+    """As a `Lent` has it."""
+    device = backend.device
+    pack = device.load(build("large/pack.cu", backend.architecture, {})).kernel("pack")
+    stream = load_slabs(device, pack, head, tensors, StagedRows(device, 0, None))
+    first = device.upload(head.first_parcel[0].astype(np.uint32))
+    return stream, head.deals[0], device.upload(head.parcels), first
 
 
 class HeadProgram:

@@ -26,16 +26,12 @@ def draft_parts(layout: DraftLayout, context: int, sequences: int = 1, lent: int
     parcels = layout.stream.parcels.nbytes + layout.first_parcel.nbytes
     tables = sum(table.nbytes for table in layout.tables) + parcels
     own = layout.stream.stream_bytes + layout.copied + vectors + turns + tables
-    own += top_bytes_of(layout) + sum(layout.scratch_bytes().values())
+    own += sum(layout.scratch_bytes().values())
+    own += sum(top_bytes().values()) if layout.copied else 0  # else the target's find the best tokens
     return [
         MemoryPart("draft", own + lent),
         MemoryPart("draft's memory", sequences * sum(layout.memory_bytes().values())),
     ]
-
-
-def top_bytes_of(layout: DraftLayout) -> int:
-    """Of what finds its best tokens, where they are not the target's."""
-    return sum(top_bytes().values()) if layout.copied else 0
 
 
 def head_stream(config: Config, stored: Mapping[str, str], sms: int, speaks: int | None = None) -> HeadStream:

@@ -47,22 +47,11 @@ extern "C" __global__ void __launch_bounds__(32) tree(const __grid_constant__ Gr
     const int lane = threadIdx.x;
     const u64 began = nanoseconds();
     const double never = (double)MINUS_INFINITY;
-    // All of it on its way at once.
-    constexpr int EACH = (DEEPEST * WIDEST + 31) / 32;
-    const int all = g.depth * g.width;
-    u32 token_of[EACH], logit[EACH], all_of_it[EACH];
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        const int at = min(i * 32 + lane, all - 1);
-        const u32* row = g.tops + at / g.width * (2 * g.width + 1);
-        token_of[i] = row[at % g.width], logit[i] = row[g.width + at % g.width], all_of_it[i] = row[2 * g.width];
-    }
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        const int at = i * 32 + lane, d = at / g.width, r = at % g.width;
-        if (at >= all) break;
-        id[d][r] = (int)token_of[i];
-        belief[d][r] = (double)__uint_as_float(logit[i]) - (double)__uint_as_float(all_of_it[i]);
+    for (int i = lane; i < g.depth * g.width; i += 32) {
+        const int d = i / g.width, r = i % g.width;
+        const u32* row = g.tops + d * (2 * g.width + 1);
+        id[d][r] = (int)row[r];
+        belief[d][r] = (double)__uint_as_float(row[g.width + r]) - (double)__uint_as_float(row[2 * g.width]);
     }
     __syncwarp();
 

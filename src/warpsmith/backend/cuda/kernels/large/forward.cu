@@ -88,10 +88,9 @@ __device__ __noinline__ u32 choose(const Draw* draw, int length, u32 steps_done,
         b.wait_for_all();
     else
         b.wait_for_sums(4 * LAYERS);
-    if (POLLED) reset_all_words(b);  // before anybody begins the next token
+    reset_all_words(b);
     rank_logits(b);
     b.step_done();
-    if (!POLLED) reset_all_words(b);
     b.wait_for_all();
     if (SAMPLES && draw->inverse_temperature > 0)
         draw_token(b, token);
