@@ -30,11 +30,13 @@ from large_cases import SHAPE as LARGER
 from random_models import random_tensors
 from warpsmith.backend.base import Want
 from warpsmith.backend.cuda import WeightsFirstBackend
-from warpsmith.backend.cuda.draft import layout
+from warpsmith.backend.cuda.draft import layout, lent
 from warpsmith.backend.cuda.draft.layout import DraftStream, takes
 from warpsmith.backend.cuda.draft.network import POLLED, CudaDraft
 from warpsmith.backend.cuda.draft.plan import planned_draft
+from warpsmith.backend.cuda.large import layout as target_layout
 from warpsmith.backend.cuda.large.backend import LargeBackend
+from warpsmith.backend.cuda.large.stream import SlabStages
 from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.reference import ReferenceBackend
 from warpsmith.backend.rows import HostRows
@@ -154,6 +156,28 @@ def test_every_weight_type_is_computed(kind: str) -> None:
     for draft in (native, numpy):
         draft.append(HostRows(features_of(9, config)), 0)
     check_same(native, numpy, 5, 9, config.block - 1, 0.03 if kind in ("F32", "F16", "BF16") else CLOSE)
+
+
+def test_the_head_goes_over_k_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each group of K, in a draft's program and in the one that has nothing but the head."""
+    monkeypatch.setattr(SlabStages, "group_blocks", 1)
+    monkeypatch.setattr(target_layout, "FEWER_GROUP_BLOCKS", 1)
+    for module in (target_layout, layout, lent):
+        monkeypatch.setattr(module, "GROUP_BLOCKS", 1)
+    config = dataclasses.replace(SHAPE, heads=4, layers=2, recurrent=(True, False))
+    tensors, of_draft = tensors_of(config, MIXED), shaped(layers=1, target_layers=(0, 1))
+    with emulated_gpu(6, (8,), often=True):
+        cuda, reference = LargeBackend(config, tensors), ReferenceBackend(config, tensors)
+        assert len(cuda.lend().deal.first) == 2
+        native, numpy = both(cuda, reference, file_of(of_draft))
+        for draft in (native, numpy):
+            draft.append(HostRows(features_of(9, of_draft)), 0)
+        for root in (5, 6):
+            check_same(native, numpy, root, 9, of_draft.block - 1)
+        rows = np.random.default_rng(0).standard_normal((19, config.hidden)).astype(np.float32)
+        for _ in range(2):
+            got, expected = cuda.head(rows, Want("top", top=3)), reference.head(rows, Want("top", top=3))
+            assert distance(got.top_logits, expected.top_logits) < CLOSE
 
 
 def test_what_is_remembered_can_be_brought_back_and_is_a_sequence_s_own() -> None:

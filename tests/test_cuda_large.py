@@ -29,6 +29,7 @@ from emulator.gpu import emulated_gpu
 from large_cases import BOUND, CACHES, MIXED, SHAPE, bound_of, remember, rounded_caches, tensors_of
 from random_models import random_tree
 from warpsmith.backend.base import LOGITS, Want
+from warpsmith.backend.cuda.large import layout
 from warpsmith.backend.cuda.large.backend import LargeBackend
 from warpsmith.backend.cuda.large.deal import GROUP_BLOCKS, deal_groups
 from warpsmith.backend.cuda.large.formats import SLABS
@@ -128,18 +129,20 @@ def test_who_copies_finds_every_block_in_its_turn(size: str, recipe: str) -> Non
     for number in (0, 1, 2, 3, 12, 15, len(layout.stages) - 1):
         deal, places, by_turns = layout.deals[number], layout.offsets(number), []
         for sm in range(sms):
-            group = deal.groups[deal.group_of[sm]]
             at = layout.first_parcel[number][sm]
-            tiles, blocks = np.divmod(np.arange(deal.first[sm], deal.first[sm] + deal.count[sm]), group.blocks)
-            own = list(zip(tiles, blocks + group.first_block, strict=True))
-            while own:
-                nbytes = deal.stage.tile_bytes[own[0][0]]
-                of_one_type = [n for n, (tile, _) in enumerate(own) if deal.stage.tile_bytes[tile] != nbytes]
-                count = min([deal.stage.parcel_blocks[own[0][0]], len(own), *of_one_type[:1]])
-                begins = int(layout.parcels[at]) * PARCEL_UNIT
-                assert [places[pair] for pair in own[:count]] == [begins + i * nbytes for i in range(count)]
-                by_turns.append((at - layout.first_parcel[number][sm], sm, begins))
-                at, own = at + 1, own[count:]
+            for first, count, group in zip(
+                deal.first[:, sm], deal.count[:, sm], (deal.groups[n] for n in deal.group_of[:, sm]), strict=True
+            ):
+                tiles, blocks = np.divmod(np.arange(first, first + count), group.blocks)
+                own = list(zip(tiles, blocks + group.first_block, strict=True))
+                while own:
+                    nbytes = deal.stage.tile_bytes[own[0][0]]
+                    of_other_types = [n for n, (tile, _) in enumerate(own) if deal.stage.tile_bytes[tile] != nbytes]
+                    together = min([deal.stage.parcel_blocks[own[0][0]], len(own), *of_other_types[:1]])
+                    begins = int(layout.parcels[at]) * PARCEL_UNIT
+                    assert [places[pair] for pair in own[:together]] == [begins + i * nbytes for i in range(together)]
+                    by_turns.append((at - layout.first_parcel[number][sm], sm, begins))
+                    at, own = at + 1, own[together:]
             after = layout.first_parcel[number + 1 :, sm]
             assert at == (after[0] if len(after) else [*layout.first_parcel[0, 1:], len(layout.parcels) - 64][sm])
         assert [begins for *_, begins in sorted(by_turns)] == sorted(begins for *_, begins in by_turns)
@@ -273,6 +276,23 @@ def test_units_that_two_warps_share_have_the_bits_of_plain_decoding() -> None:
     with emulated(config, MIXED) as (cuda, _):
         tree = random_tree(np.random.default_rng(5), 8, config.vocab)
         check_last_path(cuda, cuda.new_state(64), cuda.new_state(64), tree)
+
+
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_the_head_goes_over_k_in_rounds(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
+    """One for each group of K: an even number of stages in a token, and an odd one."""
+    for name in ("GROUP_BLOCKS", "FEWER_GROUP_BLOCKS"):
+        monkeypatch.setattr(layout, name, 1)
+    narrow = {"layers": 2, "recurrent": (True, False), "ffn": 512, "heads": 4}
+    config = dataclasses.replace(SHAPE, hidden=256 * rounds, **narrow)
+    with emulated(config, MIXED) as (cuda, reference):
+        assert cuda.layout.tables[1].shape[0] == 4 * config.layers + rounds
+        state, expected, rng = cuda.new_state(64), reference.new_state(64), np.random.default_rng(7)
+        tree = random_tree(rng, 8, config.vocab)
+        got, exact = cuda.forward([(state, tree)], LOGITS), reference.forward([(expected, tree)], LOGITS)
+        assert relative(got.logits.numpy(), exact.logits.numpy()) < bound_of(cuda)
+        check_last_path(cuda, state, cuda.new_state(64), tree)
+        check_decoded(cuda, 4)
 
 
 @pytest.mark.slow

@@ -103,7 +103,8 @@ def print_profile(backend: LargeBackend, network: CudaDraft, depth: int) -> None
     for stage in ("context", *("in", "out", "mlp_in", "mlp_out") * LAYERS, "head"):
         mixed = ("rows", "parts") if stage == "out" else ()
         steps += [(stage, step) for step in ("wait", *mixed, "work", "operands", "products")]
-    steps += [("head", "wait for sums"), ("head", "logits")]
+    further = len(backend.lend().deal.first) - 1  # of the head's rounds
+    steps += [("head", step) for step in (*("wait", "operands", "products") * further, "last sums")]
     found: dict[tuple[str, str], list[int]] = {}
     for at, step in enumerate(steps):
         found.setdefault(step, []).append(at)

@@ -56,9 +56,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             u32 number = 0, turns[ONE_GROUPS] = {};
             for (int i = 0; i < rounds; i++) {
                 if constexpr (POLLED)
-                    reduce_one(block, other - 1, run, turns, 1.0f, sums, 0);
+                    reduce_one(block, other - 1, run, turns, 1.0f, sums, TaggedSum{0});
                 else
-                    reduce_tiles(block, other - 1, run, number, sums, 0);
+                    reduce_tiles(block, other - 1, run, number, TaggedSums(block, other - 1, run, sums, 0));
             }
         }
     }

@@ -94,8 +94,9 @@ def print_profile(backend: LargeBackend, state, nodes: int) -> None:
             for name in (*BEFORE, *(own if stage == "in" else ("work",))):
                 found.setdefault((f"{mixer} {stage}", name), []).append(at)
                 at += 1
-    for name in ("operands", "products", "tokens"):
-        found[("head", name)] = [at]
+    rounds = len(backend.layout.deals[-1].first)
+    for name in (*("operands", "products") * rounds, "tokens"):
+        found.setdefault(("head", name), []).append(at)
         at += 1
     for number, ((stage, name), where) in enumerate(found.items()):
         text = f"{name} {took[:, where].mean():.0f}/{took[:, where].max(axis=0).mean():.0f}"

@@ -84,7 +84,7 @@ class HeadStream(SlabStages):
 
     @cached_property
     def stages(self) -> list[LargeStage]:
-        return [self._stage("head", self.hidden, "", [(self.name, self.vocab)])]
+        return [self._stage("head", self.hidden, "", [(self.name, self.vocab)], in_rounds=True)]
 
     @property
     def nbytes(self) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 
 from warpsmith.backend.base import Output, Want, join_outputs
 from warpsmith.backend.cuda.build.compiler import build
-from warpsmith.backend.cuda.draft.layout import COLUMNS, COUNTER_BYTES, HeadStream
+from warpsmith.backend.cuda.draft.layout import COLUMNS, HeadStream
 from warpsmith.backend.cuda.draft.plan import embedding_type, head_stream
 from warpsmith.backend.cuda.draft.structures import DraftParams, DraftRequest, Gather
 from warpsmith.backend.cuda.large.deal import GROUP_BLOCKS, ROWS, Deal, kernel_tables, most_parts
@@ -103,14 +103,13 @@ class HeadProgram:
         self._gather = device.load(build("draft/gather.cu", backend.architecture, sizes)).kernel("gather")
         self._tables = [device.upload(table) for table in kernel_tables([lent.deal])]
         self._sums = device.zeros(lent.deal.results * COLUMNS * ROWS * 4)
-        self._counter = device.zeros(COUNTER_BYTES)
         self._waiting = device.allocate(COLUMNS * c.hidden * 2)
         self._from_host: Buffer | None = None
         stages, runs, tiles = (table.pointer for table in self._tables)
         self._params = DraftParams(
             stages=stages, runs=runs, tiles=tiles, head_stream=lent.stream.pointer,
             head_parcels=lent.parcels.pointer, first_head_parcel=lent.first_parcel.pointer,
-            head_sums=self._sums.pointer, counter=self._counter.pointer, waiting=self._waiting.pointer,
+            head_sums=self._sums.pointer, waiting=self._waiting.pointer,
             out_logits=backend.outputs.logits.pointer, profile=backend.profile.pointer,
         )  # fmt: skip
 
@@ -130,7 +129,7 @@ class HeadProgram:
         self.backend.overwrite_outputs()
         self._gather.launch(len(rows), 128, gathered)
         request = DraftRequest(nodes=len(rows), want_logits=1)
-        self._kernel.launch(self.backend.chip.sms, THREADS, self._params, request, cooperative=True)
+        self._kernel.launch(self.backend.chip.sms, THREADS, self._params, request)
 
     def _brought(self, rows: Rows) -> CudaRows:
         width = self.backend.config.hidden

@@ -1,15 +1,15 @@
 """Who has what of a stage of the activations-first pass, and where it lies.
 
-A stage is cut twice: K into groups of superblocks, each for some SMs, and a group's (tile of 64 rows, superblock)
-pairs, in order, into a run for each of them. The host's view of `Stage` and `Run` of kernels/large/shape.cuh.
+A stage is cut twice: K into groups of superblocks, and a group's (tile of 64 rows, superblock) pairs, in order, into a
+run for each of its SMs. The host's view of `Stage` and `Run` of kernels/large/shape.cuh.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -54,6 +54,7 @@ class LargeStage:
     name: str
     k: int
     parts: tuple[Part, ...]
+    in_rounds: bool = False  # one group of K after another, see `Deal`
 
     @property
     def blocks(self) -> int:
@@ -91,35 +92,53 @@ def deal_groups(blocks: int, sms: int, most: int = GROUP_BLOCKS) -> list[Group]:
 
 
 class Deal:
-    """Who has what of a stage: a run of (tile, superblock) pairs for every SM, and where its results go.
+    """Who has what of a stage: runs of (tile, superblock) pairs for every SM, and where their results go.
 
-    What an SM copies at once is a parcel: up to two superblocks that follow each other in its run and have one type.
-    In memory parcels lie by turns, the first ones of all SMs, then their second ones: so all SMs read near each other,
-    and where stages are short the slowest has its weights earlier.
+    Groups of K have SMs of their own, which leave sums for others to add up: an SM has one run. Or the stage goes over
+    K in rounds, where whole tiles stay with an SM: it has a run a group, and adds up its sums itself.
+
+    What an SM copies at once is a parcel: up to two superblocks that follow each other in a run and have one type. In
+    memory parcels lie by turns, the first ones of all SMs, then their second ones: so all SMs read near each other, and
+    where stages are short the slowest has its weights earlier.
     """
 
     def __init__(self, stage: LargeStage, sms: int, group_blocks: int = GROUP_BLOCKS) -> None:
-        self.stage, self.groups = stage, deal_groups(stage.blocks, sms, group_blocks)
-        self.first = np.zeros(sms, np.int64)
-        self.count = np.zeros(sms, np.int64)
-        self.tile = np.zeros(sms, np.int64)
-        self.group_of = np.zeros(sms, np.int64)
-        self.tables = np.zeros((len(self.groups), stage.tiles + 1), np.int64)
-        results = 0
+        self.stage, self.sms = stage, sms
+        self.groups = deal_groups(stage.blocks, sms, group_blocks)
+        if stage.in_rounds:
+            self.groups = [replace(group, first_sm=0, sms=sms) for group in self.groups]
+            self.results, self.tables = stage.tiles, np.arange(stage.tiles + 1)[None]
+        else:
+            self.results, self.tables = 0, np.zeros((len(self.groups), stage.tiles + 1), np.int64)
+        runs = (len(self.groups) if stage.in_rounds else 1), sms
+        self.first, self.count, self.tile, self.group_of = (np.zeros(runs, np.int64) for _ in range(4))
         for number, group in enumerate(self.groups):
-            cost = np.concatenate([[0], np.cumsum(np.repeat(stage.tile_bytes + SUPERBLOCK_COST, group.blocks))])
-            bounds = np.searchsorted(cost, np.arange(group.sms + 1) * cost[-1] / group.sms)
-            for i in range(group.sms):
-                sm, first, end = group.first_sm + i, int(bounds[i]), int(bounds[i + 1])
-                self.first[sm], self.count[sm], self.group_of[sm], self.tile[sm] = first, end - first, number, results
+            turn, own = (number if stage.in_rounds else 0), slice(group.first_sm, group.first_sm + group.sms)
+            bounds = self._bounds(group)
+            self.first[turn, own], self.count[turn, own], self.group_of[turn, own] = (
+                bounds[:-1],
+                np.diff(bounds),
+                number,
+            )
+            if stage.in_rounds:
+                self.tile[turn] = bounds[:-1] // group.blocks
+                continue
+            for sm, (first, end) in enumerate(pairwise(bounds.tolist()), start=group.first_sm):
+                self.tile[0, sm] = self.results
                 if end > first:
                     covered = np.arange(first // group.blocks, (end - 1) // group.blocks + 1)
-                    self.tables[number, covered + 1] = results + 1 + np.arange(len(covered))
-                    results += len(covered)
+                    self.tables[number, covered + 1] = self.results + 1 + np.arange(len(covered))
+                    self.results += len(covered)
             # a tile begins where the one before ends; that of the group's first is known from its first SM
-            self.tables[number, 0] = self.tile[group.first_sm]
-        self.results = results
+            self.tables[number, 0] = self.tile[0, group.first_sm]
         self._place()
+
+    def _bounds(self, group: Group) -> np.ndarray:
+        """Where runs of a group's SMs begin among its pairs, and the last one's end."""
+        if self.stage.in_rounds:
+            return np.arange(self.sms + 1) * self.stage.tiles // self.sms * group.blocks
+        cost = np.concatenate([[0], np.cumsum(np.repeat(self.stage.tile_bytes + SUPERBLOCK_COST, group.blocks))])
+        return np.searchsorted(cost, np.arange(group.sms + 1) * cost[-1] / group.sms)
 
     def _place(self) -> None:
         """Where every superblock and every parcel lies, counted from the stage's beginning."""
@@ -128,14 +147,17 @@ class Deal:
         block = np.concatenate(
             [np.tile(np.arange(group.blocks) + group.first_block, stage.tiles) for group in self.groups]
         )
-        sm = np.repeat(np.arange(len(self.count)), self.count)
+        sm = np.repeat(np.broadcast_to(np.arange(self.sms), self.count.shape), self.count.ravel())
+        run = np.repeat(np.arange(self.count.size), self.count.ravel())
+        in_order = np.argsort(sm, kind="stable")  # SM by SM, each's runs one after another
+        tile, block, sm, run = (each[in_order] for each in (tile, block, sm, run))
         nbytes, at_once = stage.tile_bytes[tile], stage.parcel_blocks[tile]
-        number = np.arange(len(sm))  # from the last change of the SM or the type on
-        changes = np.concatenate([[True], (np.diff(sm) != 0) | (np.diff(nbytes) != 0)])
+        number = np.arange(len(sm))  # from the last change of the run or the type on
+        changes = np.concatenate([[True], (np.diff(run) != 0) | (np.diff(nbytes) != 0)])
         number = number - np.maximum.accumulate(np.where(changes, number, 0))
         begins = number % at_once == 0
         parcel, owner = np.cumsum(begins) - 1, sm[begins]
-        self.parcels = np.bincount(owner, minlength=len(self.count))  # of every SM
+        self.parcels = np.bincount(owner, minlength=self.sms)  # of every SM
         turn = np.arange(len(owner)) - np.repeat(np.cumsum(self.parcels) - self.parcels, self.parcels)
         by_turns = np.lexsort((owner, turn))
         sizes = np.bincount(parcel, nbytes).astype(np.int64)[by_turns]
@@ -143,35 +165,36 @@ class Deal:
         self.parcel_at[by_turns] = np.cumsum(sizes) - sizes
         self.offsets = np.empty((stage.tiles, stage.blocks), np.int64)
         self.offsets[tile, block] = self.parcel_at[parcel] + number % at_once * nbytes
-        self.nbytes = np.bincount(sm, nbytes, len(self.count)).astype(np.int64)
+        self.nbytes = np.bincount(sm, nbytes, self.sms).astype(np.int64)
 
 
 def kernel_tables(deals: Sequence[Deal]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Stages, runs and tiles as the kernel reads them."""
-    sms = len(deals[0].first)
-    stages = np.zeros((len(deals), 4), np.int32)
-    runs = np.zeros((len(deals), sms, 12), np.int32)
+    """Stages, runs and tiles as the kernel reads them. Every round is a stage."""
+    stages: list[tuple[int, ...]] = []
+    runs: list[list[tuple[int, ...]]] = []
     tiles: list[np.ndarray] = []
     at = 0
-    for i, deal in enumerate(deals):
+    for deal in deals:
         stage = deal.stage
-        stages[i, :3] = at, stage.tiles, len(deal.groups)
         table = deal.tables.astype(np.uint16).reshape(-1)
         tiles.append(np.pad(table, (0, -table.size % 8)))  # read sixteen bytes at a time
-        at += tiles[-1].size
         # neighbours of one type are one part: an SM with rows of both need not pause between them
         same = [(kind, sum(p.tiles for p in parts)) for kind, parts in groupby(stage.parts, key=lambda p: p.type)]
         starts = np.cumsum([0, *(count for _, count in same)])
         ends = [int(starts[j]) if j <= len(same) else 1 << 30 for j in (1, 2)]
         types = [SLABS.index(same[min(j, len(same) - 1)][0]) for j in range(3)]
-        for sm in range(sms):
-            group = deal.groups[deal.group_of[sm]]
-            tile, block = divmod(int(deal.first[sm]), group.blocks)
-            runs[i, sm, :9] = (
-                group.first_block, group.blocks, tile, block, deal.count[sm], deal.tile[sm], *ends,
-                types[0] | types[1] << 8 | types[2] << 16,
-            )  # fmt: skip
-    return stages, runs, np.concatenate(tiles)
+        for turn in range(len(deal.first)):
+            stages.append((at, stage.tiles, len(deal.groups), 0))
+            runs.append([])
+            for sm in range(deal.sms):
+                group = deal.groups[deal.group_of[turn, sm]]
+                tile, block = divmod(int(deal.first[turn, sm]), group.blocks)
+                runs[-1].append((
+                    group.first_block, group.blocks, tile, block, int(deal.count[turn, sm]), int(deal.tile[turn, sm]),
+                    *ends, types[0] | types[1] << 8 | types[2] << 16, 0, 0, 0,
+                ))  # fmt: skip
+        at += tiles[-1].size
+    return np.array(stages, np.int32), np.array(runs, np.int32), np.concatenate(tiles)
 
 
 def most_parts(deals: Sequence[Deal]) -> int:

@@ -75,7 +75,7 @@ class LargeLayout(SlabStages, Sizes):
                 self._stage(f"mlp_out.{layer}", c.ffn, block, [("ffn_down", c.hidden)]),
             ]
         head = "token_embd" if c.tied else "output"
-        return [*stages, self._stage("head", c.hidden, "", [(head, c.vocab)])]
+        return [*stages, self._stage("head", c.hidden, "", [(head, c.vocab)], in_rounds=True)]
 
     # -- what a pass writes ---------------------------------------------------------------------------------------
 

@@ -27,7 +27,13 @@ class SlabStages:
         raise NotImplementedError
 
     def _stage(
-        self, name: str, k: int, block: str, *groups: Sequence[tuple[str, int]], woven: bool = False
+        self,
+        name: str,
+        k: int,
+        block: str,
+        *groups: Sequence[tuple[str, int]],
+        woven: bool = False,
+        in_rounds: bool = False,
     ) -> LargeStage:
         parts, tiles = [], 0
         for group in groups:
@@ -46,7 +52,7 @@ class SlabStages:
             count = -(-(row - tiles * ROWS) // ROWS)
             parts.append(Part(slab, count, tuple(pieces)))
             tiles += count
-        return LargeStage(name, k, tuple(parts))
+        return LargeStage(name, k, tuple(parts), in_rounds)
 
     @cached_property
     def deals(self) -> list[Deal]:

@@ -3,10 +3,10 @@
 // The parts are those of the activations-first pass (large/): the ring, the products, the residual stream, words that
 // SMs poll for. Grid: one block an SM, all resident (cooperative launch). Steps. Rows to append: fc (their features),
 // norm, keys and values of all layers, keep. The block: embed; per layer: in, rows, parts, merge, out, residual,
-// mlp_in, activate, mlp_out, residual; then the target's head, which is ended by all SMs. Bytes: the draft's weights
-// once, those of keys and values twice, the target's head once, and what the draft remembers.
+// mlp_in, activate, mlp_out, residual; then the target's head. Bytes: the draft's weights once, those of keys and
+// values twice, the target's head once, and what the draft remembers.
 #include "draft/attention.cuh"
-#include "draft/output.cuh"
+#include "draft/products.cuh"
 
 // The sums of a stage added to the residual stream, or in its place.
 template <int GROUPS, bool ADD>
@@ -53,7 +53,9 @@ __device__ __noinline__ void append_rows(int done) {
 __device__ __noinline__ void lead_to(int stage) {
     Block b;
     const int done = stage - 1, kind = done & 3;
-    if (stage < 0) {
+    if (stage > HEAD) {  // the head's next group of the same activations
+        barrier_wait(Barriers(b.base).tabled, b.turn(done));
+    } else if (stage < 0) {
         b.nodes = b.r.rows;
     } else if (stage == 0) {
         b.take_nodes(b.r.nodes);
@@ -77,7 +79,7 @@ __device__ __noinline__ void lead_to(int stage) {
     if (stage == FC)
         prepare_rows(b, run, stage, b.p.waiting);
     else
-        prepare_operands(b, run, stage);
+        prepare_operands(b, run, min(stage, HEAD));
     b.mark();
 }
 
@@ -92,7 +94,7 @@ __device__ __forceinline__ void forget_context(Block& b) {
 }
 
 __device__ __forceinline__ void draft_pass(Block& b) {
-    const int first = b.first_stage(), end = b.r.nodes ? HEAD : CONTEXT;
+    const int first = b.first_stage(), end = b.r.nodes ? LAST : CONTEXT;
     if (threadIdx.x < b.r.nodes) b.s.token[threadIdx.x] = b.r.tokens[threadIdx.x];
     if (first < 0) b.take_nodes(b.r.rows);
     b.mark();
@@ -108,14 +110,12 @@ __device__ __forceinline__ void draft_pass(Block& b) {
         forget_context(b);
         return;
     }
-    barrier_wait(Barriers(b.base).tabled, b.turn(HEAD));
+    barrier_wait(Barriers(b.base).tabled, b.turn(LAST));
     b.nodes = b.r.nodes;
-    b.wait_for_all();
     b.mark();
     b.leave();
     b.vectors = b.p.vectors + LAYERS * VECTORS;
-    give_out(b, 1);  // nobody asks about the root
-    b.mark();
+    if (b.r.want_hidden) give_hidden(b);
 }
 
 // Keys and values that attention will read after a layer's first products, of this SM's first item: weights have pushed
@@ -141,23 +141,23 @@ __device__ __forceinline__ void find_tables(Block& b, int end) {
         const Stage here = next;
         next = b.p.stages[min(stage + 1, end)];
         barrier_wait(bars.begun, b.turn(stage));
+        if (stage < end && b.lane < (int)sizeof(Run) / 16)
+            copy16((uint4*)&b.s.runs[b.turn(stage) ^ 1] + b.lane,
+                   (const uint4*)&b.p.runs[(stage + 1) * SMS + b.sm] + b.lane);
         if (stage < HEAD) {
             load_table(b, here);
-            if (b.lane < (int)sizeof(Run) / 16)
-                copy16((uint4*)&b.s.runs[b.turn(stage) ^ 1] + b.lane,
-                       (const uint4*)&b.p.runs[min(stage + 1, end) * SMS + b.sm] + b.lane);
             if (stage >= 0 && (stage & 3) == IN) ask_remembered(b, stage >> 2);
             if (stage == 0) {  // so that all have kept the rows that were appended before anybody attends to them
                 if (b.lane == 0) b.wait_until_begun(stage);
                 __syncwarp();
             }
-            copies_done();
-        } else {
-            if (b.lane == 0) b.wait_until_begun(HEAD);
+        } else if (stage == LAST) {
+            if (b.lane == 0) b.wait_until_begun(LAST);
             __syncwarp();
             reset_words(b, b.p.words, ALL_WORDS, b.lane, 32);
             reset_words(b, (u32*)b.p.sums, 2 * LAYER_RESULTS * NODES * ROWS, b.lane, 32);
         }
+        copies_done();
         arrive_for_warp(bars.tabled, b.lane);
     }
 }
@@ -185,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     __syncthreads();
     Block block;
-    const int first = request.rows ? FC : 0, end = request.nodes ? HEAD : CONTEXT;
+    const int first = request.rows ? FC : 0, end = request.nodes ? LAST : CONTEXT;
     constexpr int OTHERS_REGISTERS = 80, CONSUMER_REGISTERS = 208;
     if (block.warp < WARPS) {
         take_registers<CONSUMER_REGISTERS>();

@@ -58,26 +58,38 @@ __device__ __forceinline__ void prepare_rows(Block& b, const Run& run, int stage
 }
 
 #include "large/multiply.cuh"
+#include "large/reduce.cuh"
 
 __device__ __forceinline__ void multiply_stage(Block& b, int stage, const Run& run) {
-    if (uniform(b.s.scaled == stage))
+    if (uniform(b.s.scaled == min(stage, HEAD)))
         multiply_by<ScaledMultiplier>(b, run);
     else
         multiply(b, run);
+}
+
+// Of one of the head's rounds; the last one's are logits, of rows from `first_node` on.
+__device__ __forceinline__ void reduce_head(Block& b, int which, int stage, const Run& run, u32& count,
+                                            int first_node) {
+    float* logits = stage == LAST ? b.p.out_logits : nullptr;
+    if (!b.r.want_logits) first_node = b.nodes;
+    reduce_tiles(b, which, run, count, OwnSums(b, which, run, b.p.head_sums, stage == HEAD, logits, first_node));
 }
 
 // A stage's sums, all of it.
 __device__ __forceinline__ void reduce(Block& b, int which, int stage, u32& count) {
     const Barriers bars(b.base);
     barrier_wait(bars.begun, b.turn(stage));
-    measure(b, which, stage, normed(stage));
+    if (stage <= HEAD) measure(b, which, stage, normed(stage));
     const Run run = uniform_run(b.s.runs[b.turn(stage)]);
-    arrive_for_warp(bars.tabled, b.lane);
+    if (stage != LAST) arrive_for_warp(bars.tabled, b.lane);
     if (b.lane == 0) {
         add_release(b.begun_counter(stage), 1);
-        if (stage > b.first_stage()) b.wait_until_begun(stage - 1);
+        if (stage > b.first_stage() && stage < HEAD) b.wait_until_begun(stage - 1);
     }
     __syncwarp();
-    reduce_tiles(b, which, run, count, sums_at(b, stage), tag_of(stage));
-    if (b.lane == 0 && stage == HEAD) add_release(b.p.counter, 1);
+    if (stage < HEAD)
+        reduce_tiles(b, which, run, count, TaggedSums(b, which, run, sums_at(b, stage), tag_of(stage)));
+    else
+        reduce_head(b, which, stage, run, count, 1);  // nobody asks about the root
+    if (stage == LAST) arrive_for_warp(bars.tabled, b.lane);
 }

@@ -24,6 +24,7 @@ __host__ __device__ constexpr int up(int n, int to) { return (n + to - 1) / to *
 __host__ __device__ constexpr int groups_of(int k) { return (k / BLOCK_K + GROUP_BLOCKS - 1) / GROUP_BLOCKS; }
 constexpr int HIDDEN_GROUPS = groups_of(HIDDEN), INNER_GROUPS = groups_of(FFN), OUT_GROUPS = groups_of(DRAFT_DIM),
               FC_GROUPS = groups_of(FEATURES * HIDDEN);
+constexpr int LAST = HEAD + HIDDEN_GROUPS - 1;  // of the head's rounds, a group of K each (see Deal in deal.py)
 #include "large/slots.cuh"
 
 // Rows of stages: q | k | v; of every layer k | v; the residual stream; gate and up.
@@ -89,7 +90,7 @@ struct Params {
     u32* counter;          // arrivals, then who has left; 32 words on those of stages, see `used`; 0 before and after
     u32* words;            // see words.cuh
     float* sums;           // [2][tile][NODES][64]: of all stages, by turns, but the head, and
-    float* head_sums;      // of the head
+    float* head_sums;      // of the head, see OwnSums
     u32* parts;            // words too: fp16 [NODES][HEADS][SPLITS][128]
     u32* part_stats;       // [NODES][HEADS][SPLITS] {maximum, sum}, f32
     // results

@@ -43,7 +43,7 @@ __device__ __forceinline__ u32* operand_words(const Block& b, int stage) {
 }
 
 __device__ __forceinline__ float* sums_at(const Block& b, int stage) {
-    return stage == HEAD ? b.p.head_sums : b.p.sums + (size_t)(stage & 1) * LAYER_RESULTS * NODES * ROWS;
+    return b.p.sums + (size_t)(stage & 1) * LAYER_RESULTS * NODES * ROWS;
 }
 __device__ __forceinline__ u32 tag_of(int stage) { return (u32)(stage - FC) >> 1; }
 

@@ -50,7 +50,7 @@ struct Block {
         vectors = p.vectors + (size_t)deltas * DELTA_VECTORS + (size_t)(layer - deltas) * ATTENTION_VECTORS;
     }
     // Odd or even: how many stages came before the i-th of this token.
-    __device__ u32 turn(int i) const { return (u32)(length - r.length + i) & 1; }
+    __device__ u32 turn(int i) const { return (u32)((length - r.length) * STAGES + i) & 1; }
     // The same of layers.
     __device__ u32 layer_turn(int layer) const { return (u32)((length - r.length) * LAYERS + layer) & 1; }
     // Which row of what a tree leaves is a node's: of results, and of what a commit needs.
@@ -86,11 +86,9 @@ struct Block {
     __device__ bool sums_written(int stage) const {
         return (int)(load_acquire(sums_counter(stage)) - ((stage >> 2) + 1) * ARRIVALS) >= 0;
     }
-    __device__ void wait_for_sums(int stage) {
-        if (threadIdx.x == 0)
-            for (Watchdog dog; !sums_written(stage);) dog.check();
-        __syncwarp();
-        sync();
+    // All SMs have read the words and sums of a token's layers, which `tokens` others came before.
+    __device__ bool words_read(int tokens) const {
+        return (int)(load_acquire(sums_counter(HEAD)) - ((POLLED ? tokens : LAYERS) + 1) * ARRIVALS) >= 0;
     }
     // This SM is done with a step that its consumers do.
     __device__ void step_done() {

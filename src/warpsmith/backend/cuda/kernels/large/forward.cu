@@ -3,10 +3,12 @@
 //
 // Grid: one block an SM, all resident (cooperative launch): 8 warps that compute, one that fills the ring, two that add
 // up, one that finds tables. Steps: embed; per layer: in (projections), mix (DeltaNet; attention: rows, parts, merge),
-// out (projection), residual, mlp_in, activate, mlp_out, residual; at last head, rank. What follows products is waited
-// for word by word, and so are sums (see words.cuh); attention's steps and the last two are ended by all SMs.
+// out (projection), residual, mlp_in, activate, mlp_out, residual; at last the head, a stage for each group of K, and
+// rank. What follows products is waited for word by word, and so are sums (see words.cuh); attention's steps and the
+// last one are ended by all SMs.
 #include "large/attention.cuh"
 #include "large/delta.cuh"
+#include "large/rank.cuh"
 #include "large/visits.cuh"
 
 // The sums of a stage added to the residual stream.
@@ -49,7 +51,9 @@ __device__ __noinline__ u32 lead_to(int i, int length, u32 steps_done) {
     b.enter(max(i - 1, 0) >> 2);
     const int kind = i & 3;
     if (i > 0) barrier_wait(Barriers(b.base).tabled, b.turn(i - 1));
-    if (kind == OUT) {
+    if (i > HEAD) {
+        // the head's next group of the same activations
+    } else if (kind == OUT) {
         if (b.recurrent(i >> 2)) {
             b.steps_done = delta_mix(i - 1, b.deltas, b.length, b.vectors, b.steps_done);
         } else {
@@ -71,9 +75,9 @@ __device__ __noinline__ u32 lead_to(int i, int length, u32 steps_done) {
     if (!POLLED) b.sync();  // who has nothing more to do rests: polls would be in the way of the others
     const Run run = uniform_run(b.s.runs[b.turn(i)]);
     if constexpr (POLLED)
-        prepare_one(b, run, i, kind == OUT && b.recurrent(i >> 2));
+        prepare_one(b, run, min(i, HEAD), i < HEAD && kind == OUT && b.recurrent(i >> 2));
     else
-        prepare_operands(b, run, i);
+        prepare_operands(b, run, min(i, HEAD));
     b.mark();
     return b.steps_done;
 }
@@ -83,12 +87,7 @@ __device__ __noinline__ u32 choose(const Draw* draw, int length, u32 steps_done,
     Block b;
     b.length = length, b.steps_done = steps_done, b.draw = draw;
     b.enter(LAYERS);
-    barrier_wait(Barriers(b.base).tabled, b.turn(4 * LAYERS));
-    if (POLLED)
-        b.wait_for_all();
-    else
-        b.wait_for_sums(4 * LAYERS);
-    reset_all_words(b);
+    barrier_wait(Barriers(b.base).tabled, b.turn(STAGES - 1));
     rank_logits(b);
     b.step_done();
     b.wait_for_all();
@@ -102,12 +101,12 @@ __device__ __noinline__ u32 choose(const Draw* draw, int length, u32 steps_done,
 
 __device__ __forceinline__ void forward_pass(Block& b, int token) {
 #pragma unroll 1
-    for (int i = 0; i <= 4 * LAYERS; i++) {
+    for (int i = 0; i < STAGES; i++) {
         b.steps_done = lead_to(i, b.length, b.steps_done);
         const Run run = uniform_run(b.s.runs[b.turn(i)]);
         if constexpr (POLLED)
             multiply_by<OneMultiplier>(b, run);
-        else if (uniform(b.s.scaled == i))
+        else if (uniform(b.s.scaled == min(i, HEAD)))
             multiply_by<ScaledMultiplier>(b, run);
         else
             multiply_by<Multiplier>(b, run);
@@ -145,12 +144,12 @@ __device__ __forceinline__ void copy_weights(Block& b) {
         Run run = b.p.runs[blockIdx.x];
         int stage = 0;
 #pragma unroll 1
-        for (; stage <= 4 * LAYERS; stage++) {
-            const Run next = b.p.runs[min(stage + 1, 4 * LAYERS) * SMS + blockIdx.x];  // early: it comes from memory
+        for (; stage < STAGES; stage++) {
+            const Run next = b.p.runs[min(stage + 1, STAGES - 1) * SMS + blockIdx.x];  // early: it comes from memory
             if (!producer.stage(uniform_run(run))) break;
             run = next;
         }
-        if (stage <= 4 * LAYERS) break;
+        if (stage < STAGES) break;
     }
     producer.drain();
 }
@@ -177,17 +176,27 @@ __device__ __forceinline__ void add_up(Block& b, int which) {
     const Barriers bars(b.base);
     u32 count = 0, phase = 0, uses = 0, turns[ONE_GROUPS] = {};
 #pragma unroll 1
-    for (int i = 0; begun(b, phase); i = i == 4 * LAYERS ? 0 : i + 1, phase ^= 1) {
-        measure(b, which, i, normed(i));
+    for (int i = 0; begun(b, phase); i = i == STAGES - 1 ? 0 : i + 1, phase ^= 1) {
+        if (i <= HEAD) measure(b, which, i, normed(i));
         const Run run = uniform_run(b.s.runs[phase]);
-        arrive_for_warp(bars.tabled, b.lane);
-        if (!POLLED && (i & 1)) wait_for_use(b, which, ++uses);
-        float* sums = i < 4 * LAYERS ? sums_at(b, i) : b.p.head_sums;
-        if constexpr (POLLED)
-            reduce_one(b, which, run, turns, b.sum_factor(which, 0), sums, i & SUM_TAGS);
-        else
-            reduce_tiles(b, which, run, count, sums, i & SUM_TAGS);
-        if (b.lane == 0 && (!POLLED || i == 4 * LAYERS)) add_release(POLLED ? b.p.counter : b.sums_counter(i), 1);
+        if (i < STAGES - 1)
+            arrive_for_warp(bars.tabled, b.lane);
+        else if (b.lane == 0)
+            add_release(b.sums_counter(HEAD), 1);  // this SM has read all words
+        if constexpr (POLLED) {
+            const float by = b.sum_factor(which, 0);
+            if (i < HEAD)
+                reduce_one(b, which, run, turns, by, sums_at(b, i), TaggedSum{i & SUM_TAGS});
+            else
+                reduce_one(b, which, run, turns, by, b.p.head_sums, OwnSum{i == HEAD});
+        } else if (i < HEAD) {
+            if (i & 1) wait_for_use(b, which, ++uses);
+            reduce_tiles(b, which, run, count, TaggedSums(b, which, run, sums_at(b, i), i & SUM_TAGS));
+            if (b.lane == 0) add_release(b.sums_counter(i), 1);
+        } else {
+            reduce_tiles(b, which, run, count, OwnSums(b, which, run, b.p.head_sums, i == HEAD));
+        }
+        if (i == STAGES - 1) arrive_for_warp(bars.tabled, b.lane);  // this SM's logits are there
     }
 }
 
@@ -206,7 +215,7 @@ __device__ __forceinline__ void report(const Block& b, int tokens) {
 // Ask for what the step after products number `i` will read besides their sums: weights have pushed it out of the L2
 // cache. What it must have at once goes to shared memory, the rest there.
 __device__ __forceinline__ void ask_early(const Block& b, int i) {
-    if (i == 4 * LAYERS) return;
+    if (i >= HEAD) return;
     const int kind = i & 3;
     const bool recurrent = b.recurrent(i >> 2);
     if (kind == OUT || kind == MLP_OUT) {
@@ -236,25 +245,29 @@ __device__ __forceinline__ void find_tables(Block& b) {
     Stage stage = b.p.stages[0];
 #pragma unroll 1
     for (; begun(b, phase); phase ^= 1) {
-        const int next = i == 4 * LAYERS ? 0 : i + 1;
+        const int next = i == STAGES - 1 ? 0 : i + 1;
         // All copies are on their way at once: beside weights that stream, each takes microseconds.
-        if (i < 4 * LAYERS) load_table(b, stage);
+        if (i < HEAD) load_table(b, stage);
         if (b.lane < (int)sizeof(Run) / 16)
             copy16((uint4*)&b.s.runs[phase ^ 1] + b.lane, (const uint4*)&b.p.runs[next * SMS + b.sm] + b.lane);
         stage = b.p.stages[next];
         ask_early(b, i);
-        if (!POLLED) {
+        if (!POLLED && i <= HEAD) {
             for (Watchdog dog; i > 0 && !everywhere(b.sums_written(i - 1));) dog.check();
             reset_read_words(b, i);
         }
+        if (i == STAGES - 1) {
+            for (Watchdog dog; !everywhere(b.words_read(tokens));) dog.check();
+            reset_all_words(b);
+        }
         copies_done();
         arrive_for_warp(bars.tabled, b.lane);
-        if (POLLED && (i & 3) == OUT) {
+        if (POLLED && i < HEAD && (i & 3) == OUT) {
             reset_read_words(b, i);
             arrive_for_warp(bars.cleared, b.lane);
         }
         if (i == 0 && tokens > 0) report(b, tokens);
-        if ((i & 3) == MLP_OUT || next == 0) b.enter(next >> 2);
+        if (next == 0 || i < HEAD && (i & 3) == MLP_OUT) b.enter(next >> 2);
         if (next == 0) b.length++, tokens++;
         i = next;
     }

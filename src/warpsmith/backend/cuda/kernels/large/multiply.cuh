@@ -3,8 +3,6 @@
 // Included where the pass has its own `Block`, `Params` and `Shared` (large/block.cuh, draft/block.cuh).
 #pragma once
 
-// --- the consumers --------------------------------------------------------------------------------------------------
-
 // Where a group of warps is in a part, that is, in all tiles of rows of one type: it has every second superblock. A
 // scheduler begins a product only when no other instruction is ready: each of these costs a clock, and there are few.
 template <int TYPE>
@@ -203,41 +201,4 @@ __device__ __forceinline__ void wait_for_empty_buffers(Block& b) {
 #pragma unroll
     for (int i = 0; i < SUM_BUFFERS; i++)
         barrier_wait(Barriers(b.base).sums_empty + 8 * i, (i < b.buffer ? b.buffer_phase : b.buffer_phase ^ 1));
-}
-
-// --- who adds up ----------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ u32 tagged(float sum, u32 tag) { return (__float_as_uint(sum) & ~SUM_TAGS) | tag; }
-
-// Of every tile of results a warp has half of the rows, so that the last one takes both of them half as long. Lane
-// 4 g + q: rows g, g + 8 of two quarters, tokens 2 q, 2 q + 1 of every octet. `tag`: what the last bits of sums are.
-__device__ __forceinline__ void reduce_tiles(Block& b, int which, const Run& run, u32& count, float* sums, u32 tag) {
-    const Barriers bars(b.base);
-    const auto store = [&](float* to, float v) { store4(to, tagged(v, tag)); };
-    const int g = b.lane >> 2, q = b.lane & 3;
-    float* out = sums + (size_t)run.result * NODES * ROWS + which * 32 + g;
-#pragma unroll 1
-    for (Walk walk(run); walk.more(); walk.next(), out += NODES * ROWS, count++) {
-        const u32 buffer = count % SUM_BUFFERS;
-        barrier_wait(bars.sums_full + 8 * buffer, count / SUM_BUFFERS & 1);
-        const float4* from = (const float4*)(b.scratch + SUMS_AT + buffer * SUM_BYTES) + b.lane;
-#pragma unroll
-        for (int o = 0; o < OCTETS; o++) {
-            const int token = o * 8 + q * 2;
-            const bool first = token < b.nodes, second = token + 1 < b.nodes;
-            float by[2] = {};
-            if (first) by[0] = b.sum_factor(which, token);
-            if (second) by[1] = b.sum_factor(which, token + 1);
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int quarter = which * 2 + i;
-                float* to = out + token * ROWS + i * 16;
-                const float4 u = from[(quarter * OCTETS + o) * 32], v = from[((quarter + 4) * OCTETS + o) * 32];
-                if (first) store(to, (u.x + v.x) * by[0]), store(to + 8, (u.z + v.z) * by[0]);
-                if (second) store(to + ROWS, (u.y + v.y) * by[1]), store(to + ROWS + 8, (u.w + v.w) * by[1]);
-            }
-        }
-        arrive_for_warp(bars.sums_empty + 8 * buffer, b.lane);
-    }
-    __syncwarp();
 }

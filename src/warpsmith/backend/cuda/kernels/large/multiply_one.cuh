@@ -8,6 +8,7 @@
 // trees adds them, even superblocks of a part and odd ones apart.
 #pragma once
 #include "large/multiply.cuh"
+#include "large/reduce.cuh"
 
 constexpr int ONE_GROUPS = WARPS / 2;
 
@@ -146,9 +147,23 @@ struct OneMultiplier {
 // A stage's sums, of one node: each warp half of a superblock's rows, as the warp that multiplied them has them. A
 // superblock is multiplied in 400 clocks, and beside products one instruction that waits for another costs ten or more:
 // groups of warps are known where the code is, and nothing is worked out between two superblocks.
-// `turns`: whether a group's next superblock is an odd one. `tag`: as in a tree.
+// `turns`: whether a group's next superblock is an odd one. `outcome`: one of these, as in a tree.
+struct TaggedSum {
+    const u32 tag;
+    __device__ __forceinline__ void expect(float*) {}
+    __device__ __forceinline__ void put(float* to, float sum) const { store4(to, tagged(sum, tag)); }
+};
+struct OwnSum {
+    const bool first;
+    float before = 0.0f;
+    __device__ __forceinline__ void expect(float* at) {
+        if (!first) before = __ldcg(at);
+    }
+    __device__ __forceinline__ void put(float* to, float sum) const { *to = before + sum; }
+};
+template <class Outcome>
 __device__ __forceinline__ void reduce_one(Block& b, int which, const Run& run, u32 (&turns)[ONE_GROUPS], float by,
-                                           float* sums, u32 tag) {
+                                           float* sums, Outcome outcome) {
     const Barriers bars(b.base);
     const u32 from = b.base + SUMS_AT + (which * 32 + b.lane) * 16;
     float* to = sums + (size_t)run.result * ROWS + which * 32 + (b.lane & 3) * 8 + (b.lane >> 2);
@@ -156,6 +171,7 @@ __device__ __forceinline__ void reduce_one(Block& b, int which, const Run& run, 
     for (Walk walk(run); walk.more(); walk.to_part(run)) {
         int left = walk.count_in_part(run), in_tile = min(walk.blocks - walk.block, left);
         float sum[2] = {};  // of even superblocks of the part, and of odd ones
+        outcome.expect(to);
 #pragma unroll 1
         while (left > 0) {
 #pragma unroll
@@ -170,8 +186,9 @@ __device__ __forceinline__ void reduce_one(Block& b, int which, const Run& run, 
                 arrive_for_warp(bars.sums_empty + 8 * group, b.lane);
                 left--;
                 if (--in_tile == 0) {
-                    store4(to, tagged((sum[0] + sum[1]) * by, tag));
+                    outcome.put(to, (sum[0] + sum[1]) * by);
                     sum[0] = sum[1] = 0.0f, to += ROWS, in_tile = min(walk.blocks, left);
+                    if (left > 0) outcome.expect(to);
                 }
             }
         }

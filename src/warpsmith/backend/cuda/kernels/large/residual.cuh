@@ -126,3 +126,15 @@ __device__ __forceinline__ void activate(Block& b, int stage) {
         publish_half(b, words, node, k, out, turn);
     }
 }
+
+// The residual stream, normed: what the head was given.
+__device__ __forceinline__ void give_hidden(const Block& b) {
+#pragma unroll 1
+    for (Spans<HIDDEN> own(b); own.more(); own.next()) {
+        const float4 x = *(const float4*)&b.s.residual[own.slot][own.in_span()],
+                     w = __ldg((const float4*)(b.vectors + own.k()));
+        const float by = b.s.inverse[0][own.node()];
+        *(float4*)(b.p.out_hidden + (size_t)b.place(own.node()) * HIDDEN + own.k()) = {
+            x.x * by * w.x, x.y * by * w.y, x.z * by * w.z, x.w * by * w.w};
+    }
+}

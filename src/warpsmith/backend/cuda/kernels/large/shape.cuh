@@ -30,6 +30,8 @@ constexpr bool COPIES_COUNTED = POLLED;  // where warps skip slots
 // stages.
 __host__ __device__ constexpr int groups_of(int k) { return (k / BLOCK_K + GROUP_BLOCKS - 1) / GROUP_BLOCKS; }
 constexpr int HIDDEN_GROUPS = groups_of(HIDDEN), INNER_GROUPS = groups_of(FFN);
+// Stages: four a layer, then the head's rounds, a group of K each (see Deal in deal.py).
+constexpr int HEAD = 4 * LAYERS, STAGES = HEAD + HIDDEN_GROUPS;
 
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 __host__ __device__ constexpr int up(int n, int to) { return (n + to - 1) / to * to; }
@@ -84,8 +86,8 @@ struct Params {
     const u8* stream;
     const u32* parcels;       // where they lie, SM after SM (see copier.cuh)
     const u32* first_parcel;  // [SMS] of each SM
-    const Stage* stages;      // four a layer, then the head
-    const Run* runs;          // [stages][SMS]
+    const Stage* stages;      // [STAGES]
+    const Run* runs;          // [STAGES][SMS]
     const u16* tiles;         // a stage's [groups][tile_rows + 1], aligned: where results of a tile of rows begin
     const u8* recurrent;      // [LAYERS]
     const u8* embedding;      // the file's rows
@@ -100,7 +102,7 @@ struct Params {
     u32* counter;        // arrivals; 32 words on those of SMs that used sums, then of sums of the four stages
     u32* words;          // see words.cuh
     float* sums;         // [tile][NODES][64]: of a layer's stages (of one node twice, see words.cuh), and
-    float* head_sums;    // of the head
+    float* head_sums;    // of the head: of one node [VOCAB], else see OwnSums
     u32* queries;        // fp16 [NODES][HEADS][256]
     u32* parts;          // fp16 [NODES][HEADS][PARTS][256]
     float2* part_stats;  // [NODES][HEADS][PARTS] {maximum, sum}

@@ -2,8 +2,8 @@
 //
 // The residual stream times the next norm's weight, sums of its squares, what the mixer gives, the MLP's inner
 // activation and the sums of a layer's stages are polled for where they are needed (see common/exchange.cuh): no fence,
-// no counter, and an SM waits only for those SMs whose results it uses. Attention's rows and parts and the head's sums
-// are waited for by counters. Nobody waits for nodes that are not there.
+// no counter, and an SM waits only for those SMs whose results it uses. Attention's rows and parts are waited for by
+// counters. The head's sums stay with their SM. Nobody waits for nodes that are not there.
 //
 // One node: layers have two places in turn. When an SM has the sums of squares for a layer's IN, which all SMs publish,
 // everybody has read all words of the layer before. They are then set back to NOT_YET beside the products of OUT and
@@ -20,7 +20,8 @@
 // has read those before. A tree's stages have one place: squares of the residual stream, or `wait_for_use`, say so. One
 // node's stages have two by turns, and squares alone do: every second stage waits for those of all SMs.
 //
-// After a token all words and sums are NOT_YET, however many nodes it had.
+// After a token all words and sums are NOT_YET, however many nodes it had: beside the head's last products they are set
+// back, when all SMs have begun them.
 #pragma once
 #include "common/exchange.cuh"
 #include "large/block.cuh"
@@ -89,8 +90,8 @@ __device__ __forceinline__ void reset_read_words(const Block& b, int stage) {
     fence_gpu();
 }
 __device__ __forceinline__ void reset_all_words(const Block& b) {
-    reset_words(b, b.p.words, PLACES * LAYER_WORDS, threadIdx.x, CONSUMERS);
-    reset_words(b, (u32*)b.p.sums, LAYER_RESULTS * (POLLED ? 2 : NODES) * ROWS, threadIdx.x, CONSUMERS);
+    reset_words(b, b.p.words, PLACES * LAYER_WORDS, b.lane, 32);
+    reset_words(b, (u32*)b.p.sums, LAYER_RESULTS * (POLLED ? 2 : NODES) * ROWS, b.lane, 32);
 }
 
 typedef Sums<HIDDEN_GROUPS> Projection;  // of the residual stream
