@@ -102,7 +102,8 @@ __device__ __forceinline__ void walk_states(const Block& b, const DeltaShare& sh
     const auto visits_that = [&](bool is_one) { return POLLED ? 0 : __ballot_sync(~0u, b.lane < b.nodes && is_one); };
     const u32 leaves = visits_that(visit(b.lane) >> 24),
               kept = visits_that((signed char)(visit(b.lane) >> 16) != NOWHERE),
-              fetched = visits_that((signed char)(visit(b.lane) >> 8) != HERE) >> 1, followed = leaves >> 1 | kept | fetched;
+              fetched = visits_that((signed char)(visit(b.lane) >> 8) != HERE) >> 1,
+              followed = leaves >> 1 | kept | fetched;
     // In a row: a column's value, its gates; what a lane stores, one of the results of its eight lanes.
     const int own_column = own.first * 4 + (b.lane >> 3), head = (share.first * 2 + own.first) / 32 - share.head;
     const u32 values_at = (MIX_V + own_column) * 4, gates_at = (GATES + head * 2) * 4;
