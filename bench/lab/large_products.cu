@@ -55,10 +55,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (other == 1 || other == 2) {
             u32 number = 0, turns[ONE_GROUPS] = {};
             for (int i = 0; i < rounds; i++) {
-                if constexpr (POLLED)
+                if constexpr (POLLED) {
                     reduce_one(block, other - 1, run, turns, 1.0f, sums, TaggedSum{0});
-                else
-                    reduce_tiles(block, other - 1, run, number, TaggedSums(block, other - 1, run, sums, 0));
+                } else {
+                    TaggedSums to(block, other - 1, run, sums, 0);
+                    reduce_tiles(block, other - 1, run, number, to);
+                }
             }
         }
     }

@@ -31,6 +31,7 @@ from warpsmith.model.weights import expected_shapes
 STEPS, MARKS = 32, 4096
 BEFORE = ("operands", "products", "wait for sums")
 DELTA = ("projections", "convolutions", "walk")
+CHOICE = ("last sums", "ranks", "wait for ranks", "tokens")
 ATTENTION = ("rows", "parts", "wait for parts", "merge")
 
 
@@ -95,7 +96,7 @@ def print_profile(backend: LargeBackend, state, nodes: int) -> None:
                 found.setdefault((f"{mixer} {stage}", name), []).append(at)
                 at += 1
     rounds = len(backend.layout.deals[-1].first)
-    for name in (*("operands", "products") * rounds, "tokens"):
+    for name in (*("operands", "products") * rounds, *CHOICE):
         found.setdefault(("head", name), []).append(at)
         at += 1
     for number, ((stage, name), where) in enumerate(found.items()):

@@ -67,12 +67,33 @@ __device__ __forceinline__ void multiply_stage(Block& b, int stage, const Run& r
         multiply(b, run);
 }
 
-// Of one of the head's rounds; the last one's are logits, of rows from `first_node` on.
+// Logits, of rows from `first_node` on.
+struct Logits {
+    float* to;             // those of the lane's first token
+    int row;               // the lane's first one
+    const int begin, end;  // tokens that are wanted, counted from the lane's first one
+
+    __device__ __forceinline__ Logits(const Block& b, int which, const Run& run, int first_node)
+        : to(b.p.out_logits + (size_t)((b.lane & 3) * 2) * VOCAB), row(run.result * ROWS + which * 32 + (b.lane >> 2)),
+          begin(first_node - (b.lane & 3) * 2), end(b.nodes - (b.lane & 3) * 2) {}
+    __device__ __forceinline__ void take(int octet, int i, float4 v) const {
+        put(octet * 8, row + i * 16, v.x, v.z), put(octet * 8 + 1, row + i * 16, v.y, v.w);
+    }
+    __device__ __forceinline__ void put(int token, int early_row, float early, float late) const {
+        if (token < begin || token >= end) return;
+        float* at = to + (size_t)token * VOCAB + early_row;
+        if (VOCAB % ROWS == 0 || early_row < VOCAB) at[0] = early;
+        if (VOCAB % ROWS == 0 || early_row + 8 < VOCAB) at[8] = late;
+    }
+    __device__ __forceinline__ void next() { row += ROWS; }
+};
+
+// Of one of the head's rounds; the last one's are logits.
 __device__ __forceinline__ void reduce_head(Block& b, int which, int stage, const Run& run, u32& count,
                                             int first_node) {
-    float* logits = stage == LAST ? b.p.out_logits : nullptr;
-    if (!b.r.want_logits) first_node = b.nodes;
-    reduce_tiles(b, which, run, count, OwnSums(b, which, run, b.p.head_sums, stage == HEAD, logits, first_node));
+    const Logits logits(b, which, run, b.r.want_logits ? first_node : b.nodes);
+    OwnSums<Logits> sums(b, which, run, b.p.head_sums, stage == HEAD, stage == LAST, logits);
+    reduce_tiles(b, which, run, count, sums);
 }
 
 // A stage's sums, all of it.
@@ -87,9 +108,11 @@ __device__ __forceinline__ void reduce(Block& b, int which, int stage, u32& coun
         if (stage > b.first_stage() && stage < HEAD) b.wait_until_begun(stage - 1);
     }
     __syncwarp();
-    if (stage < HEAD)
-        reduce_tiles(b, which, run, count, TaggedSums(b, which, run, sums_at(b, stage), tag_of(stage)));
-    else
+    if (stage < HEAD) {
+        TaggedSums sums(b, which, run, sums_at(b, stage), tag_of(stage));
+        reduce_tiles(b, which, run, count, sums);
+    } else {
         reduce_head(b, which, stage, run, count, 1);  // nobody asks about the root
+    }
     if (stage == LAST) arrive_for_warp(bars.tabled, b.lane);
 }

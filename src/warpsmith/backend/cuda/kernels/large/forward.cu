@@ -88,9 +88,12 @@ __device__ __noinline__ u32 choose(const Draw* draw, int length, u32 steps_done,
     b.length = length, b.steps_done = steps_done, b.draw = draw;
     b.enter(LAYERS);
     barrier_wait(Barriers(b.base).tabled, b.turn(STAGES - 1));
+    b.mark();
     rank_logits(b);
     b.step_done();
+    b.mark();
     b.wait_for_all();
+    b.mark();
     if (SAMPLES && draw->inverse_temperature > 0)
         draw_token(b, token);
     else
@@ -191,12 +194,15 @@ __device__ __forceinline__ void add_up(Block& b, int which) {
                 reduce_one(b, which, run, turns, by, b.p.head_sums, OwnSum{i == HEAD});
         } else if (i < HEAD) {
             if (i & 1) wait_for_use(b, which, ++uses);
-            reduce_tiles(b, which, run, count, TaggedSums(b, which, run, sums_at(b, i), i & SUM_TAGS));
+            TaggedSums sums(b, which, run, sums_at(b, i), i & SUM_TAGS);
+            reduce_tiles(b, which, run, count, sums);
             if (b.lane == 0) add_release(b.sums_counter(i), 1);
         } else {
-            reduce_tiles(b, which, run, count, OwnSums(b, which, run, b.p.head_sums, i == HEAD));
+            OwnSums<Ranks> sums(b, which, run, b.p.head_sums, i == HEAD, i == STAGES - 1, Ranks(b, which, run));
+            reduce_tiles(b, which, run, count, sums);
+            if (i == STAGES - 1) sums.outcome.tell();
         }
-        if (i == STAGES - 1) arrive_for_warp(bars.tabled, b.lane);  // this SM's logits are there
+        if (i == STAGES - 1) arrive_for_warp(bars.tabled, b.lane);  // this SM's logits are there, or the best of them
     }
 }
 
@@ -289,6 +295,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             shared.request.parents[threadIdx.x] = request.made->parents[threadIdx.x];
         __syncthreads();
     }
+    if (threadIdx.x < NODES) shared.best[threadIdx.x] = 0;
     if (threadIdx.x >= 32 && threadIdx.x < 36) {
         const int first = (threadIdx.x - 32) * 32;
         u32 bits = 0;

@@ -4,10 +4,10 @@
 // SM's. K is cut into groups of at most GROUP_BLOCKS superblocks. A group's (tile of 64 rows, superblock) pairs, tile
 // by tile, are dealt to SMs by their bytes; where an SM begins or ends inside a tile, its results are parts of that
 // tile. The head goes over K in rounds instead, a stage for each group: whole tiles stay with an SM, which adds up its
-// own sums. Activations of the group are in shared memory in fp16 (see operands.cuh), and stay there while the weights pass
-// by. Eight warps are two groups of four: a group has every second superblock of 64 rows, a warp 16 of the
-// rows. Sums of a tile stay in registers, then two further warps add both groups' up and write them to memory. Bytes:
-// the weights, once; of a tree 4 bytes a k and node (read 2, keep 2); 4 a result.
+// own sums. Activations of the group are in shared memory in fp16 (see operands.cuh), and stay there while the weights
+// pass by. Eight warps are two groups of four: a group has every second superblock of 64 rows, a warp 16 of the rows.
+// Sums of a tile stay in registers, then two further warps add both groups' up and write them to memory. Bytes: the
+// weights, once; of a tree 4 bytes a k and node (read 2, keep 2); 4 a result.
 #pragma once
 #include "large/words.cuh"
 #include "large/operands.cuh"

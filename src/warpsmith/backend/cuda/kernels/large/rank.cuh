@@ -35,51 +35,45 @@ __device__ __forceinline__ void rank_one(Block& b) {
     }
 }
 
-// Of a tree's nodes. A thread has what a lane of those who add up had of a tile (see OwnSums).
-__device__ __forceinline__ void rank_nodes(Block& b) {
-    const int first = first_of(HEAD_TILES, b.sm), halves = 2 * (first_of(HEAD_TILES, b.sm + 1) - first);
+// Of a tree's nodes, by those who add up, beside the head's last products: the best logits of a lane's tokens.
+struct Ranks {
+    const Block& b;
+    int row;  // the lane's first one
     u64 best[OCTETS][2] = {};
-#pragma unroll 1
-    for (int half = b.warp; half < halves; half += WARPS) {
-        const float4* from = (const float4*)b.p.head_sums + own_sums_at(first, 0, b.lane) + half * own_sums_at(0, 1, 0);
-        const int row = first * ROWS + half * 32 + (b.lane >> 2);
-        float4 v[OCTETS][2];
-#pragma unroll
-        for (int o = 0; o < OCTETS; o++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) v[o][i] = __ldcg(from + (o * 2 + i) * 32);
-        const auto rank = [&](int o, int which, int at, float logit) {
-            if (VOCAB % ROWS && at >= VOCAB) return;
-            best[o][which] = best_of(best[o][which], ranked(logit, at));
-            const int node = o * 8 + (b.lane & 3) * 2 + which;
-            if (b.r.want_logits && node < b.nodes) b.p.out_logits[(size_t)b.place(node) * VOCAB + at] = logit;
-        };
-#pragma unroll
-        for (int o = 0; o < OCTETS; o++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int at = row + i * 16;
-                rank(o, 0, at, v[o][i].x), rank(o, 1, at, v[o][i].y);
-                rank(o, 0, at + 8, v[o][i].z), rank(o, 1, at + 8, v[o][i].w);
-            }
+
+    __device__ __forceinline__ Ranks(const Block& block, int which, const Run& run)
+        : b(block), row(run.result * ROWS + which * 32 + (block.lane >> 2)) {}
+    __device__ __forceinline__ void take(int octet, int i, float4 v) {
+        const int at = row + i * 16;
+        rank(octet, 0, at, v.x), rank(octet, 1, at, v.y), rank(octet, 0, at + 8, v.z), rank(octet, 1, at + 8, v.w);
     }
+    __device__ __forceinline__ void rank(int octet, int which, int at, float logit) {
+        if (VOCAB % ROWS && at >= VOCAB) return;
+        best[octet][which] = best_of(best[octet][which], ranked(logit, at));
+        const int node = octet * 8 + (b.lane & 3) * 2 + which;
+        if (b.r.want_logits && node < b.nodes) b.p.out_logits[(size_t)b.place(node) * VOCAB + at] = logit;
+    }
+    __device__ __forceinline__ void next() { row += ROWS; }
+    // To the other lanes, and to the other warp.
+    __device__ __forceinline__ void tell() const {
 #pragma unroll
-    for (int o = 0; o < OCTETS; o++)
+        for (int octet = 0; octet < OCTETS; octet++)
 #pragma unroll
-        for (int which = 0; which < 2; which++) {
-            const u64 all = better_over(best[o][which], 4);
-            if (b.lane < 4) atomicMax(&b.s.best[o * 8 + b.lane * 2 + which], all);
-        }
-}
+            for (int which = 0; which < 2; which++) {
+                const u64 all = better_over(best[octet][which], 4);
+                if (b.lane < 4) atomicMax(&b.s.best[octet * 8 + b.lane * 2 + which], all);
+            }
+        __syncwarp();
+    }
+};
 
 __device__ __forceinline__ void rank_logits(Block& b) {
-    if (threadIdx.x < NODES) b.s.best[threadIdx.x] = 0;
-    b.sync();
-    if constexpr (POLLED)
+    if constexpr (POLLED) {
+        if (threadIdx.x == 0) b.s.best[0] = 0;
+        b.sync();
         rank_one(b);
-    else
-        rank_nodes(b);
-    b.sync();
+        b.sync();
+    }
     if (threadIdx.x < b.nodes) b.p.best[threadIdx.x * SMS + b.sm] = b.s.best[threadIdx.x];
     if (b.r.want_hidden) give_hidden(b);
 }

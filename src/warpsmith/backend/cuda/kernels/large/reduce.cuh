@@ -29,50 +29,40 @@ __device__ __forceinline__ int own_sums_at(int tile, int which, int lane) {
 }
 
 // Those of the head, which goes over K in rounds, stay with the SM, as its lanes have them: [tile][which][octet][i]
-// [lane]. In every round but the first what is there is asked for before the tile's products have ended. In a round
-// that has `logits` sums go there instead, those of nodes from `first_node` on.
+// [lane]. In every round but the first what is there is asked for before the tile's products have ended. The last
+// round's are given to `outcome` instead, as tiles' sums are given here.
+template <class Outcome>
 struct OwnSums {
     float4* at;
-    const bool first;       // round
-    float* logits;          // of the lane's first token, from its first row on
-    int row;
-    const int begin, end;   // tokens that are wanted, counted from the lane's first one
+    const bool first, last;  // round
+    Outcome outcome;
     float4 before[OCTETS * 2] = {};
 
     __device__ __forceinline__ OwnSums(const Block& b, int which, const Run& run, float* sums, bool first_round,
-                                       float* all_logits = nullptr, int first_node = 0)
-        : at((float4*)sums + own_sums_at(run.result, which, b.lane)), first(first_round), logits(all_logits),
-          row(run.result * ROWS + which * 32 + (b.lane >> 2)), begin(first_node - (b.lane & 3) * 2),
-          end(b.nodes - (b.lane & 3) * 2) {
-        if (logits) logits += (size_t)((b.lane & 3) * 2) * VOCAB;
-    }
+                                       bool last_round, const Outcome& of_last)
+        : at((float4*)sums + own_sums_at(run.result, which, b.lane)), first(first_round), last(last_round),
+          outcome(of_last) {}
     __device__ __forceinline__ void expect() {
         if (first) return;
 #pragma unroll
         for (int j = 0; j < OCTETS * 2; j++) before[j] = __ldcg(at + j * 32);
     }
-    __device__ __forceinline__ void take(int octet, int i, float4 sums) const {
+    __device__ __forceinline__ void take(int octet, int i, float4 sums) {
         const float4 v = before[octet * 2 + i];
         const float4 all = {v.x + sums.x, v.y + sums.y, v.z + sums.z, v.w + sums.w};
-        if (logits)
-            put(octet * 8, row + i * 16, all.x, all.z), put(octet * 8 + 1, row + i * 16, all.y, all.w);
+        if (last)
+            outcome.take(octet, i, all);
         else
             at[(octet * 2 + i) * 32] = all;
     }
-    __device__ __forceinline__ void put(int token, int early_row, float early, float late) const {
-        if (token < begin || token >= end) return;
-        float* to = logits + (size_t)token * VOCAB + early_row;
-        if (VOCAB % ROWS == 0 || early_row < VOCAB) to[0] = early;
-        if (VOCAB % ROWS == 0 || early_row + 8 < VOCAB) to[8] = late;
-    }
-    __device__ __forceinline__ void next() { at += own_sums_at(1, 0, 0), row += ROWS; }
+    __device__ __forceinline__ void next() { at += own_sums_at(1, 0, 0), outcome.next(); }
 };
 
 // Of every tile of results a warp has half of the rows, so that the last one takes both of them half as long. Lane
 // 4 g + q: rows g, g + 8 of two quarters, tokens 2 q, 2 q + 1 of every octet: {row g, first token; second; row g + 8,
 // first token; second} are given to `sums`.
 template <class To>
-__device__ __forceinline__ void reduce_tiles(Block& b, int which, const Run& run, u32& count, To sums) {
+__device__ __forceinline__ void reduce_tiles(Block& b, int which, const Run& run, u32& count, To& sums) {
     const Barriers bars(b.base);
     const int q = b.lane & 3;
 #pragma unroll 1
