@@ -35,6 +35,15 @@ def why_no_gpu() -> str | None:
     return None
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # of xdist, which begins with the files of most tests
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that compile kernels take longest. They come first, so that no process waits for another at the end."""
+    items.sort(key=lambda item: not item.path.name.startswith("test_cuda"))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before a test's fixtures, some of which take seconds to make what nobody would use."""
     if item.get_closest_marker("gpu") and (why := why_no_gpu()):

@@ -278,7 +278,7 @@ def test_units_that_two_warps_share_have_the_bits_of_plain_decoding() -> None:
         check_last_path(cuda, cuda.new_state(64), cuda.new_state(64), tree)
 
 
-@pytest.mark.parametrize("rounds", [2, 3])
+@pytest.mark.parametrize("rounds", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_head_goes_over_k_in_rounds(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
     """One for each group of K: an even number of stages in a token, and an odd one."""
     for name in ("GROUP_BLOCKS", "FEWER_GROUP_BLOCKS"):

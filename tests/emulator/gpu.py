@@ -14,9 +14,10 @@ import re
 import shutil
 import subprocess
 import tempfile
+from ast import literal_eval
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,12 +50,12 @@ _often = False  # kernels that are built now will be run often
 
 
 def build(name: str, architecture: str, constants: Mapping[str, Any], options: tuple[str, ...] = ()) -> bytes:
-    """The path of a library with the kernel."""
+    """What `_compiled` is asked for once the kernel is launched: most of what a backend builds a test does not run."""
     kernel = Path(name).stem
     if name not in ARGUMENTS and kernel not in ARGUMENTS:
         return b""  # not emulated
     given = tuple(sorted((k, str(v)) for k, v in constants.items()))
-    return _compiled(name, kernel, architecture, given, _often).encode()
+    return repr((name, kernel, architecture, given, _often)).encode()
 
 
 @cache
@@ -111,11 +112,15 @@ def _compiled(name: str, kernel: str, architecture: str, constants: tuple[tuple[
 class Function:
     """A kernel, whose address the backend may ask for."""
 
-    def __init__(self, launch: Any) -> None:
-        self.launch = launch
+    def __init__(self, image: bytes) -> None:
+        self._image = image
+
+    @cached_property
+    def _launch(self) -> Any:
+        return ctypes.CDLL(_compiled(*literal_eval(self._image.decode()))).launch
 
     def __call__(self, *arguments: Any) -> int:
-        return self.launch(*arguments)
+        return self._launch(*arguments)
 
     def __int__(self) -> int:
         return id(self)
@@ -242,11 +247,11 @@ class Driver:
     def cuStreamQuery(self, stream: int) -> tuple[int]:
         return (0,)
 
-    def cuModuleLoadData(self, image: bytes) -> tuple[int, ctypes.CDLL | None]:
-        return 0, ctypes.CDLL(image.decode()) if image else None
+    def cuModuleLoadData(self, image: bytes) -> tuple[int, bytes]:
+        return 0, image
 
-    def cuModuleGetFunction(self, module: ctypes.CDLL | None, name: bytes) -> tuple[int, Any]:
-        return 0, module and Function(module.launch)
+    def cuModuleGetFunction(self, module: bytes, name: bytes) -> tuple[int, Function | None]:
+        return 0, Function(module) if module else None
 
     def cuLaunchKernel(self, function: Any, *rest: int) -> tuple[int]:
         grid, _, _, threads, _, _, shared, _, arguments, *_ = rest
