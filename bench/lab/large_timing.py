@@ -31,8 +31,8 @@ from warpsmith.model.weights import expected_shapes
 STEPS, MARKS = 32, 4096
 BEFORE = ("operands", "products", "wait for sums")
 DELTA = ("projections", "convolutions", "walk")
-CHOICE = ("last sums", "ranks", "wait for ranks", "tokens")
 ATTENTION = ("rows", "parts", "wait for parts", "merge")
+CHOICE = ("last sums", "ranks", "wait for ranks", "tokens")
 
 
 def random_model(config: Config, recipe: str) -> dict[str, Tensor]:

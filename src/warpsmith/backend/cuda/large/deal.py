@@ -115,11 +115,8 @@ class Deal:
         for number, group in enumerate(self.groups):
             turn, own = (number if stage.in_rounds else 0), slice(group.first_sm, group.first_sm + group.sms)
             bounds = self._bounds(group)
-            self.first[turn, own], self.count[turn, own], self.group_of[turn, own] = (
-                bounds[:-1],
-                np.diff(bounds),
-                number,
-            )
+            self.first[turn, own], self.count[turn, own] = bounds[:-1], np.diff(bounds)
+            self.group_of[turn, own] = number
             if stage.in_rounds:
                 self.tile[turn] = bounds[:-1] // group.blocks
                 continue
