@@ -203,6 +203,22 @@ def test_an_assumed_length_is_reached_in_the_mean(length: float) -> None:
     assert np.mean(decided) == pytest.approx(length, rel=0.06)
 
 
+@pytest.mark.parametrize("length", [5.0, 8.31])
+def test_an_assumed_length_is_that_of_short_texts_too(length: float) -> None:
+    """The last step of a text decides no more tokens than are left."""
+    text = np.random.default_rng(0).integers(0, 500, 60).tolist()
+    draft, steps = Assumed(NGram(22), length, 512), 0
+    for _ in range(40):
+        draft.expect(10, text)
+        at = 1
+        while at < len(text):
+            tree = draft.propose(draft.new_memory(), Context([0] * 10 + text[:at], None, 99))  # type: ignore[arg-type]
+            at, steps, node = at + 1, steps + 1, 0
+            while at < len(text) and (node := tree.child.get((node, text[at - 1]), -1)) > 0:
+                at += 1
+    assert 40 * (len(text) - 1) / steps == pytest.approx(length, rel=0.03)
+
+
 def test_a_comparison_with_an_assumed_length_says_so_and_its_texts_agree() -> None:
     with warpsmith.load(device="cpu", context=256) as llm:
         options = {"max_tokens": 60, "temperature": 0.0, "stop_ids": []}

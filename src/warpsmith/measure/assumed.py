@@ -1,7 +1,8 @@
 """A draft whose acceptance is assumed: what a published acceptance length would be worth, on weights that are random.
 
 The draft runs at its real cost. Its tree is then replaced by one of as many nodes, made of the text that plain decoding
-wrote. How many of its levels are right is drawn anew each step, so that the mean is the length assumed.
+wrote. How many of its levels are right is drawn anew each step, so that the mean is the length assumed: over a whole
+text, whose last step decides no more tokens than are left.
 """
 
 from __future__ import annotations
@@ -29,14 +30,19 @@ class Assumed(Draft[Any]):
     def __init__(self, draft: Draft, length: float, vocab: int, seed: int = 0) -> None:
         self.draft, self.vocab = draft, vocab
         self.name, self.wants, self.nodes, self.left_out = draft.name, draft.wants, draft.nodes, draft.left_out
-        self._depth = min(DEEPEST, draft.nodes)
-        self._chance = chance_of(length, self._depth)
+        self._length, self._depth, self._chance = length, min(DEEPEST, draft.nodes), 0.0
+        if not 1 <= length <= 1 + self._depth:
+            raise BadRequest(
+                f"A step over {self._depth} levels decides 1 to {1 + self._depth} tokens, not {length:g}.",
+                "Assume another length, or use a larger budget.",
+            )
         self._random = float(np.random.default_rng(seed).random())
         self._prompt, self._answer = 0, list[int]()
 
     def expect(self, prompt: int, answer: Sequence[int]) -> None:
         """What plain decoding wrote after so many tokens."""
         self._prompt, self._answer = prompt, list(answer)
+        self._chance = chance_of(self._length, self._depth, len(answer) - 1)  # the prompt decides the first
 
     def propose(self, memory: Any, context: Context) -> ScoredTree | GrowingTree:
         growing = self.draft.propose(memory, context)
@@ -79,15 +85,22 @@ class Assumed(Draft[Any]):
         self.draft.restore(memory, saved)
 
 
-def chance_of(length: float, depth: int) -> float:
-    """How often a level must be right for a step over a chain of `depth` to decide `length` tokens in the mean."""
-    if not 1 <= length <= 1 + depth:
-        raise BadRequest(
-            f"A step over {depth} levels decides 1 to {1 + depth} tokens, not {length:g}.",
-            "Assume another length, or use a larger budget.",
-        )
+def chance_of(length: float, depth: int, tokens: int) -> float:
+    """How often a level must be right for steps over chains of `depth` to decide so many tokens, `length` in the mean
+    of all steps."""
     low, high = 0.0, 1.0
-    for _ in range(60):
+    for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if sum(middle**k for k in range(depth + 1)) < length else (low, middle)
+        low, high = (middle, high) if mean_steps(middle, depth, tokens) * length > tokens else (low, middle)
     return high
+
+
+def mean_steps(chance: float, depth: int, tokens: int) -> float:
+    """How many steps decide so many tokens, in the mean."""
+    right = chance ** np.arange(depth + 1)  # so many levels or more
+    right[:-1] *= 1 - chance  # exactly so many
+    begun = min(tokens, 20 * (depth + 1))  # from then on a token takes as much as any other
+    steps = np.zeros(depth + 1 + begun)  # of so many tokens less depth + 1
+    for left in range(depth + 1, len(steps)):
+        steps[left] = 1 + right @ steps[left - 1 - depth : left][::-1]
+    return float(steps[-1] + (tokens - begun) / (right @ np.arange(1, depth + 2)))
