@@ -210,10 +210,10 @@ def main() -> None:
         same = f"{len(tally.outcomes) - len(tally.different)} of {len(tally.outcomes)}"
         rate = f"{tally.rate(tally.outcomes):.3f}"
         print(f"| {draft} | {budget} | {temperature} | {same} | {rate} | {beside} |")
-    wrong = {key: tally.different for key, tally in tallies.items() if tally.different}
-    for key, names in wrong.items():
+    differ = {key: tally.different for key, tally in tallies.items() if tally.different}
+    for key, names in differ.items():
         print(name_of(key), "differs on", *names[:8])
-    sys.exit(1 if wrong or done < len(prompts) else 0)
+    sys.exit(1 if differ or done < len(prompts) else 0)
 
 
 if __name__ == "__main__":

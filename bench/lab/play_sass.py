@@ -61,7 +61,7 @@ def parse(path: str) -> list[Instruction]:
 def path_through(program: list[Instruction], start: int, end: int, taken: set[int]) -> list[Instruction]:
     index = {instruction.address: i for i, instruction in enumerate(program)}
     labels = {label: i for i, instruction in enumerate(program) for label in instruction.labels}
-    at, path = index[start], []
+    at, path = index[start], list[Instruction]()
     while len(path) < 10_000:
         instruction = program[at]
         path.append(instruction)
@@ -126,7 +126,8 @@ def main() -> None:
     if len(arguments.ends) != 2:
         print(*program, sep="\n")
         return
-    path = path_through(program, *arguments.ends, set(arguments.taken))
+    start, end = arguments.ends
+    path = path_through(program, start, end, set(arguments.taken))
     clocks = play(path, arguments.warps, arguments.shared)
     print(f"{len(path)} instructions, {arguments.warps} warps a scheduler: {clocks[-2]} clocks")
 

@@ -145,7 +145,7 @@ def run_large() -> None:
 
     windows: tuple[int | None, ...] = (None, 64)
     file = random_draft(
-        DFlashConfig("random", 2, config.hidden, 512, 4, 2, 128, 1e7, 16, 5, (0, 3), windows, (False, True))
+        DFlashConfig("random", 2, config.hidden, 512, 4, 2, 128, 1e7, 16, 5, (0, 3), windows, (False, True)), "q8_0"
     )
     draft = CudaDraft(backend, file.config, file.tensors, [128, 64], backend.lend)
     memory = draft.new_memory()

@@ -11,7 +11,7 @@ from copy import copy
 from pathlib import Path
 
 import numpy as np
-from draft_timing import draft_of, random_draft
+from draft_timing import random_draft
 from large_timing import random_model
 
 from warpsmith.backend.cuda.large.backend import LargeBackend
@@ -21,6 +21,7 @@ from warpsmith.llm import LLM
 from warpsmith.measure.speculation import compare, comparison_table
 from warpsmith.model.config import SIZES
 from warpsmith.model.synthetic import model_metadata
+from warpsmith.model.synthetic_draft import draft_of
 
 
 def main() -> None:
@@ -36,7 +37,7 @@ def main() -> None:
     backend = LargeBackend(config, tensors, context=given.depth + given.n + 64)
     llm = LLM(backend, Checkpoint(Path("random-27B"), model_metadata(config), tensors), backend.context)
     first, *others = given.sweep
-    drafts = {first: DFlash(random_draft(draft_of(config)), backend, first)}
+    drafts = {first: DFlash(random_draft(draft_of(config), "bf16"), backend, first)}
     for nodes in others:  # the same weights
         drafts[nodes] = copy(drafts[first])
         drafts[nodes].nodes = nodes
