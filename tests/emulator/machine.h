@@ -51,6 +51,7 @@ struct Warp {
     int arrived = 0, members = 0, dawdles = 0;  // turns that it lets pass
     u64 generation = 0;
     uint4 slots[2][32][2];  // what the lanes of a collective operation give, 32 bytes each
+    unsigned all[2];        // and what one of them has made of it for all
     double products[2][8][16][8];  // of the tensor core
 };
 // What a fiber waits for, where that can be told without running it: that these bits change.
@@ -219,6 +220,19 @@ inline T shuffle(T give, Pick pick) {
     collect(give);
     return given<T>(generation, pick(current->thread.x & 31));
 }
+// What all lanes give, one by one.
+template <class Combine>
+inline unsigned reduce(unsigned give, Combine combine) {
+    Warp& warp = *current->warp;
+    const u64 mine = warp.generation;
+    unsigned& all = warp.all[mine & 1];
+    collect(give, [&] {
+        unsigned sum = given<unsigned>(mine, 0);
+        for (int lane = 1; lane < 32; lane++) sum = combine(sum, given<unsigned>(mine, lane));
+        all = sum;
+    });
+    return all;
+}
 inline bool arrive(int id, int count) {  // the last one
     Block& block = *current->block;
     progress();
@@ -354,26 +368,17 @@ inline T __shfl_down_sync(unsigned, T v, int by) { return machine::shuffle(v, [&
 template <class T>
 inline T __shfl_up_sync(unsigned, T v, int by) { return machine::shuffle(v, [&](int lane) { return lane - by >= 0 ? lane - by : lane; }); }
 inline bool __all_sync(unsigned, bool here) {
-    const auto generation = machine::current->warp->generation;
-    machine::collect((int)here);
-    bool all = true;
-    for (int lane = 0; lane < 32; lane++) all &= machine::given<int>(generation, lane) != 0;
-    return all;
+    return machine::reduce(here, [](unsigned a, unsigned b) { return a & b; });
 }
 inline unsigned __ballot_sync(unsigned, bool here) {
-    const unsigned long generation = machine::current->warp->generation;
-    machine::collect((int)here);
-    unsigned all = 0;
-    for (int lane = 0; lane < 32; lane++) all |= (machine::given<int>(generation, lane) != 0 ? 1u : 0u) << lane;
-    return all;
+    const unsigned own = (unsigned)here << (machine::current->thread.x & 31);
+    return machine::reduce(own, [](unsigned a, unsigned b) { return a | b; });
 }
 inline unsigned __reduce_max_sync(unsigned, unsigned v) {
-    for (int step = 1; step < 32; step *= 2) v = std::max(v, __shfl_xor_sync(~0u, v, step));
-    return v;
+    return machine::reduce(v, [](unsigned a, unsigned b) { return std::max(a, b); });
 }
 inline unsigned __reduce_min_sync(unsigned, unsigned v) {
-    for (int step = 1; step < 32; step *= 2) v = std::min(v, __shfl_xor_sync(~0u, v, step));
-    return v;
+    return machine::reduce(v, [](unsigned a, unsigned b) { return std::min(a, b); });
 }
 inline int __ffs(unsigned v) { return __builtin_ffs((int)v); }
 inline void __syncwarp() { machine::collect(0); }

@@ -87,7 +87,7 @@ class LargeBackend(CudaBackend):
         if alone:
             refuse_what_does_not_fit(self.memory, self.context, device.room())
         self._begin_builds("large/forward.cu", variants)
-        pack = device.load(self._image("large/pack.cu")).kernel("pack")
+        pack = device.load(build("large/pack.cu", self.architecture, {})).kernel("pack")
         self._commit = device.load(self._image("large/commit.cu")).kernel("commit")
         self.stream, self.embedding = load_weights(device, pack, layout, tensors, progress)
         self.vectors = device.upload(np.concatenate([tensors[n].float32().reshape(-1) for n in layout.vectors()]))
