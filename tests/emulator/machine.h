@@ -51,7 +51,8 @@ struct Warp {
     int arrived = 0, members = 0, dawdles = 0;  // turns that it lets pass
     u64 generation = 0;
     uint4 slots[2][32][2];  // what the lanes of a collective operation give, 32 bytes each
-    unsigned all[2];        // and what one of them has made of it for all
+    unsigned all[2];        // what the first one that goes on has made of that for all of them, and of which operation
+    u64 all_of[2] = {};
     double products[2][8][16][8];  // of the tensor core
 };
 // What a fiber waits for, where that can be told without running it: that these bits change.
@@ -225,12 +226,12 @@ template <class Combine>
 inline unsigned reduce(unsigned give, Combine combine) {
     Warp& warp = *current->warp;
     const u64 mine = warp.generation;
+    collect(give);
     unsigned& all = warp.all[mine & 1];
-    collect(give, [&] {
-        unsigned sum = given<unsigned>(mine, 0);
-        for (int lane = 1; lane < 32; lane++) sum = combine(sum, given<unsigned>(mine, lane));
-        all = sum;
-    });
+    if (warp.all_of[mine & 1] != mine + 1) {
+        warp.all_of[mine & 1] = mine + 1, all = given<unsigned>(mine, 0);
+        for (int lane = 1; lane < 32; lane++) all = combine(all, given<unsigned>(mine, lane));
+    }
     return all;
 }
 inline bool arrive(int id, int count) {  // the last one
