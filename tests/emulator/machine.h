@@ -221,7 +221,7 @@ inline T shuffle(T give, Pick pick) {
     collect(give);
     return given<T>(generation, pick(current->thread.x & 31));
 }
-// What all lanes give, one by one.
+// One number of those that all lanes give.
 template <class Combine>
 inline unsigned reduce(unsigned give, Combine combine) {
     Warp& warp = *current->warp;

@@ -8,6 +8,7 @@ text, whose last step decides no more tokens than are left.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -85,9 +86,9 @@ class Assumed(Draft[Any]):
         self.draft.restore(memory, saved)
 
 
+@cache
 def chance_of(length: float, depth: int, tokens: int) -> float:
-    """How often a level must be right for steps over chains of `depth` to decide so many tokens, `length` in the mean
-    of all steps."""
+    """How often a level must be right for a step to decide `length` tokens in the mean, over a text of so many."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -96,11 +97,12 @@ def chance_of(length: float, depth: int, tokens: int) -> float:
 
 
 def mean_steps(chance: float, depth: int, tokens: int) -> float:
-    """How many steps decide so many tokens, in the mean."""
+    """How many steps over chains of `depth` decide so many tokens, in the mean."""
     right = chance ** np.arange(depth + 1)  # so many levels or more
     right[:-1] *= 1 - chance  # exactly so many
-    begun = min(tokens, 20 * (depth + 1))  # from then on a token takes as much as any other
-    steps = np.zeros(depth + 1 + begun)  # of so many tokens less depth + 1
-    for left in range(depth + 1, len(steps)):
-        steps[left] = 1 + right @ steps[left - 1 - depth : left][::-1]
-    return float(steps[-1] + (tokens - begun) / (right @ np.arange(1, depth + 2)))
+    most_first = right[::-1]
+    few = min(tokens, 20 * (depth + 1))  # of a longer text each token more takes the same
+    steps = [0.0] * (depth + 1)  # with no token left, or fewer than none; then with one, with two, ...
+    for _ in range(few):
+        steps.append(1 + float(most_first @ steps[-1 - depth :]))
+    return steps[-1] + (tokens - few) / float(right @ np.arange(1, depth + 2))
