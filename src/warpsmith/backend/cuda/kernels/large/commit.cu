@@ -8,13 +8,15 @@
 
 constexpr int OWN = 8, SHARE = 8 * OWN, SHARES = VALUE_DIM / SHARE;  // columns of a warp and a block, blocks of a layer
 constexpr int AT_ONCE = 16;  // nodes
+static_assert(CONV_CHANNELS <= SHARES * 256, "a thread has one channel of the convolution");
 static_assert(STATE_DIM % SHARE == 0 && COLUMNS % OWN == 0, "a block has one key head, a warp one fade");
 
-// What some nodes wrote to a block's columns.
+// What some nodes wrote to a block's columns; and a channel of the convolution a thread, as it will be looked back at.
 struct Written {
     float4 key[AT_ONCE][STATE_DIM / 4];
     float4 write[AT_ONCE][SHARE / 4];
     float fade[AT_ONCE][SHARE / COLUMNS];
+    float input[HISTORY][256];
 };
 
 extern "C" __global__ void __launch_bounds__(256, 4)
@@ -31,6 +33,17 @@ extern "C" __global__ void __launch_bounds__(256, 4)
         float4 s[OWN];
 #pragma unroll
         for (int i = 0; i < OWN; i++) s[i] = ((const float4*)(p.delta + state))[i * 32 + lane];
+        // One after another, and last, these would be what a block waits for at its end.
+        const int channel = share * 256 + (int)threadIdx.x;
+        if (channel < CONV_CHANNELS)
+#pragma unroll
+            for (int slot = 0; slot < HISTORY; slot++) {
+                const int last = last_in_slot(c.length, count, slot, HISTORY);
+                const float* from =
+                    last < 0 ? p.history + (layer * HISTORY + slot) * CONV_CHANNELS
+                             : p.pending_raw + (layer * MAX_NODES + path.node[last]) * CONV_CHANNELS;
+                copy4(&written.input[slot][threadIdx.x], from + channel);
+            }
         const float* keys = p.pending_key + (layer * KEY_HEADS + key_head) * MAX_NODES * STATE_DIM;
 #pragma unroll 1
         for (int first = 0; first < count; first += AT_ONCE) {
@@ -61,13 +74,10 @@ extern "C" __global__ void __launch_bounds__(256, 4)
         }
 #pragma unroll
         for (int i = 0; i < OWN; i++) ((float4*)(c.delta + state))[i * 32 + lane] = s[i];
-        for (int slot = 0; slot < HISTORY; slot++) {
-            const size_t row = (layer * HISTORY + slot) * CONV_CHANNELS;
-            const int last = last_in_slot(c.length, count, slot, HISTORY);
-            const float* from =
-                last < 0 ? p.history + row : p.pending_raw + (layer * MAX_NODES + path.node[last]) * CONV_CHANNELS;
-            for (int i = share * 256 + threadIdx.x; i < CONV_CHANNELS; i += SHARES * 256) c.history[row + i] = from[i];
-        }
+        if (channel < CONV_CHANNELS)
+#pragma unroll
+            for (int slot = 0; slot < HISTORY; slot++)
+                c.history[(layer * HISTORY + slot) * CONV_CHANNELS + channel] = written.input[slot][threadIdx.x];
     } else {
         const size_t head = blockIdx.x - DELTA_LAYERS * SHARES;
         for (int i = warp; i < count; i += 8) {
