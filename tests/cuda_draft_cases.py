@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -36,13 +37,15 @@ SHAPES = {
     "one feature, one layer, one key head": shaped(layers=1, target_layers=(2,), kv_heads=1, block=16),
     "a window shorter than the block": shaped(windows=(3, None), causal=(True, False), block=16),
     "the first tokens only": shaped(layers=1, speaks=192),
+    "an LM head of its own": shaped(layers=1, speaks=192, own_head=True),
 }
 
 
-def file_of(config: DFlashConfig, kind: str = "Q8_0", seed: int = 0) -> DraftFile:
-    tensors = {}
+def file_of(config: DFlashConfig, kinds: str = "Q8_0", seed: int = 0) -> DraftFile:
+    """Matrices have these types by turns (A/B)."""
+    tensors, turns = {}, cycle(kinds.split("/"))
     for name, values in random_weights(config, seed).items():
-        stored = TYPES[kind if values.ndim == 2 else "F32"]
+        stored = TYPES[next(turns) if values.ndim == 2 else "F32"]
         raw = quantize(stored, values.reshape(-1, values.shape[-1]))
         tensors[name] = Tensor(name, stored, values.shape, lambda raw=raw: raw)
     return DraftFile(config, tensors)

@@ -17,7 +17,7 @@ from warpsmith.checkpoint import dflash_writer
 from warpsmith.checkpoint.blocks import TYPES
 from warpsmith.checkpoint.canonical import Checkpoint, open_checkpoint
 from warpsmith.checkpoint.convert import FILE_TYPES, to_gguf, to_safetensors
-from warpsmith.checkpoint.dflash import DFlashConfig, open_draft
+from warpsmith.checkpoint.dflash import HEAD, DFlashConfig, open_draft
 from warpsmith.checkpoint.quantize import RECIPES, quantize
 from warpsmith.errors import BadRequest
 from warpsmith.model.config import SIZES, Config
@@ -244,6 +244,40 @@ def test_a_draft_may_speak_the_first_tokens_only(tmp_path: Path) -> None:
     refused = convert(tmp_path / "model.gguf", tmp_path / "none.gguf", "--speaks", "128")
     assert refused.returncode == 2
     assert "models speak all of their vocabulary" in refused.stderr
+    assert not (tmp_path / "none.gguf").exists()
+
+
+def test_a_draft_may_have_an_lm_head_of_its_own(tmp_path: Path) -> None:
+    """A copy of its model's in fewer bits, which may be cut like one it borrows."""
+    shape = replace(SMALL, hidden=256)
+    config = draft_config(shape, ffn=512, head_dim=64, target_layers=(0, 1))
+    source = write_draft(tmp_path / "draft", "safetensors", config, random_weights(config))
+    model = random_checkpoint(shape)
+    to_gguf(model, model.metadata, tmp_path / "model.gguf", "q6_k")
+    given = ("--type", "q4_k_m", "--head", tmp_path / "model.gguf")
+    result = convert(source, tmp_path / "own.gguf", *given, "--speaks", "128")
+    assert result.returncode == 0, result.stderr
+    own = open_draft(tmp_path / "own.gguf")
+    assert own.config == replace(config, source=own.config.source, target_depth=None, speaks=128, own_head=True)
+    found, lent = own.tensors[HEAD], open_checkpoint(tmp_path / "model.gguf").tensors
+    of_the_model = lent["token_embd.weight" if shape.tied else "output.weight"]
+    assert (found.type.name, found.shape) == ("Q4_K", (128, 256))
+    assert np.array_equal(found.raw(), quantize(found.type, of_the_model.float32()[:128]))
+    shown = subprocess.run(
+        [sys.executable, "-m", "warpsmith.cli", "show", str(tmp_path / "own.gguf")], capture_output=True, text=True
+    )
+    assert "the first 128 tokens of its target's vocabulary, by an LM head of its own, Q4_K" in shown.stdout
+
+    assert convert(tmp_path / "own.gguf", tmp_path / "fewer.gguf", "--speaks", "64").returncode == 0
+    assert np.array_equal(open_draft(tmp_path / "fewer.gguf").tensors[HEAD].raw(), found.raw()[:64])
+    refused = convert(tmp_path / "own.gguf", tmp_path / "none.gguf", "--speaks", "192")
+    assert refused.returncode == 2
+    assert "at most 128" in refused.stderr
+    other = write_draft(tmp_path / "other", "lucebox", FULL, random_weights(FULL))
+    for wrong, words in ((other, "hidden size of 64"), (tmp_path / "model.gguf", "has its LM head")):
+        refused = convert(wrong, tmp_path / "none.gguf", *given)
+        assert refused.returncode == 2
+        assert words in refused.stderr
     assert not (tmp_path / "none.gguf").exists()
 
 

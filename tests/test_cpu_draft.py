@@ -50,6 +50,8 @@ SHAPES = {
     "a window shorter than the block": shaped(windows=(3, None), causal=(True, False)),
     "a long block": shaped(block=40, windows=(12, None)),
     "the first tokens only": shaped(speaks=70),
+    "an LM head of its own": shaped(own_head=True),
+    "an LM head of its own for the first tokens": shaped(speaks=70, own_head=True),
 }
 
 

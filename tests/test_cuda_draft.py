@@ -148,14 +148,42 @@ def test_blocks_of_other_sizes(block: int) -> None:
     check_same(native, numpy, 5, block, block - 1)
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_K", "Q5_0"])
-def test_every_weight_type_is_computed(kind: str) -> None:
-    """Matrices of more than 8 bits are rounded to Q8_0; the others are as they are in the file."""
-    config = shaped(layers=1)
-    native, numpy = both(*targets(), file_of(config, kind))
+OF_FOUR_TYPES = pytest.param("Q4_K/Q5_K/Q8_0/Q6_K", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("kinds", ["F32", "F16", "BF16", "Q4_K/Q6_K/Q6_K", "Q5_0", OF_FOUR_TYPES])
+def test_every_weight_type_is_computed(kinds: str) -> None:
+    """Matrices of more than 8 bits are rounded to Q8_0, and those of two types whose rows share tiles; the others are
+    as they are in the file. Keys and values of the context may be of several."""
+    config = shaped(layers=1 if "/" not in kinds else 2)
+    native, numpy = both(*targets(), file_of(config, kinds))
     for draft in (native, numpy):
         draft.append(HostRows(features_of(9, config)), 0)
-    check_same(native, numpy, 5, 9, config.block - 1, 0.03 if kind in ("F32", "F16", "BF16") else CLOSE)
+    check_same(native, numpy, 5, 9, config.block - 1, CLOSE if kinds == "Q5_0" else 0.03)
+
+
+@pytest.mark.parametrize(
+    ("values", "order", "types"),
+    [
+        (("Q6_K", "Q4_K", "Q6_K"), [0, 2, 3, 4, 1, 5], ["Q4_K", "Q6_K"]),
+        (("Q8_0", "Q5_K", "Q6_K"), [0, 1, 2, 3, 4, 5], ["Q8_0"]),
+    ],
+)
+def test_keys_and_values_of_the_context_keep_their_types(
+    values: tuple[str, ...], order: list[int], types: list[str]
+) -> None:
+    """Unless there are more types than a stage has parts."""
+    config = shaped(layers=3, hidden=512)
+    stored = dict.fromkeys(expected_shapes(config), "Q4_K")
+    stored |= {f"layers.{i}.self_attn.v_proj.weight": kind for i, kind in enumerate(values)}
+    stream = DraftStream(config, SMS, stored)
+    context = stream.stages[1]
+    assert [part.type for part in context.parts] == types
+    pieces = [piece for part in context.parts for piece in part.pieces]
+    assert [piece.first_row for piece in pieces] == [128 * config.kv_heads * i for i in range(6)]
+    assert stream.context_order == order
+    names = [f"layers.{i // 2}.self_attn.{'kv'[i % 2]}_proj" for i in order]
+    assert [piece.tensor.removesuffix(".weight") for piece in pieces] == names
 
 
 def test_the_head_goes_over_k_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,10 +277,14 @@ def test_beside_a_model_of_the_other_pass() -> None:
     check_same(native, numpy, 5, 9, config.block - 1)
 
 
-@pytest.mark.parametrize(("large", "speaks"), [(True, None), (False, None), (True, 192), (False, 192)])
-def test_a_draft_takes_what_was_planned(large: bool, speaks: int | None) -> None:
+@pytest.mark.parametrize(
+    ("large", "speaks", "own_head"),
+    [(True, None, False), (False, None, False), (True, 192, False), (False, 192, False), (True, None, True)],
+)
+def test_a_draft_takes_what_was_planned(large: bool, speaks: int | None, own_head: bool) -> None:
     """Weights, copies that the target lends, what a launch writes, and the memories of two sequences."""
-    config, context = shaped(layers=2, windows=(7, None), causal=(True, False), speaks=speaks), 256
+    shape = {"layers": 2, "windows": (7, None), "causal": (True, False)}
+    config, context = shaped(**shape, speaks=speaks, own_head=own_head), 256
     tensors = tensors_of(SHAPE, MIXED) if large else random_tensors(SHAPE, 1)
     cuda = (LargeBackend if large else WeightsFirstBackend)(SHAPE, tensors, context=context)
     file, capacity = file_of(config), capacity_of(config, 100)

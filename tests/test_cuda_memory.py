@@ -19,6 +19,7 @@ from warpsmith.backend.cuda.memory.plan import check_fit, weights_first_parts
 from warpsmith.backend.cuda.memory.room import CONTEXT_BYTES, Room
 from warpsmith.backend.cuda.weights_first import WeightsFirstBackend
 from warpsmith.checkpoint.convert import tensor_type
+from warpsmith.checkpoint.dflash import HEAD
 from warpsmith.checkpoint.dflash import expected_shapes as draft_shapes
 from warpsmith.draft.dflash import capacity_of
 from warpsmith.errors import DoesNotFit
@@ -123,6 +124,10 @@ def test_the_27b_with_its_draft_and_a_long_context_fits_a_24_gb_card_by_plan() -
     head = 98_304 * 5120 * 210 // 256  # in Q6_K
     assert 0.9 * head < own["draft"] - parts["draft"] < 1.1 * head  # logits of fewer tokens, and what finds the best
     assert sum(own.values()) < min(24e9, chip.memory)
+    types = {**of_the_draft.stored, HEAD: "Q4_K"}
+    smaller = replace(fewer, config=replace(fewer.config, own_head=True), stored=types)
+    least = {p.what: p.nbytes for p in planned(config, stored, chip, 131_072, ("q4_0", "q4_0"), smaller)}
+    assert 0.9 * head < (own["draft"] - least["draft"]) * 210 / (210 - 148) < 1.1 * head  # 148: slabs of Q4_K
 
 
 def test_buffers_are_held_to_a_limit() -> None:

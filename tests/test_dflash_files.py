@@ -148,6 +148,15 @@ def test_a_file_that_cannot_be_a_draft_is_refused(
     assert caught.value.problem.count(". ") == 0, "one sentence"
 
 
+def test_a_head_that_does_not_say_of_how_many_tokens_is_refused(tmp_path: Path) -> None:
+    config = draft_config(SMALL, own_head=True)
+    written = write_draft(tmp_path / "draft", "safetensors", config, random_weights(config))
+    assert open_draft(written).config.own_head
+    nothing_said = write_draft(tmp_path / "draft", "llama.cpp", config, random_weights(config))
+    with pytest.raises(BadFile, match="does not say of how many tokens"):
+        open_draft(nothing_said)
+
+
 @pytest.mark.parametrize("extra", ["layers.0.attention_conv.base_kernel", "d2t", "dspark.markov.w1.weight"])
 def test_other_networks_are_not_mistaken_for_plain_dflash(extra: str, tmp_path: Path) -> None:
     weights = random_weights(FULL) | {extra: np.ones((2, 2), np.float32)}

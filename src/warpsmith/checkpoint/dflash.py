@@ -25,6 +25,7 @@ EPS = 1e-6  # of every published draft; Lucebox's files do not say it
 LEAST_SPOKEN = 64  # tokens: as many as kernels make together
 
 _OTHER = "Use a DFlash draft made for this model."
+HEAD = "head.weight"  # where a draft has an LM head of its own
 _BORROWED = ("embed_tokens.weight", "lm_head.weight", "token_embd.weight", "output.weight")  # the target's are used
 
 
@@ -48,6 +49,7 @@ class DFlashConfig:
     eps: float = EPS
     vocab: int | None = None  # of the target, where the file says it
     speaks: int | None = None  # it guesses none but so many first tokens of that; None: any
+    own_head: bool = False  # it has an LM head of its own, of the tokens it speaks, and does not borrow its target's
     target_depth: int | None = None  # layers of the target, where the file says it
 
 
@@ -83,7 +85,16 @@ def expected_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
             layer + "mlp.up_proj.weight": (c.ffn, h),
             layer + "mlp.down_proj.weight": (h, c.ffn),
         }
+    if c.own_head:
+        shapes[HEAD] = (_spoken(c), h)
     return shapes
+
+
+def _spoken(config: DFlashConfig) -> int:
+    """How many tokens a head of its own is for."""
+    if not (spoken := config.speaks or config.vocab):
+        raise BadFile(f"The draft {config.source} has an LM head, and does not say of how many tokens.", _OTHER)
+    return spoken
 
 
 def is_draft(path: Path) -> bool:
@@ -116,11 +127,24 @@ def open_draft(path: str | Path) -> DraftFile:
 
 def speaking(file: DraftFile, tokens: int) -> DraftFile:
     """The same draft, which guesses none but so many first tokens of the vocabulary."""
-    vocab = file.config.vocab
-    if tokens % LEAST_SPOKEN or (vocab is not None and tokens > vocab):
-        most = "" if vocab is None else f", at most {vocab}"
+    config, tensors = file.config, dict(file.tensors)
+    known = _spoken(config) if config.own_head else config.vocab
+    if tokens % LEAST_SPOKEN or (known is not None and tokens > known):
+        most = "" if known is None else f", at most {known}"
         raise BadRequest(f"A draft can't speak {tokens} tokens.", f"Choose a multiple of {LEAST_SPOKEN}{most}.")
-    return replace(file, config=replace(file.config, speaks=tokens))
+    if config.own_head:
+        tensors[HEAD] = _first_rows(tensors[HEAD], tokens)
+    return replace(file, config=replace(config, speaks=tokens), tensors=tensors)
+
+
+def with_head(file: DraftFile, head: Tensor) -> DraftFile:
+    """The same draft with a copy of its target's LM head, of the tokens that it speaks."""
+    config = replace(file.config, vocab=head.shape[0], own_head=True)
+    return replace(file, config=config, tensors={**file.tensors, HEAD: _first_rows(head, _spoken(config))})
+
+
+def _first_rows(matrix: Tensor, rows: int) -> Tensor:
+    return Tensor(HEAD, matrix.type, (rows, matrix.shape[1]), lambda: matrix.raw()[:rows])
 
 
 # -- safetensors ----------------------------------------------------------------------------------------------------
@@ -129,8 +153,9 @@ def speaking(file: DraftFile, tokens: int) -> DraftFile:
 def _open_directory(path: Path) -> DraftFile:
     from warpsmith.checkpoint.safetensors import ELEMENTS, StoredTensor, read_json, read_tensors
 
-    config = _config_from_json(read_json(path / "config.json"), str(path / "config.json"))
     stored = read_tensors(path)
+    config = _config_from_json(read_json(path / "config.json"), str(path / "config.json"))
+    config = replace(config, own_head=HEAD in stored)
     _check_tensors(config, {name: t.shape for name, t in stored.items()}, lambda name: name)
 
     def canonical(name: str, tensor: StoredTensor) -> Tensor:
@@ -200,7 +225,7 @@ def _open_gguf(path: Path) -> DraftFile:
     architecture = file.metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise BadFile(f"{path}: general.architecture is {brief(architecture)}, which is no DFlash draft.", _OTHER)
-    config = _config_from_gguf(file.metadata, architecture, str(path))
+    config = replace(_config_from_gguf(file.metadata, architecture, str(path)), own_head=HEAD in file.tensors)
     names = {name: _gguf_name(name) for name in file.tensors}
     _check_tensors(config, {names[n] or n: t.shape for n, t in file.tensors.items()}, _named_in(names))
 
@@ -267,6 +292,7 @@ _GGUF_TOP = {
     "dflash_hidden_norm.weight": "hidden_norm.weight",
     "enc.output_norm.weight": "hidden_norm.weight",
     "output_norm.weight": "norm.weight",
+    HEAD: HEAD,
 }
 GGUF_LAYER = {
     "attn_norm": "input_layernorm",

@@ -9,7 +9,7 @@ from typing import Any
 
 from warpsmith.checkpoint.blocks import BlockType
 from warpsmith.checkpoint.convert import converted, recipe_metadata, target_type, tensor_type, write_pieces
-from warpsmith.checkpoint.dflash import GGUF_LAYER, LLAMA_CPP, DFlashConfig, DraftFile, expected_shapes
+from warpsmith.checkpoint.dflash import GGUF_LAYER, HEAD, LLAMA_CPP, DFlashConfig, DraftFile, expected_shapes
 from warpsmith.checkpoint.gguf_writer import Typed
 
 
@@ -75,7 +75,9 @@ def write_draft(
     pieces = []
     for name, tensor in file.tensors.items():
         stored = to_gguf_name(name)
-        kind = target_type(tensor, types.get(stored, tensor.type), file.config.source)
+        kind = types.get(stored, tensor.type)
+        if name != HEAD:  # a copy of its target's, of whom there may be no other file; no draft changes a text
+            kind = target_type(tensor, kind, file.config.source)
         pieces.append((stored, kind, tensor.shape, converted(tensor, kind, progress)))
     metadata = {**file.general, **to_gguf_metadata(file.config)} | (recipe_metadata(recipe) if recipe else {})
     write_pieces(path, metadata, pieces)

@@ -27,6 +27,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of a draft: let it guess the vocabulary's first N tokens only, and read no more of the model's LM head",
     )
+    parser.add_argument(
+        "--head",
+        metavar="MODEL",
+        help="of a draft: give it a copy of this model's LM head, as --type says, to read instead of the model's own",
+    )
     parser.add_argument("--offline", action="store_true", help="never use the network")
 
 
@@ -40,9 +45,12 @@ def main(args: argparse.Namespace) -> int:
 
     source, recipe = resolve(args.source, offline=args.offline), args.type and args.type.lower()
     if is_draft(source):
-        return _convert_draft(source, args.path, recipe, args.speaks)
+        model = open_checkpoint(resolve(args.head, offline=args.offline)) if args.head else None
+        return _convert_draft(source, args.path, recipe, args.speaks, model)
     if args.speaks is not None:
         raise BadRequest(f"{args.source} is a model, and models speak all of their vocabulary.", "Leave --speaks out.")
+    if args.head is not None:
+        raise BadRequest(f"{args.source} is a model, and has its LM head.", "Leave --head out.")
     checkpoint = open_checkpoint(source)
     read_config(checkpoint)  # a model that is not whole is not converted
     check_absent(args.path)
@@ -61,14 +69,20 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _convert_draft(source: Path, path: Path, recipe: str | None, speaks: int | None) -> int:
+def _convert_draft(source: Path, path: Path, recipe: str | None, speaks: int | None, model: Checkpoint | None) -> int:
     from warpsmith.checkpoint.convert import rounded_types
-    from warpsmith.checkpoint.dflash import open_draft, speaking
+    from warpsmith.checkpoint.dflash import open_draft, speaking, with_head
     from warpsmith.checkpoint.dflash_writer import write_draft
+    from warpsmith.model.dflash import check_fits
+    from warpsmith.model.weights import read_config
 
     file = open_draft(source)
     if speaks is not None:
         file = speaking(file, speaks)
+    if model is not None:
+        config = read_config(model)
+        check_fits(file.config, config)
+        file = with_head(file, model.tensors["token_embd.weight" if config.tied else "output.weight"])
     if path.suffix != ".gguf":
         raise BadRequest("A draft is written as a GGUF file.", "Name one, such as draft.gguf.")
     check_absent(path)

@@ -88,7 +88,7 @@ def _beside(name: str, config: Config, offline: bool) -> PlannedDraft:
 
 def _draft(name: str | None, offline: bool) -> dict[str, Any] | None:
     """What there is to say of a DFlash draft; None if it is none."""
-    from warpsmith.checkpoint.dflash import is_draft, open_draft
+    from warpsmith.checkpoint.dflash import HEAD, is_draft, open_draft
     from warpsmith.checkpoint.hub import resolve
 
     if name is None or not is_draft(path := resolve(name, offline)):
@@ -102,6 +102,7 @@ def _draft(name: str | None, offline: bool) -> dict[str, Any] | None:
         "bytes": sum(tensor.nbytes for tensor in file.tensors.values()),
         "types": sorted({tensor.type.name for tensor in matrices}),
         "draft": asdict(file.config),
+        "head": file.tensors[HEAD].type.name if file.config.own_head else None,
         "held_on_cuda": "Q8_0" if any(tensor.type.name in WHOLE for tensor in matrices) else "as in the file",
     }
 
@@ -114,6 +115,7 @@ def _draft_page(facts: dict[str, Any]) -> str:
     ]
     types = ", ".join(facts["types"])
     spoken = "all" if c["speaks"] is None else f"the first {c['speaks']} tokens"
+    head = f"an LM head of its own, {facts['head']}" if c["own_head"] else "its target's LM head"
     lines = [
         facts["path"],
         f"  a DFlash draft: {count(facts['parameters'])} parameters, {size(facts['bytes'])}, {types}",
@@ -122,7 +124,7 @@ def _draft_page(facts: dict[str, Any]) -> str:
         f"  attention   {c['heads']} query heads, {c['kv_heads']} key/value heads of {c['head_dim']}",
         f"  block       {c['block']} positions, masked with token {c['mask_token']}",
         f"  reads       layers {', '.join(map(str, c['target_layers']))} of its target",
-        f"  speaks      {spoken} of its target's vocabulary",
+        f"  speaks      {spoken} of its target's vocabulary, by {head}",
         f"  on cuda     its matrices are held {'as Q8_0' if whole else 'as they are in the file'}",
     ]
     return "\n".join(map(printable, lines))

@@ -100,6 +100,7 @@ void Draft::finish() {
     fc_ = weights.matrix("fc.weight");
     hidden_norm_ = weights.vector("hidden_norm.weight");
     norm_ = weights.vector("norm.weight");
+    head_ = c.own_head ? weights.matrix("head.weight") : m.head;
     const float scale = 1.0f / std::sqrt(static_cast<float>(c.head_dim));  // of the scores: goes into the queries' norm
     for (int i = 0; i < c.layers; i++) {
         const std::string layer = "layers." + std::to_string(i) + ".", attention = layer + "self_attn.", mlp = layer + "mlp.";
@@ -228,7 +229,7 @@ void Draft::fill_block(DraftMemory& memory, int thread, int32_t root, int positi
         m.kernels.rms_norm(x_ + at, norm_, hidden, c.eps, y_ + at);
         if (want.hidden_out) std::memcpy(want.hidden_out + at, y_ + at, hidden * sizeof(float));
     });
-    if (want.tokens != Tokens::None) stages_.tokens(thread, m.head, c.speaks, y_ + hidden, rows, want);
+    if (want.tokens != Tokens::None) stages_.tokens(thread, head_, c.speaks, y_ + hidden, rows, want);
 }
 
 // Each of the block's first n rows sees a run of the cache's rows, oldest first, up to the newest, and then one of the block's.

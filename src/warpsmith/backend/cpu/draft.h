@@ -1,7 +1,7 @@
 // A DFlash draft on the target's own threads: warpsmith/backend/reference/dflash.py is the same network, written to be read.
 //
 // Features of committed tokens become keys and values once, in rolling caches; a block of masked positions then runs through the
-// layers without leaving a trace. Embeddings and head are the target's.
+// layers without leaving a trace. Embeddings are the target's, and so is the head, unless the draft has its own.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -15,7 +15,8 @@ namespace warpsmith {
 // Names as in warpsmith.checkpoint.dflash.DFlashConfig.
 struct DraftConfig {
     int layers, hidden, ffn, heads, kv_heads, head_dim, features, block, mask_token;
-    int speaks;  // so many first tokens of the target's
+    int speaks;     // so many first tokens of the target's
+    bool own_head;  // of these tokens
     float eps;
     double rope_theta;
     std::vector<int> windows;   // how far back a layer sees; 0: all the way
@@ -83,7 +84,7 @@ private:
 
     Model& m;
     const DraftConfig c;
-    Matrix fc_;
+    Matrix fc_, head_;
     const float *hidden_norm_ = nullptr, *norm_ = nullptr;
     std::vector<Layer> layers_;
     std::vector<double> frequency_, step_cosine_, step_sine_;  // [head_dim / 2], and of 0 .. 63 steps of each

@@ -70,6 +70,7 @@ DraftConfig draft_config_from(nb::handle o, const std::vector<int>& capacity, in
     c.eps = nb::cast<float>(o.attr("eps"));
     c.rope_theta = nb::cast<double>(o.attr("rope_theta"));
     c.speaks = o.attr("speaks").is_none() ? vocab : number("speaks");
+    c.own_head = nb::cast<bool>(o.attr("own_head"));
     for (nb::handle window : o.attr("windows")) c.windows.push_back(window.is_none() ? 0 : nb::cast<int>(window));
     for (nb::handle flag : o.attr("causal")) c.causal.push_back(nb::cast<bool>(flag));
     c.capacity = capacity;

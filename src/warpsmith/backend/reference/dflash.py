@@ -12,7 +12,7 @@ from warpsmith.backend.base import Backend, Output, Want, output_from_logits
 from warpsmith.backend.block_draft import BlockDraft, BlockMemory
 from warpsmith.backend.reference.ops import rms_norm, rope, silu
 from warpsmith.backend.rows import HostRows, Rows
-from warpsmith.checkpoint.dflash import DraftFile
+from warpsmith.checkpoint.dflash import HEAD, DraftFile
 from warpsmith.model.dflash import block_plan, context_plan
 from warpsmith.model.plan import Stage
 
@@ -74,6 +74,8 @@ class NumpyDraft(BlockDraft):
         return output
 
     def _spoken(self, hidden: np.ndarray, want: Want) -> Output:
+        if self.config.own_head:
+            return output_from_logits(hidden @ self._weights[HEAD].T, want)
         if self.config.speaks is None:
             return self.backend.head(hidden, want)
         logits = self.backend.head(hidden, Want(tokens="logits")).logits

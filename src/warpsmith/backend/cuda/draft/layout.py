@@ -25,6 +25,7 @@ from warpsmith.checkpoint.dflash import DFlashConfig
 COLUMNS = 16  # rows that a launch appends, and positions of a block, at most
 DIM = 128  # of a head
 MAX_LAYERS = 32
+MOST_PARTS = 3  # of a stage, by weight types (`Run` of kernels/draft/shape.cuh)
 BATCH = 64  # rows of queries at a time
 ABREAST = 64  # rows that are gathered together
 COUNTER_BYTES = 5 * 128  # of steps, and of four stages, each in a line of its own (kernels/draft/block.cuh)
@@ -56,13 +57,27 @@ class DraftStream(SlabStages):
         self.config, self.sms, self.stored = config, sms, stored
 
     @cached_property
+    def context(self) -> list[list[tuple[int, str]]]:
+        """Keys and values of all layers, those of one type together, so that none is rounded for another's sake; all
+        together where there are more types than parts. A matrix has a number: twice its layer, and one more for
+        values."""
+        names = [f"layers.{i}.self_attn.{name}" for i in range(self.config.layers) for name in ("k_proj", "v_proj")]
+        by_type: dict[str, list[tuple[int, str]]] = {}
+        for number, name in enumerate(names):
+            by_type.setdefault(self.stored[f"{name}.weight"], []).append((number, name))
+        return [by_type[kind] for kind in sorted(by_type)] if len(by_type) <= MOST_PARTS else [list(enumerate(names))]
+
+    @property
+    def context_order(self) -> list[int]:
+        return [number for part in self.context for number, _ in part]
+
+    @cached_property
     def stages(self) -> list[LargeStage]:
         c = self.config
         kv, inner = c.kv_heads * c.head_dim, c.heads * c.head_dim
-        both = [(f"layers.{i}.self_attn.{name}", kv) for i in range(c.layers) for name in ("k_proj", "v_proj")]
         stages = [
             self._stage("fc", len(c.target_layers) * c.hidden, "", [("fc", c.hidden)]),
-            self._stage("context", c.hidden, "", both),
+            self._stage("context", c.hidden, "", *([(name, kv) for _, name in part] for part in self.context)),
         ]
         for i in range(c.layers):
             attention, mlp = f"layers.{i}.self_attn.", f"layers.{i}.mlp."
@@ -77,7 +92,7 @@ class DraftStream(SlabStages):
 
 
 class HeadStream(SlabStages):
-    """A copy of the target's LM head, where the target has it in another layout, or of its first rows."""
+    """A draft's own LM head, or a copy of the target's: of its first rows, or where the target has another layout."""
 
     def __init__(self, name: str, vocab: int, hidden: int, sms: int, stored: Mapping[str, str]) -> None:
         self.name, self.vocab, self.hidden, self.sms, self.stored = name, vocab, hidden, sms, stored
@@ -92,8 +107,7 @@ class HeadStream(SlabStages):
 
 
 class DraftLayout:
-    """Sizes and tables of a draft beside a target, whose LM head is dealt as `head` says, or of whose first rows the
-    draft has a copy."""
+    """Sizes and tables of a draft beside a target whose LM head is dealt as `head` says, or with a head itself."""
 
     def __init__(self, config: DFlashConfig, stream: DraftStream, head: Deal | HeadStream, capacity: int) -> None:
         self.config, self.stream, self.capacity = config, stream, capacity

@@ -63,7 +63,8 @@ def lend_copies(backend: CudaBackend, tensors: Mapping[str, Tensor]) -> Lent:
 
 
 def lend_less(backend: CudaBackend, lent: Lent, head: HeadStream, tensors: Mapping[str, Tensor]) -> Lent:
-    """The same, but of the LM head a copy of its first rows, dealt to all SMs: for a draft that speaks no others."""
+    """The same, but of an LM head its first rows, dealt to all SMs: for a draft that speaks no others, or whose own it
+    is."""
     name = f"{head.name}.weight"
     whole = tensors[name]
     rows = Tensor(name, whole.type, (head.vocab, head.hidden), lambda: whole.raw()[: head.vocab])

@@ -15,7 +15,7 @@ from warpsmith.backend.cuda.build.compiler import build
 from warpsmith.backend.cuda.draft.formats import HELD, handed_over
 from warpsmith.backend.cuda.draft.layout import ABREAST, COLUMNS, DIM, DraftLayout, DraftStream
 from warpsmith.backend.cuda.draft.lent import THREADS, Lent, lend_less
-from warpsmith.backend.cuda.draft.plan import head_stream
+from warpsmith.backend.cuda.draft.plan import held_head
 from warpsmith.backend.cuda.draft.step import Ahead, CudaGrowingTree, StepProgram, growth
 from warpsmith.backend.cuda.draft.structures import DraftParams, DraftRequest, Gather
 from warpsmith.backend.cuda.large.formats import EMBEDDINGS
@@ -86,11 +86,12 @@ class CudaDraft(BlockDraft):
     ) -> None:
         self.backend, self.config, self.device = backend, config, backend.device
         device, sms = self.device, backend.chip.sms
-        stored = {name: handed_over(tensor.type.name, held) for name, tensor in tensors.items()}
+        types = {name: tensor.type.name for name, tensor in tensors.items()}
+        stored = {name: handed_over(kind, held) for name, kind in types.items()}
         stream = DraftStream(config, sms, stored)
         copied = copies_of(stream, tensors)
         rings = 2 * config.layers * config.kv_heads * max(capacity) * DIM * 2  # of one sequence
-        head = head_stream(backend.config, backend.stored, sms, config.speaks) if config.speaks else None
+        head = held_head(backend.config, backend.stored, sms, config, types)
         needed = stream.stream_bytes + (head.nbytes if head else 0) + rings + STAGING_BYTES
         check_draft_fits(device, needed, config)
         lent = lend()
@@ -106,7 +107,7 @@ class CudaDraft(BlockDraft):
             self.stream = load_slabs(device, device.load(pack.result()).kernel("pack"), stream, tensors, rows)
         self.top = backend.outputs.top
         if head is not None:
-            lent = lend_less(backend, lent, head, backend.lendable)
+            lent = lend_less(backend, lent, head, tensors if config.own_head else backend.lendable)
             image_of_top = top_image(backend.architecture, layout.vocab)
             self.top = Top(device, image_of_top, backend.outputs.logits, layout.vocab)
         self._kernel = device.load(image.result()).kernel("draft", backend.chip.shared_memory)
@@ -122,7 +123,9 @@ class CudaDraft(BlockDraft):
         self._from_host: Buffer | None = None
         self._step: StepProgram | None = None  # once trees grow on the device
         windows = [window or 0 for window in config.windows]
-        self._request = DraftRequest(window=tuple(windows), causal=tuple(map(int, config.causal)))
+        self._request = DraftRequest(
+            window=tuple(windows), causal=tuple(map(int, config.causal)), context=tuple(stream.context_order)
+        )
 
     @property
     def _logits_at(self) -> int:

@@ -13,7 +13,7 @@ from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.top import top_bytes
 from warpsmith.backend.cuda.weights.stream import EMBEDDING
 from warpsmith.checkpoint.blocks import TYPES
-from warpsmith.checkpoint.dflash import DFlashConfig
+from warpsmith.checkpoint.dflash import HEAD, DFlashConfig
 from warpsmith.model.config import Config
 
 
@@ -41,6 +41,17 @@ def head_stream(config: Config, stored: Mapping[str, str], sms: int, speaks: int
     return HeadStream(name.removesuffix(".weight"), speaks or config.vocab, config.hidden, sms, head)
 
 
+def held_head(
+    config: Config, stored: Mapping[str, str], sms: int, draft: DFlashConfig, draft_types: Mapping[str, str]
+) -> HeadStream | None:
+    """The LM head that a draft holds itself: its own, or a copy of the target's first rows. None: it reads the
+    target's."""
+    if draft.own_head:
+        own = {HEAD: handed_over(draft_types[HEAD])}
+        return HeadStream(HEAD.removesuffix(".weight"), draft.speaks or config.vocab, config.hidden, sms, own)
+    return head_stream(config, stored, sms, draft.speaks) if draft.speaks else None
+
+
 def embedding_type(stored: Mapping[str, str]) -> str:
     """What a copy of a target's embeddings is held as."""
     return stored[EMBEDDING] if stored[EMBEDDING] in EMBEDDINGS else ROUNDED
@@ -64,10 +75,8 @@ def planned_draft(
 ) -> list[MemoryPart]:
     """Beside a target of this layout of slabs; None: of the other, which lends copies."""
     stream = DraftStream(draft, sms, {name: handed_over(kind) for name, kind in draft_types.items()})
-    head: Deal | HeadStream
-    if draft.speaks:
-        head = head_stream(config, stored, sms, draft.speaks)
-    else:
+    head: Deal | HeadStream | None = held_head(config, stored, sms, draft, draft_types)
+    if head is None:
         head = head_stream(config, stored, sms).deals[0] if target is None else target.deals[-1]
     lent = lent_bytes(config, stored, sms) if target is None else 0
     return draft_parts(DraftLayout(draft, stream, head, max(capacity)), context, lent=lent)

@@ -31,6 +31,7 @@ class DraftRequest(ctypes.Structure):
         ("tokens", ctypes.c_int * COLUMNS),
         ("window", ctypes.c_int * MAX_LAYERS),
         ("causal", ctypes.c_int * MAX_LAYERS),
+        ("context", ctypes.c_ubyte * (2 * MAX_LAYERS)),
         ("path", ctypes.c_void_p),
     ]  # fmt: skip
 

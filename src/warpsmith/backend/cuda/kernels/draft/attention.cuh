@@ -4,12 +4,12 @@
 // away, and in causal layers none after its own. Keys and values of the text lie in rings, in the order they came, each
 // with its position. Steps: rows (norm, RoPE, fp16; a warp a row); parts (items: a key head, 64 rows of queries, a
 // split of the chunks of 64 keys; the block's own keys are the last chunk); merge (splits in order). Scores: 16 queries
-// x 8 keys x 16 dimensions a product, a warp 8 keys of a chunk. Sums: 16 queries x 8 dimensions x 16 keys, a warp 16
-// dimensions.
+// x 8 keys x 16 dimensions a product. Sums: 16 queries x 8 dimensions x 16 keys; a warp keeps both in registers. While
+// a chunk is looked at the next one is on its way.
 #pragma once
 #include "draft/products.cuh"
 
-static_assert(DIM == 16 * WARPS && CHUNK == 8 * WARPS && NODES <= CHUNK, "a warp has 16 dimensions, or 8 keys");
+static_assert(DIM == 128 && BATCH == 8 * WARPS && NODES <= 16, "two warps have 16 queries");
 constexpr float DRAFT_SCALE = 0.088388347648f * 1.44269504f;  // 128 ** -0.5, and scores are to base 2
 constexpr float MOST_HALF = 65504.0f, LEAST_SCORE = -1e30f;
 
@@ -60,8 +60,9 @@ __device__ __forceinline__ void keep_context(Block& b) {
     constexpr int EACH = LAYERS * 2 * KV_HEADS;
 #pragma unroll 1
     for (int task = b.warp * SMS + b.sm; task < r.rows * EACH; task += WARPS * SMS) {
-        const int node = task / EACH, row = task % EACH, layer = row / (2 * KV_HEADS), head = row % KV_HEADS;
-        const bool is_value = row % (2 * KV_HEADS) >= KV_HEADS;
+        const int node = task / EACH, row = task % EACH, of = r.context[row / KV_HEADS], head = row % KV_HEADS;
+        const int layer = of >> 1;
+        const bool is_value = of & 1;
         const int position = r.first_position + node, slot = (int)((u32)(r.appended + node) % (u32)p.capacity);
         const RowFactors factors(b, p.vectors + layer * VECTORS + K_NORM, position);
         const float4 v = sums.at(node, row * DIM + b.lane * 4);
@@ -88,162 +89,177 @@ __device__ __forceinline__ void block_rows(Block& b, int stage) {
 
 // --- parts ----------------------------------------------------------------------------------------------------------
 
+// Sixteen bytes of a row of keys or values, moved so that neither eight rows of one of them nor two rows of four share
+// banks.
+__device__ __forceinline__ int unit_at(int row, int unit) {
+    return row * (DIM / 2) + (unit ^ ((row & 1) << 2 | (row >> 1 & 3))) * 4;
+}
+
+// Sixteen rows of queries, two warps: each scores them against all keys of a chunk and has half of the dimensions of
+// what they add up to.
+struct Queries {
+    uint4 rows[8];         // g and g + 8, as products take them
+    int first[2], last[2];  // positions that these see
+    float peak[2], weight[2];
+    float sum[8][4];
+
+    // Scores against keys 16 by 16, then their weights and what these add up to.
+    __device__ __forceinline__ void see(const Block& b, const AttentionScratch& at, int buffer, int half, int groups) {
+        const int g = b.lane >> 2, q = b.lane & 3;
+        float s[CHUNK / 8][4] = {};
+        // Products in an order in which none waits for the one before it.
+#pragma unroll
+        for (int c = 0; c < 4; c++)
+#pragma unroll
+            for (int tile = 0; tile < CHUNK / 8; tile++) {
+                if (tile >= 2 * groups) continue;
+                const uint4 key = *(const uint4*)(at.keys[buffer] + unit_at(tile * 8 + g, c * 4 + q));
+                mma_half(s[tile], rows[c * 2], key.x, key.y);
+                mma_half(s[tile], rows[c * 2 + 1], key.z, key.w);
+            }
+        float most[2] = {LEAST_SCORE, LEAST_SCORE};
+#pragma unroll
+        for (int tile = 0; tile < CHUNK / 8; tile++) {
+            if (tile >= 2 * groups) continue;
+            const int2 there = *(const int2*)(at.position[buffer] + tile * 8 + q * 2);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int key = i & 1 ? there.y : there.x;
+                if ((key < first[i / 2]) | (key > last[i / 2])) s[tile][i] = MINUS_INFINITY;
+                most[i / 2] = fmaxf(most[i / 2], s[tile][i]);
+            }
+        }
+        float factor[2], more[2] = {};
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 1));
+            most[i] = fmaxf(fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 2)), peak[i]);
+            factor[i] = power_of_2(peak[i] - most[i]), peak[i] = most[i];
+        }
+#pragma unroll
+        for (int tile = 0; tile < 8; tile++)
+            sum[tile][0] *= factor[0], sum[tile][1] *= factor[0], sum[tile][2] *= factor[1], sum[tile][3] *= factor[1];
+#pragma unroll
+        for (int group = 0; group < CHUNK / 16; group++) {
+            if (group >= groups) continue;
+            u32 weights[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float* v = s[group * 2 + i / 2] + i % 2 * 2;
+                weights[i] = pack_half(power_of_2(v[0] - peak[i % 2]), power_of_2(v[1] - peak[i % 2]));
+                const float2 rounded = unpack_half(weights[i]);
+                more[i % 2] += rounded.x + rounded.y;
+            }
+            uint4 v[4];  // of sixteen dimensions each
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                v[i] = load_transposed(
+                    at.values[buffer] + unit_at(group * 16 + (b.lane & 15), half * 8 + i * 2 + (b.lane >> 4)));
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                mma_half(sum[i * 2], {weights[0], weights[1], weights[2], weights[3]}, v[i].x, v[i].y);
+                mma_half(sum[i * 2 + 1], {weights[0], weights[1], weights[2], weights[3]}, v[i].z, v[i].w);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            more[i] += __shfl_xor_sync(~0u, more[i], 1);
+            weight[i] = fmaf(weight[i], factor[i], more[i] + __shfl_xor_sync(~0u, more[i], 2));
+        }
+    }
+};
+
 // Rows of queries `first_row` .. of a key head, (node, head in its group) in order, against every SPLITS-th
 // chunk.
 __device__ __forceinline__ void attend(Block& b, int layer, int window, bool causal, int kv_head, int first_row,
                                        int rows, int remembered, int split) {
     const Params& p = b.p;
     AttentionScratch& at = *(AttentionScratch*)b.scratch;
-    first_row = uniform(first_row), rows = uniform(rows);
-    const int tiles = (rows + 15) / 16, g = b.lane >> 2, q = b.lane & 3;
-    const int past = (remembered + CHUNK - 1) / CHUNK;
-    const size_t head = (size_t)((layer * KV_HEADS + kv_head) * (int)p.capacity) * (DIM / 2);
-    b.sync();  // what the scratch holds may still be read
-    const int unit = threadIdx.x & 15;  // sixteen bytes of a query or a value
-    const auto query_at = [&](int tile) {
-        const u32 row = min(tile * 16 + (int)(threadIdx.x >> 4), rows - 1) + first_row;
-        return row_words(b, layer, row / GROUP, kv_head * GROUP + row % GROUP) + unit * 4;
+    const int past = (remembered + CHUNK - 1) / CHUNK, unit = threadIdx.x & 15;
+    const u32* keys = p.keys + (size_t)((layer * KV_HEADS + kv_head) * (int)p.capacity) * (DIM / 2) + unit * 4;
+    const u32* values = p.values + (keys - p.keys);
+    const auto position_of = [&](int key) { return key < remembered ? __ldcg(p.positions + key) : -1; };
+    // The next chunk, or the one after it: all of one may be out of sight, even to the first row.
+    const auto seen_from = [&](int chunk) {
+        for (; window && chunk < past; chunk += SPLITS) {
+            const int key = chunk * CHUNK + b.lane;
+            const float newest = warp_max(fmaxf((float)position_of(key), (float)position_of(key + 32)));
+            if (uniform((int)newest + window > b.r.position ? 1 : 0)) break;
+        }
+        return chunk;
     };
-    bool waiting = true;  // for queries
-    if (threadIdx.x < BATCH) at.peak[threadIdx.x] = LEAST_SCORE, at.weight[threadIdx.x] = 0.0f;
-    float sum[BATCH / 16][2][4] = {};
-#pragma unroll 1
-    for (int chunk = split; chunk <= past; chunk += SPLITS) {
-        const bool own = chunk == past;
-        const int first = chunk * CHUNK, last = own ? b.nodes - 1 : remembered - 1;  // keys there are
-        const u32 *keys = own ? row_words(b, layer, 0, HEADS + kv_head) : p.keys + head,
-                  *values = own ? row_words(b, layer, 0, HEADS + KV_HEADS + kv_head) : p.values + head;
-        const u32 apart = (own ? NODE_ROWS : 1) * (DIM / 2);
-        // Past the end, any row does: nobody sees it.
-        const auto place = [&](int key) { return (u32)min(own ? key : first + key, last) * apart; };
-        const auto position_of = [&](int key) {
-            const int at = own ? key : first + key;
-            return at > last ? -1 : own ? b.r.position + at : __ldcg(p.positions + at);
-        };
-        if (window && !own) {  // all of it may be out of sight, even to the first row
-            const float newest = warp_max(fmaxf((float)position_of(b.lane), (float)position_of(b.lane + 32)));
-            if (uniform((int)newest + window <= b.r.position ? 1 : 0)) continue;
-        }
-        const u32* key_at = keys + place(b.warp * 8 + g) + q * 4;
-        const auto value_row = [&](int i) { return b.warp * 8 + i * 2 + (b.lane >> 4); };  // a warp has eight
-        const auto value_at = [&](int i) { return values + place(value_row(i)) + unit * 4; };
-        // Sixteen bytes lie (key mod 8) places apart, by exclusive or.
-        const auto value_to = [&](int i) { return at.values[value_row(i)] + (unit ^ (value_row(i) & 7)) * 4; };
-        // Queries, a row in each tile; keys; values. The block's own are exchanged, as all queries are.
-        constexpr int KEYS = BATCH / 16, VALUES = KEYS + 4, ALL = VALUES + 4;
-        const auto load = [&](int i) {
-            return load16(i < KEYS ? query_at(i) : i < VALUES ? key_at + (i - KEYS) * 16 : value_at(i - VALUES));
-        };
-        uint4 got[ALL];
-        if (own) {
-            take<ALL>(got, load);
-#pragma unroll
-            for (int i = 0; i < 4; i++) *(uint4*)value_to(i) = got[VALUES + i];
-        } else {
-#pragma unroll
-            for (int i = KEYS; i < VALUES; i++) got[i] = load(i);
-#pragma unroll
-            for (int i = 0; i < 4; i++) copy16(value_to(i), value_at(i));
-            if (waiting) take<KEYS>(got, load);
-        }
-        if (waiting) {
-#pragma unroll
-            for (int tile = 0; tile < KEYS; tile++)
-                *(uint4*)(at.queries[tile * 16 + (threadIdx.x >> 4)] + unit * 4) = got[tile];
-            waiting = false;
-        }
-        if (threadIdx.x < CHUNK) at.position[threadIdx.x] = position_of(threadIdx.x);
-        b.sync();  // queries; the weights before have been read
-#pragma unroll 1
-        for (int tile = 0; tile < tiles; tile++) {
-            const uint4 *low = (const uint4*)at.queries[tile * 16 + g] + q,
-                        *high = (const uint4*)at.queries[tile * 16 + 8 + g] + q;
-            float s[4][4] = {};
-#pragma unroll
-            for (int c = 0; c < 4; c++) {
-                const uint4 a = low[c * 4], d = high[c * 4];
-                mma_half(s[c], {a.x, d.x, a.y, d.y}, got[KEYS + c].x, got[KEYS + c].y);
-                mma_half(s[c], {a.z, d.z, a.w, d.w}, got[KEYS + c].z, got[KEYS + c].w);
-            }
-            float* to = at.scores[tile * 16 + g] + b.warp * 8 + q * 2;
-            *(float2*)to = {(s[0][0] + s[1][0]) + (s[2][0] + s[3][0]), (s[0][1] + s[1][1]) + (s[2][1] + s[3][1])};
-            *(float2*)(to + 8 * SCORE_ROW) = {(s[0][2] + s[1][2]) + (s[2][2] + s[3][2]),
-                                              (s[0][3] + s[1][3]) + (s[2][3] + s[3][3])};
-        }
-        b.sync();
-        // Softmax: sixteen lanes a row, four keys each.
-#pragma unroll 1
-        for (int tile = 0; tile < tiles; tile++) {
-            const int row = tile * 16 + (threadIdx.x >> 4), keys_at = (threadIdx.x & 15) * 4;
-            const float4 scores = *(const float4*)(at.scores[row] + keys_at);
-            const int here = b.r.position + min(first_row + row, first_row + rows - 1) / GROUP;
-            float v[4] = {scores.x, scores.y, scores.z, scores.w};
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const int there = at.position[keys_at + j], ahead = there - here;
-                const bool seen = there >= 0 && (!window || abs(ahead) < window) && (!causal || ahead <= 0);
-                if (!seen) v[j] = MINUS_INFINITY;
-            }
-            float peak = fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3]));
-#pragma unroll
-            for (int step = 1; step < 16; step *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, step));
-            const float before = at.peak[row], now = fmaxf(before, peak);
-            const u32 packed[2] = {pack_half(power_of_2(v[0] - now), power_of_2(v[1] - now)),
-                                   pack_half(power_of_2(v[2] - now), power_of_2(v[3] - now))};
-            const float2 a = unpack_half(packed[0]), c = unpack_half(packed[1]);
-            float weight = (a.x + a.y) + (c.x + c.y);
-#pragma unroll
-            for (int step = 1; step < 16; step *= 2) weight += __shfl_xor_sync(~0u, weight, step);
-            *(uint2*)(at.weights[row] + keys_at) = {packed[0], packed[1]};
-            __syncwarp();
-            if ((threadIdx.x & 15) == 0) {
-                const float factor = power_of_2(before - now);
-                at.factor[row] = factor, at.peak[row] = now, at.weight[row] = fmaf(at.weight[row], factor, weight);
-            }
-        }
-        copies_done();
-        b.sync();
-        const int place_here = b.lane & 15, sixteen = b.warp * 2 + (b.lane >> 4);
-#pragma unroll
-        for (int tile = 0; tile < BATCH / 16; tile++) {
-            if (tile >= tiles) break;
-            const float low = at.factor[tile * 16 + g], high = at.factor[tile * 16 + 8 + g];
-#pragma unroll
-            for (int o = 0; o < 2; o++)
-                sum[tile][o][0] *= low, sum[tile][o][1] *= low, sum[tile][o][2] *= high, sum[tile][o][3] *= high;
+    // A chunk's keys and values, a thread sixteen bytes of four rows each, and their positions. The block's own are
+    // exchanged, as all queries are, and no more than sixteen. Past the end any row does: nobody sees it.
+    const auto ask = [&](int chunk, int buffer) {
+        if (chunk == past) {
+            const int row = threadIdx.x >> 4, node = min(row, b.nodes - 1);
+            uint4 got[2];
+            take<2>(got, [&](int i) {
+                return load16(row_words(b, layer, node, HEADS + i * KV_HEADS + kv_head) + unit * 4);
+            });
+            *(uint4*)(at.keys[buffer] + unit_at(row, unit)) = got[0];
+            *(uint4*)(at.values[buffer] + unit_at(row, unit)) = got[1];
+            if (unit == 0) at.position[buffer][row] = row < b.nodes ? b.r.position + row : -1;
+            return;
         }
 #pragma unroll
-        for (int keys_at = 0; keys_at < CHUNK; keys_at += 16) {
-            const uint4 a = load_transposed(at.values[keys_at + place_here] + (sixteen ^ (place_here & 7)) * 4);
-#pragma unroll
-            for (int tile = 0; tile < BATCH / 16; tile++) {
-                if (tile >= tiles) break;
-                const u32* w = (const u32*)(at.weights[tile * 16 + g] + keys_at) + q;
-                const uint4 weights = {w[0], w[8 * WEIGHT_ROW / 2], w[4], w[8 * WEIGHT_ROW / 2 + 4]};
-                mma_half(sum[tile][0], weights, a.x, a.y), mma_half(sum[tile][1], weights, a.z, a.w);
-            }
+        for (int i = 0; i < CHUNK / 16; i++) {
+            const int row = i * 16 + (int)(threadIdx.x >> 4);
+            const u32 from = (u32)min(chunk * CHUNK + row, remembered - 1) * (DIM / 2);
+            copy16(at.keys[buffer] + unit_at(row, unit), keys + from);
+            copy16(at.values[buffer] + unit_at(row, unit), values + from);
         }
-        b.sync();  // values have been read
-    }
-    b.sync();
+        if (threadIdx.x < CHUNK) at.position[buffer][threadIdx.x] = position_of(chunk * CHUNK + (int)threadIdx.x);
+    };
+
+    b.sync();  // what the scratch holds may still be read
+    const int g = b.lane >> 2, q = b.lane & 3, tile = b.warp >> 1, half = b.warp & 1;
+    const bool mine = tile * 16 < rows;
+    const auto row_of = [&](int upper) { return first_row + min(tile * 16 + upper * 8 + g, rows - 1); };
+    int chunk = seen_from(split);
+    if (chunk <= past) ask(chunk, 0);
+    Queries own = {};
+    own.peak[0] = own.peak[1] = LEAST_SCORE;
+    if (mine) {
+        uint4 got[8];
+        take<8>(got, [&](int i) {
+            const u32 row = row_of(i / 4);
+            return load16(row_words(b, layer, row / GROUP, kv_head * GROUP + row % GROUP) + i % 4 * 16 + q * 4);
+        });
 #pragma unroll
-    for (int tile = 0; tile < BATCH / 16; tile++) {
-        if (tile >= tiles) break;
+        for (int c = 0; c < 4; c++) {
+            own.rows[c * 2] = {got[c].x, got[4 + c].x, got[c].y, got[4 + c].y};
+            own.rows[c * 2 + 1] = {got[c].z, got[4 + c].z, got[c].w, got[4 + c].w};
+        }
 #pragma unroll
         for (int upper = 0; upper < 2; upper++) {
-            const int row = tile * 16 + upper * 8 + g;
-            if (row >= rows) continue;
-            const u32 query = first_row + row, of = kv_head * GROUP + query % GROUP;
-            const u32 to = (query / GROUP * HEADS + of) * SPLITS + split;
-            u32* part = b.p.parts + to * (DIM / 2) + b.warp * 8 + q;
-            const float inverse = reciprocal(fmaxf(at.weight[row], 1e-30f));
-#pragma unroll
-            for (int o = 0; o < 2; o++)
-                store4(part + o * 4,
-                       pack_half(sum[tile][o][upper * 2] * inverse, sum[tile][o][upper * 2 + 1] * inverse));
-            if (b.warp == 0 && q == 0)
-                store8(b.p.part_stats + to * 2, __float_as_uint(at.peak[row]), __float_as_uint(at.weight[row]));
+            const int here = b.r.position + row_of(upper) / GROUP;
+            own.first[upper] = window ? max(here - window + 1, 0) : 0;
+            own.last[upper] = causal ? here : window ? here + window - 1 : 0x7fffffff;
         }
+    }
+#pragma unroll 1
+    for (int buffer = 0; chunk <= past; buffer ^= 1) {
+        const int next = chunk == past ? past + 1 : seen_from(chunk + SPLITS);
+        copies_done();
+        b.sync();  // the chunk is there; the one before is done with
+        if (next <= past) ask(next, buffer ^ 1);
+        if (mine) own.see(b, at, buffer, half, chunk == past ? 1 : CHUNK / 16);
+        chunk = next;
+    }
+    if (!mine) return;
+#pragma unroll
+    for (int upper = 0; upper < 2; upper++) {
+        if (tile * 16 + upper * 8 + g >= rows) continue;
+        const u32 row = row_of(upper), of = kv_head * GROUP + row % GROUP;
+        const u32 to = (row / GROUP * HEADS + of) * SPLITS + split;
+        u32* part = b.p.parts + to * (DIM / 2) + half * 32 + q;
+        const float inverse = reciprocal(fmaxf(own.weight[upper], 1e-30f));
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            store4(part + i * 4, pack_half(own.sum[i][upper * 2] * inverse, own.sum[i][upper * 2 + 1] * inverse));
+        if (half == 0 && q == 0)
+            store8(b.p.part_stats + to * 2, __float_as_uint(own.peak[upper]), __float_as_uint(own.weight[upper]));
     }
 }
 

@@ -6,49 +6,51 @@
 #include "large/published.cuh"
 #include "large/residual.cuh"
 
-// The group's rows of bf16 as operands. A warp has a superblock, a lane 16 k of one row in each tile of 64 k. With it
-// the stage begins: the first one, so that nobody multiplies what was there.
+// The group's rows of bf16 as operands. A warp has a superblock, a lane 16 k of one row in each tile of 64 k. What is
+// loaded becomes operands where it lies, in loops: a launch runs this once, and code that is run once comes from the L2
+// cache. With it the stage begins: the first one, so that nobody multiplies what was there.
 __device__ __forceinline__ void prepare_rows(Block& b, const Run& run, int stage, const u16* rows) {
+    constexpr int STEP_WORDS = STEP_BYTES / 4;
     const int q = b.lane & 3, in_octet = b.lane >> 2;
-    const bool mine = b.warp < run.blocks;
     u8* block = b.scratch + b.warp * BLOCK_BYTES;
-    Fours<4> raw[OCTETS][4] = {};
+#pragma unroll 1
+    for (int octet = 0; octet < (b.warp < run.blocks ? OCTETS : 0); octet++) {
+        const int row = octet * 8 + in_octet;
+        u32 *own = (u32*)block + octet * 64 + in_octet * 4, *words = own + q, most = 0;
+        uint4 raw[4][2] = {};
+        if (row < b.nodes) {
+            const int k = (run.first_block + b.warp) * BLOCK_K + q * 16;
 #pragma unroll
-    for (int octet = 0; octet < OCTETS; octet++)
-#pragma unroll
-        for (int tile = 0; tile < 4; tile++) {
-            const int row = octet * 8 + in_octet, k = (run.first_block + b.warp) * BLOCK_K + tile * 64 + q * 16;
-            if (!mine || row >= b.nodes) continue;
-            const uint4* at = (const uint4*)(rows + activation_at(row, k));
-            const uint4 low = __ldcg(at), high = __ldcg(at + 1);
-            raw[octet][tile] = {{{low.x, low.y}, {low.z, low.w}, {high.x, high.y}, {high.z, high.w}}};
+            for (int i = 0; i < 8; i++)
+                raw[i / 2][i % 2] = __ldcg((const uint4*)(rows + activation_at(row, k + i / 2 * 64)) + i % 2);
         }
 #pragma unroll
-    for (int octet = 0; octet < OCTETS; octet++) {
-        u32 most = 0;
-#pragma unroll
-        for (int tile = 0; tile < 4; tile++) most = max(most, raw[octet][tile].largest());
+        for (int i = 0; i < 8; i++) {
+            const uint4 v = raw[i / 2][i % 2];
+            u32* to = words + i * 2 * STEP_WORDS;
+            to[0] = v.x, to[32] = v.y, to[STEP_WORDS] = v.z, to[STEP_WORDS + 32] = v.w;
+            most = max(most, Fours<2>{{{v.x, v.y}, {v.z, v.w}}}.largest());
+        }
         most = max(most, __shfl_xor_sync(~0u, most, 1));
         most = max(most, __shfl_xor_sync(~0u, most, 2));
         const BlockScale scale(most);
-        u8* own = block + octet * 256 + in_octet * 16;
-#pragma unroll
+#pragma unroll 1
         for (int tile = 0; tile < 4; tile++) {
             float sum = 0.0f;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                const OperandQuad quad(raw[octet][tile].pairs[j][0], raw[octet][tile].pairs[j][1], scale.full);
-                u8* to = own + (tile * 4 + j) * STEP_BYTES + q * 4;
-                if (mine) *(u32*)to = quad.low, *(u32*)(to + 128) = quad.high;
+                u32* at = words + (tile * 4 + j) * STEP_WORDS;
+                const OperandQuad quad(at[0], at[32], scale.full);
+                at[0] = quad.low, at[32] = quad.high;
                 sum += quad.sum;
             }
             sum += __shfl_xor_sync(~0u, sum, 1);
             const uint2 sums = block_sums(sum, __shfl_xor_sync(~0u, sum, 2));
-            u8* to = own + 16 * STEP_BYTES + tile * 4;
-            if (mine && q == 0) *(u32*)to = sums.x, *(u32*)(to + 128) = sums.y;
+            u32* to = own + 16 * STEP_WORDS + tile;
+            if (q == 0) to[0] = sums.x, to[32] = sums.y;
         }
-        if (mine && q == 0) {
-            *(float*)(block + BACK_AT + (octet * 8 + in_octet) * 4) = scale.back;
+        if (q == 0) {
+            *(float*)(block + BACK_AT + row * 4) = scale.back;
             if (scale.back != 1.0f) b.s.scaled = stage;
         }
     }

@@ -44,14 +44,9 @@ constexpr int CHUNK = 64, QUERIES = NODES * GROUP, BATCH = 64, BATCHES = (QUERIE
 constexpr int SPLITS = SMS / (KV_HEADS * BATCHES) < 1    ? 1
                        : SMS / (KV_HEADS * BATCHES) > 32 ? 32
                                                          : SMS / (KV_HEADS * BATCHES);
-constexpr int QUERY_ROW = DIM / 2 + 4, SCORE_ROW = CHUNK + 4, WEIGHT_ROW = CHUNK + 8;
 struct AttentionScratch {
-    alignas(16) u32 values[CHUNK][DIM / 2];
-    u32 queries[BATCH][QUERY_ROW];
-    float scores[BATCH][SCORE_ROW];
-    u16 weights[BATCH][WEIGHT_ROW];
-    int position[CHUNK];
-    float peak[BATCH], weight[BATCH], factor[BATCH];
+    alignas(16) u32 keys[2][CHUNK * DIM / 2], values[2][CHUNK * DIM / 2];  // of a chunk, and of the next one
+    alignas(8) int position[2][CHUNK];
 };
 
 // --- arguments (see structures.py) ----------------------------------------------------------------------------------
@@ -107,6 +102,7 @@ struct Request {
     int tokens[NODES];
     int window[MAX_LAYERS];  // how far a layer sees, 0: all the way
     int causal[MAX_LAYERS];
+    u8 context[2 * MAX_LAYERS];  // whose the i-th keys or values of the context are: twice a layer, and 1 for values
     const Path* path;  // whose nodes are the rows to append, and whose last token is the root; or null
 };
 
