@@ -55,7 +55,7 @@ def both(
     cuda: CudaBackend, reference: Backend, file: DraftFile, rows: int = 100, held: str | None = "Q8_0"
 ) -> tuple[OneBlock, OneBlock]:
     capacity = [rows if window is None else min(window, rows) for window in file.config.windows]
-    native = CudaDraft(cuda, file.config, file.tensors, capacity, cuda.lend, held)
+    native = CudaDraft(cuda, file.config, file.tensors, capacity, held)
     return OneBlock(native), OneBlock(NumpyDraft(file, reference, capacity))
 
 

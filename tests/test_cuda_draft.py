@@ -107,7 +107,7 @@ def test_rows_are_there_before_anybody_attends_to_them(kv_heads: int, block: int
     with emulated_gpu(12, (8,), often=True):
         config = shaped(layers=1, kv_heads=kv_heads, block=block)
         cuda = LargeBackend(SHAPE, tensors_of(SHAPE, MIXED))
-        network = CudaDraft(cuda, config, file_of(config).tensors, [100], cuda.lend)
+        network = CudaDraft(cuda, config, file_of(config).tensors, [100])
 
         def filled(before: bool) -> np.ndarray:
             draft = OneBlock(network)
@@ -196,7 +196,7 @@ def test_the_head_goes_over_k_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None
     tensors, of_draft = tensors_of(config, MIXED), shaped(layers=1, target_layers=(0, 1))
     with emulated_gpu(6, (8,), often=True):
         cuda, reference = LargeBackend(config, tensors), ReferenceBackend(config, tensors)
-        assert len(cuda.lend().deal.first) == 2
+        assert len(cuda.lend_head().deal.first) == 2
         native, numpy = both(cuda, reference, file_of(of_draft))
         for draft in (native, numpy):
             draft.append(HostRows(features_of(9, of_draft)), 0)
@@ -230,7 +230,7 @@ def test_rows_that_wait_are_projected_when_the_next_block_is_filled(monkeypatch:
     config, (cuda, _) = shaped(layers=1), targets()
 
     def made() -> OneBlock:
-        return OneBlock(CudaDraft(cuda, config, file_of(config).tensors, [200], cuda.lend))
+        return OneBlock(CudaDraft(cuda, config, file_of(config).tensors, [200]))
 
     waited, hurried = made(), made()
     assert waited.network.layout.groups == 12

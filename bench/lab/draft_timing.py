@@ -103,7 +103,7 @@ def print_profile(backend: LargeBackend, network: CudaDraft, depth: int) -> None
     for stage in ("context", *("in", "out", "mlp_in", "mlp_out") * LAYERS, "head"):
         mixed = ("rows", "parts") if stage == "out" else ()
         steps += [(stage, step) for step in ("wait", *mixed, "work", "operands", "products")]
-    further = len(backend.lend().deal.first) - 1  # of the head's rounds
+    further = len(backend.lend_head().deal.first) - 1  # of the head's rounds
     steps += [("head", step) for step in (*("wait", "operands", "products") * further, "last sums")]
     found: dict[tuple[str, str], list[int]] = {}
     for at, step in enumerate(steps):
@@ -135,7 +135,7 @@ def main() -> None:
         for setting in given.set:
             backend.options = options | dict(pair.split("=") for pair in setting.split(",") if pair)
             start = time.perf_counter()
-            network = CudaDraft(backend, file.config, file.tensors, [CAPACITY] * LAYERS, backend.lend)
+            network = CudaDraft(backend, file.config, file.tensors, [CAPACITY] * LAYERS)
             took, held = time.perf_counter() - start, network.layout.stream.stream_bytes
             print(f"draft in {recipe} {setting} loaded in {took:.1f} s, {held / 1e9:.2f} GB")
             for depth in given.depths:

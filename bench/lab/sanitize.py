@@ -147,7 +147,7 @@ def run_large() -> None:
     file = random_draft(
         DFlashConfig("random", 2, config.hidden, 512, 4, 2, 128, 1e7, 16, 5, (0, 3), windows, (False, True)), "q8_0"
     )
-    draft = CudaDraft(backend, file.config, file.tensors, [128, 64], backend.lend)
+    draft = CudaDraft(backend, file.config, file.tensors, [128, 64])
     memory = draft.new_memory()
     rows = backend.prefill(backend.new_state(512), ids[:24], Want("none", features=(0, 3))).features
     assert rows is not None

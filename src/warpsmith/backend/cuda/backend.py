@@ -38,7 +38,7 @@ from warpsmith.backend.cuda.build.profiles import choose as choose_profile
 from warpsmith.backend.cuda.decoding import Decoder
 from warpsmith.backend.cuda.draft.layout import DraftLayout
 from warpsmith.backend.cuda.draft.layout import takes as draft_fits
-from warpsmith.backend.cuda.draft.lent import HeadProgram, Lent, lendable
+from warpsmith.backend.cuda.draft.lent import HeadProgram, LentEmbedding, LentHead, lendable
 from warpsmith.backend.cuda.draft.mtp import MtpProgram, block_config
 from warpsmith.backend.cuda.draft.network import CudaDraft
 from warpsmith.backend.cuda.draft.plan import draft_parts
@@ -86,7 +86,7 @@ class CudaBackend(Backend):
     _commit: Kernel
     _decoder: Decoder
     _prompts: Prefill | None = None  # where the model suits its kernels
-    _lent: Lent | None = None  # these once a draft has asked
+    # these once a draft has asked
     _draft: DraftLayout | None = None
     _head: HeadProgram | None = None
     _mtp: MtpProgram | None = None
@@ -156,8 +156,15 @@ class CudaBackend(Backend):
     def _launch_commit(self, state: CudaState, commit: Commit) -> None: ...
 
     @abstractmethod
-    def lend(self) -> Lent:
-        """What a draft needs of the model."""
+    def lend_head(self) -> LentHead:
+        """For drafts that have none."""
+
+    @abstractmethod
+    def lend_embedding(self) -> LentEmbedding: ...
+
+    def lent_copies(self) -> int:
+        """Bytes of what is lent that the model's own pass does not use."""
+        return 0
 
     @abstractmethod
     def _stream_bounds(self) -> np.ndarray:
@@ -181,9 +188,9 @@ class CudaBackend(Backend):
 
     def _drafts_memory(self, context: int, sequences: int) -> list[MemoryPart]:
         """Of the draft that was last made."""
-        if self._draft is None or self._lent is None:
+        if self._draft is None:
             return []
-        return draft_parts(self._draft, context, sequences, self._lent.copied_bytes)
+        return draft_parts(self._draft, context, sequences, self.lent_copies())
 
     def free_memory(self) -> int:
         return self.device.free_memory()
@@ -296,7 +303,7 @@ class CudaBackend(Backend):
     ) -> BlockDraft | None:
         if self.architecture != "sm_90a" or not draft_fits(config, self.config.vocab):
             return None
-        made = CudaDraft(self, config, tensors, capacity, self.lend)
+        made = CudaDraft(self, config, tensors, capacity)
         self._draft = made.layout
         return made
 
@@ -314,7 +321,7 @@ class CudaBackend(Backend):
         if self.architecture != "sm_90a":
             raise BadRequest("On this GPU the model does not lend its LM head.", "Use --draft ngram.")
         if self._head is None:
-            self._head = HeadProgram(self, self.lend())
+            self._head = HeadProgram(self, self.lend_head())
         return self._head
 
     @property

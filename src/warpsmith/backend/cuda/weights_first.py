@@ -12,7 +12,8 @@ from warpsmith.backend.cuda.build.compiler import build
 from warpsmith.backend.cuda.build.profiles import Profile
 from warpsmith.backend.cuda.builds import VARIANTS, build_constants, build_options, check_shape
 from warpsmith.backend.cuda.debug.trace import read_stage, stage_number
-from warpsmith.backend.cuda.draft.lent import Lent, lend_copies
+from warpsmith.backend.cuda.draft.lent import LentEmbedding, LentHead, copied_embedding, copied_head
+from warpsmith.backend.cuda.draft.plan import head_stream
 from warpsmith.backend.cuda.memory.driver import Buffer, Device
 from warpsmith.backend.cuda.memory.exchange import NOT_YET
 from warpsmith.backend.cuda.memory.layout import Layout
@@ -36,6 +37,9 @@ class WeightsFirstBackend(CudaBackend):
     """Weights packed in row tiles, and the kernels built for them."""
 
     layout: Layout
+    # copies, once a draft has asked
+    _lent_head: LentHead | None = None
+    _lent_embedding: LentEmbedding | None = None
 
     def __init__(
         self,
@@ -83,10 +87,20 @@ class WeightsFirstBackend(CudaBackend):
         parts = weights_first_parts(self.layout, context, sequences, snapshots)
         return parts + self._drafts_memory(context, sequences)
 
-    def lend(self) -> Lent:
-        if self._lent is None:
-            self._lent = lend_copies(self, self.lendable)
-        return self._lent
+    def lend_head(self) -> LentHead:
+        if self._lent_head is None:
+            head = head_stream(self.config, self.stored, self.chip.sms)
+            self._lent_head = copied_head(self, head, self.lendable)
+        return self._lent_head
+
+    def lend_embedding(self) -> LentEmbedding:
+        if self._lent_embedding is None:
+            self._lent_embedding = copied_embedding(self)
+        return self._lent_embedding
+
+    def lent_copies(self) -> int:
+        head, embedding = self._lent_head, self._lent_embedding
+        return (head.nbytes if head else 0) + (embedding.rows.nbytes if embedding else 0)
 
     def trace(self, state: State, tree: Tree, stop_after: str) -> dict[str, np.ndarray]:
         """The exchanged buffers after a stage of the plan (`delta_mix.3`), to compare with the reference's."""

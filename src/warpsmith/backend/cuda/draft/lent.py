@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,10 +11,10 @@ import numpy as np
 from warpsmith.backend.base import Output, Want, join_outputs
 from warpsmith.backend.cuda.build.compiler import build
 from warpsmith.backend.cuda.draft.layout import COLUMNS, HeadStream
-from warpsmith.backend.cuda.draft.plan import embedding_type, head_stream
+from warpsmith.backend.cuda.draft.plan import embedding_type
 from warpsmith.backend.cuda.draft.structures import DraftParams, DraftRequest, Gather
 from warpsmith.backend.cuda.large.deal import GROUP_BLOCKS, ROWS, Deal, kernel_tables, most_parts
-from warpsmith.backend.cuda.large.formats import EMBEDDINGS, SLABS
+from warpsmith.backend.cuda.large.formats import SLABS
 from warpsmith.backend.cuda.large.loading import held_as, load_slabs, load_table
 from warpsmith.backend.cuda.memory.driver import Buffer
 from warpsmith.backend.cuda.rows import CudaRows
@@ -31,21 +31,25 @@ THREADS = 384
 
 
 @dataclass(frozen=True)
-class Lent:
-    """What a target lends a draft: its LM head as slabs, and the rows of its embeddings."""
+class LentHead:
+    """An LM head as slabs."""
 
     stream: Buffer
     deal: Deal
     parcels: Buffer  # where the stream has them
     first_parcel: Buffer  # of each SM's share of the head
-    embedding: Buffer
-    embedding_type: str
-    copied: bool = False  # for drafts alone
 
     @property
-    def copied_bytes(self) -> int:
-        own = (self.stream, self.parcels, self.first_parcel, self.embedding)
-        return sum(buffer.nbytes for buffer in own) if self.copied else 0
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in (self.stream, self.parcels, self.first_parcel))
+
+
+@dataclass(frozen=True)
+class LentEmbedding:
+    """The rows of a model's embeddings."""
+
+    rows: Buffer
+    type: str
 
 
 def lendable(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -54,39 +58,27 @@ def lendable(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
     return {n: tensor for n, tensor in tensors.items() if n in (EMBEDDING, "output.weight") or n.startswith(block)}
 
 
-def lend_copies(backend: CudaBackend, tensors: Mapping[str, Tensor]) -> Lent:
-    """Of a target whose own pass has them in other layouts: copies of its LM head, in 8 bits, and of its embeddings."""
-    device, stored = backend.device, {name: tensor.type.name for name, tensor in tensors.items()}
-    head, kind = head_stream(backend.config, stored, backend.chip.sms), embedding_type(stored)
-    table = load_table(device, tensors[EMBEDDING], held_as(kind), StagedRows(device, 0, None))
-    return Lent(*copied_head(backend, head, tensors), table, kind, copied=True)
+def copied_embedding(backend: CudaBackend) -> LentEmbedding:
+    """Of a target whose own pass has them in another layout."""
+    tensor, kind = backend.lendable[EMBEDDING], embedding_type(backend.stored)
+    return LentEmbedding(load_table(backend.device, tensor, held_as(kind), StagedRows(backend.device, 0, None)), kind)
 
 
-def lend_less(backend: CudaBackend, lent: Lent, head: HeadStream, tensors: Mapping[str, Tensor]) -> Lent:
-    """The same, but of an LM head its first rows, dealt to all SMs: for a draft that speaks no others, or whose own it
-    is."""
-    name = f"{head.name}.weight"
+def copied_head(backend: CudaBackend, head: HeadStream, tensors: Mapping[str, Tensor]) -> LentHead:
+    """Of its first rows, as many as `head` has."""
+    device, name = backend.device, f"{head.name}.weight"
     whole = tensors[name]
     rows = Tensor(name, whole.type, (head.vocab, head.hidden), lambda: whole.raw()[: head.vocab])
-    stream, deal, parcels, first = copied_head(backend, head, {name: rows})
-    return replace(lent, stream=stream, deal=deal, parcels=parcels, first_parcel=first)
-
-
-def copied_head(
-    backend: CudaBackend, head: HeadStream, tensors: Mapping[str, Tensor]
-) -> tuple[Buffer, Deal, Buffer, Buffer]:
-    """As a `Lent` has it."""
-    device = backend.device
     pack = device.load(build("large/pack.cu", backend.architecture, {})).kernel("pack")
-    stream = load_slabs(device, pack, head, tensors, StagedRows(device, 0, None))
+    stream = load_slabs(device, pack, head, {name: rows}, StagedRows(device, 0, None))
     first = device.upload(head.first_parcel[0].astype(np.uint32))
-    return stream, head.deals[0], device.upload(head.parcels), first
+    return LentHead(stream, head.deals[0], device.upload(head.parcels), first)
 
 
 class HeadProgram:
     """The LM head on rows that are normed already."""
 
-    def __init__(self, backend: CudaBackend, lent: Lent) -> None:
+    def __init__(self, backend: CudaBackend, lent: LentHead) -> None:
         self.backend, self.lent = backend, lent
         c, device, sms = backend.config, backend.device, backend.chip.sms
         kinds = {part.type for part in lent.deal.stage.parts}
@@ -94,7 +86,7 @@ class HeadProgram:
             "HIDDEN": c.hidden, "FFN": c.hidden, "VOCAB": c.vocab, "LAYERS": 0, "HEADS": 1, "KV_HEADS": 1,
             "EPS": f"{c.eps!r}f", "FEATURES": 1, "ROUND_Q8_0": 1,
             "SLAB_TYPE_MASK": sum(1 << i for i, slab in enumerate(SLABS) if slab in kinds),
-            "EMBEDDING_TYPE": EMBEDDINGS.index(lent.embedding_type), "GROUP_BLOCKS": GROUP_BLOCKS, "SMS": sms,
+            "EMBEDDING_TYPE": 0, "GROUP_BLOCKS": GROUP_BLOCKS, "SMS": sms,
             "MOST_PARTS": most_parts([lent.deal]), "LAYER_RESULTS": 1, "FC_RESULTS": 1, "CONTEXT_RESULTS": 1,
             "TABLE_ENTRIES": 8, "IN_FLIGHT": 4, "BETWEEN": 4, "SHARED_MEMORY": backend.chip.shared_memory,
         } | backend.options  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from warpsmith.backend.block_draft import BlockDraft, BlockMemory, GrowingTree
 from warpsmith.backend.cuda.build.compiler import build
 from warpsmith.backend.cuda.draft.formats import HELD, handed_over
 from warpsmith.backend.cuda.draft.layout import ABREAST, COLUMNS, DIM, DraftLayout, DraftStream
-from warpsmith.backend.cuda.draft.lent import THREADS, Lent, lend_less
+from warpsmith.backend.cuda.draft.lent import THREADS, copied_head
 from warpsmith.backend.cuda.draft.plan import held_head
 from warpsmith.backend.cuda.draft.step import Ahead, CudaGrowingTree, StepProgram, growth
 from warpsmith.backend.cuda.draft.structures import DraftParams, DraftRequest, Gather
@@ -81,7 +81,6 @@ class CudaDraft(BlockDraft):
         config: DFlashConfig,
         tensors: Mapping[str, Tensor],
         capacity: Sequence[int],
-        lend: Callable[[], Lent],
         held: str | None = HELD,
     ) -> None:
         self.backend, self.config, self.device = backend, config, backend.device
@@ -94,9 +93,9 @@ class CudaDraft(BlockDraft):
         head = held_head(backend.config, backend.stored, sms, config, types)
         needed = stream.stream_bytes + (head.nbytes if head else 0) + rings + STAGING_BYTES
         check_draft_fits(device, needed, config)
-        lent = lend()
-        self.layout = layout = DraftLayout(config, stream, head or lent.deal, max(capacity))
-        constants = layout.constants(EMBEDDINGS.index(lent.embedding_type))
+        self._embedding = backend.lend_embedding()
+        self.layout = layout = DraftLayout(config, stream, head or backend.lend_head().deal, max(capacity))
+        constants = layout.constants(EMBEDDINGS.index(self._embedding.type))
         constants |= copies_for(stream) | {"SHARED_MEMORY": backend.chip.shared_memory} | backend.options
         sizes = {"HIDDEN": config.hidden, "FEATURES": len(config.target_layers), "NODES": COLUMNS}
         with ThreadPoolExecutor(3) as compilers:
@@ -105,14 +104,14 @@ class CudaDraft(BlockDraft):
             pack = compilers.submit(build, "large/pack.cu", backend.architecture, {})
             rows = StagedRows(device, sum(held_bytes(*each) for each in copied), None)
             self.stream = load_slabs(device, device.load(pack.result()).kernel("pack"), stream, tensors, rows)
-        self.top = backend.outputs.top
-        if head is not None:
-            lent = lend_less(backend, lent, head, tensors if config.own_head else backend.lendable)
+        if head is None:
+            self._head, self.top = backend.lend_head(), backend.outputs.top
+        else:
+            self._head = copied_head(backend, head, tensors if config.own_head else backend.lendable)
             image_of_top = top_image(backend.architecture, layout.vocab)
             self.top = Top(device, image_of_top, backend.outputs.logits, layout.vocab)
         self._kernel = device.load(image.result()).kernel("draft", backend.chip.shared_memory)
         self._gather = device.load(gather.result()).kernel("gather")
-        self._lent = lent
         self._vectors = device.upload(np.concatenate([tensors[n].float32().reshape(-1) for n in layout.vectors()]))
         self._rope = device.upload(turns(DIM // 2, config.rope_theta, backend.context + COLUMNS))
         self._parcels, self._first_parcel = device.upload(stream.parcels), device.upload(layout.first_parcel)
@@ -144,10 +143,10 @@ class CudaDraft(BlockDraft):
         return DraftParams(
             stream=self.stream.pointer, parcels=self._parcels.pointer, first_parcel=self._first_parcel.pointer,
             stages=stages + 2 * 16,
-            runs=runs + 2 * self.layout.sms * 48, tiles=tiles, embedding=self._lent.embedding.pointer,
+            runs=runs + 2 * self.layout.sms * 48, tiles=tiles, embedding=self._embedding.rows.pointer,
             vectors=self._vectors.pointer, rope=self._rope.pointer, capacity=self.layout.capacity,
-            head_stream=self._lent.stream.pointer, head_parcels=self._lent.parcels.pointer,
-            first_head_parcel=self._lent.first_parcel.pointer,
+            head_stream=self._head.stream.pointer, head_parcels=self._head.parcels.pointer,
+            first_head_parcel=self._head.first_parcel.pointer,
             out_logits=self.backend.outputs.logits.pointer + 4 * MAX_NODES * self.backend.config.vocab,
             out_hidden=self.backend.outputs.hidden.pointer, profile=self.backend.profile.pointer, **pointers,
         )  # fmt: skip

@@ -57,12 +57,6 @@ def embedding_type(stored: Mapping[str, str]) -> str:
     return stored[EMBEDDING] if stored[EMBEDDING] in EMBEDDINGS else ROUNDED
 
 
-def lent_bytes(config: Config, stored: Mapping[str, str], sms: int) -> int:
-    """Of the copies that a target of another layout lends."""
-    table = config.vocab * TYPES[embedding_type(stored)].row_bytes(config.hidden)
-    return head_stream(config, stored, sms).nbytes + table
-
-
 def planned_draft(
     target: LargeLayout | None,
     config: Config,
@@ -76,7 +70,12 @@ def planned_draft(
     """Beside a target of this layout of slabs; None: of the other, which lends copies."""
     stream = DraftStream(draft, sms, {name: handed_over(kind) for name, kind in draft_types.items()})
     head: Deal | HeadStream | None = held_head(config, stored, sms, draft, draft_types)
-    if head is None:
-        head = head_stream(config, stored, sms).deals[0] if target is None else target.deals[-1]
-    lent = lent_bytes(config, stored, sms) if target is None else 0
+    lent = 0
+    if target is None:
+        lent = config.vocab * TYPES[embedding_type(stored)].row_bytes(config.hidden)
+        if head is None:
+            copy = head_stream(config, stored, sms)
+            head, lent = copy.deals[0], lent + copy.nbytes
+    else:
+        head = head or target.deals[-1]
     return draft_parts(DraftLayout(draft, stream, head, max(capacity)), context, lent=lent)

@@ -13,7 +13,7 @@ from warpsmith.backend.base import MemoryPart, Want
 from warpsmith.backend.cuda.backend import CudaBackend
 from warpsmith.backend.cuda.build.compiler import build
 from warpsmith.backend.cuda.build.profiles import Profile
-from warpsmith.backend.cuda.draft.lent import Lent
+from warpsmith.backend.cuda.draft.lent import LentEmbedding, LentHead
 from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.large.loading import load_weights
 from warpsmith.backend.cuda.large.plan import large_parts, variants_for
@@ -113,12 +113,11 @@ class LargeBackend(CudaBackend):
         blocks = self.layout.delta_layers * (self.config.value_dim // COMMITTED_COLUMNS) + self.layout.caches
         self._commit.launch(blocks, 256, state.params, commit)
 
-    def lend(self) -> Lent:
-        if self._lent is None:
-            layout = self.layout
-            places = self.parcels, self.first_head_parcel
-            self._lent = Lent(self.stream, layout.deals[-1], *places, self.embedding, layout.embedding_type)
-        return self._lent
+    def lend_head(self) -> LentHead:
+        return LentHead(self.stream, self.layout.deals[-1], self.parcels, self.first_head_parcel)
+
+    def lend_embedding(self) -> LentEmbedding:
+        return LentEmbedding(self.embedding, self.layout.embedding_type)
 
     def _stream_bounds(self) -> np.ndarray:
         units = self.layout.stream_bytes // PARCEL_UNIT
