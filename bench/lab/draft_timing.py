@@ -1,7 +1,7 @@
 """How long a DFlash draft of the 27B's true shape takes on a GPU, random weights, and where its clocks go.
 
 PYTHONPATH=src python bench/lab/draft_timing.py [--depths 520 4096] [--types bf16 q4_k_m] [--speaks 98304]
-    [--set IN_FLIGHT=6,BETWEEN=2] [--profile]
+    [--own-head] [--set IN_FLIGHT=6,BETWEEN=2] [--profile]
 """
 
 from __future__ import annotations
@@ -120,6 +120,7 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs="+", default=[520, 4096])
     parser.add_argument("--types", nargs="+", default=["bf16"], help="weight types of the draft's file")
     parser.add_argument("--speaks", type=int, help="so many first tokens of the vocabulary only")
+    parser.add_argument("--own-head", action="store_true", help="with an LM head of its own, of the draft's types")
     parser.add_argument(
         "--set", nargs="+", default=[""], metavar="NAME=VALUE,...", help="constants of the draft's kernels, by turns"
     )
@@ -131,7 +132,7 @@ def main() -> None:
     backend = LargeBackend(target, random_model(target, "q4_k_m"), context=8192, options=options)
     print(f"target loaded in {time.perf_counter() - start:.1f} s")
     for recipe in given.types:
-        file = random_draft(replace(draft_of(target), speaks=given.speaks), recipe)
+        file = random_draft(replace(draft_of(target), speaks=given.speaks, own_head=given.own_head), recipe)
         for setting in given.set:
             backend.options = options | dict(pair.split("=") for pair in setting.split(",") if pair)
             start = time.perf_counter()
