@@ -14,9 +14,10 @@ import warpsmith
 from warpsmith.backend.sampling import Sampling
 from warpsmith.errors import ModelNotFound
 from warpsmith.llm import LLM
-from warpsmith.serve import engine, service
+from warpsmith.serve import service
 from warpsmith.serve.constraints import Grammars, Thoughts
-from warpsmith.serve.engine import Busy, Closing, End, Event, Job, Loading, Post, Request, Run, Worker
+from warpsmith.serve.engine import Worker
+from warpsmith.serve.job import Busy, Closing, End, Event, Job, Loading, Post, Request, Run
 
 PROMPT = list(range(300, 340))
 
@@ -233,7 +234,7 @@ def test_events_that_nobody_took_are_joined(worker: Worker, llm: LLM) -> None:
 
 
 def test_readers_are_woken_at_a_pace_and_at_once_if_it_is_urgent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "PACE", 1e6)
+    monkeypatch.setattr("warpsmith.serve.job.PACE", 1e6)
 
     async def woken(job: Job) -> bool:
         for _ in range(3):  # rounds of the loop

@@ -16,9 +16,9 @@ from warpsmith.serve.answer import CallArguments, CallStart, Content, Part, Reas
 from warpsmith.serve.calls import required_calls, schemas
 from warpsmith.serve.choice import Choice, timings, usage
 from warpsmith.serve.constraints import Grammar
-from warpsmith.serve.engine import Job, Logprob, Run
 from warpsmith.serve.errors import api_error, refused
 from warpsmith.serve.http import EventStream, json_response, parse, sse, unless_gone
+from warpsmith.serve.job import Job, Logprob, Run
 from warpsmith.serve.models import (
     MAX_CHOICES,
     MAX_MESSAGES,

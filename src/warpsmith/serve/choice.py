@@ -10,7 +10,7 @@ from typing import Any
 from warpsmith.engine.stats import Stats
 from warpsmith.model.tokenizer import Tokenizer
 from warpsmith.serve.answer import AnswerParser, CallArguments, CallStart, Content, Part, Reasoning
-from warpsmith.serve.engine import End, Event, Logprob, Run
+from warpsmith.serve.job import End, Event, Logprob, Run
 from warpsmith.serve.reasoning import CLOSE, OPEN
 
 

@@ -12,9 +12,9 @@ from starlette.responses import Response
 
 from warpsmith.model.tokenizer import Tokenizer
 from warpsmith.serve.choice import Choice, timings, usage
-from warpsmith.serve.engine import Job, Logprob, Run
 from warpsmith.serve.errors import api_error, refused
 from warpsmith.serve.http import EventStream, json_response, parse, sse, unless_gone
+from warpsmith.serve.job import Job, Logprob, Run
 from warpsmith.serve.models import MAX_CHOICES, FormatFields, Harmless, MaxTokens, SamplerFields, StreamOptions
 from warpsmith.serve.service import Prompt, Service, events, identifier, sampler_fields
 

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from warpsmith.errors import BadRequest, WarpsmithError
-from warpsmith.serve.engine import Busy, Closing, Loading
+from warpsmith.serve.job import Busy, Closing, Loading
 
 LOG = logging.getLogger("warpsmith.serve")
 

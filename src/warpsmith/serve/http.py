@@ -12,8 +12,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from warpsmith.serve.engine import Job
 from warpsmith.serve.errors import ApiError
+from warpsmith.serve.job import Job
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)

@@ -15,9 +15,9 @@ from warpsmith.serve.answer import CallArguments, CallStart, Content, Part, Reas
 from warpsmith.serve.calls import schemas
 from warpsmith.serve.chat import tool_grammar
 from warpsmith.serve.choice import Choice, timings
-from warpsmith.serve.engine import Job, Run
 from warpsmith.serve.errors import api_error, refused
 from warpsmith.serve.http import EventStream, json_response, parse, sse, unless_gone
+from warpsmith.serve.job import Job, Run
 from warpsmith.serve.models import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Effort, Json, Loose, Strict, TextOnly, TopK
 from warpsmith.serve.service import Prompt, Service, events, identifier
 from warpsmith.serve.thinking import BUDGETS, ThinkingFields, ThinkingSwitch, thinking_of

@@ -14,7 +14,8 @@ from prometheus_client.registry import Collector
 from warpsmith.engine.stats import Stats
 from warpsmith.llm import LLM
 from warpsmith.measure.energy import Meter, meters_of
-from warpsmith.serve.engine import Job, Worker
+from warpsmith.serve.engine import Worker
+from warpsmith.serve.job import Job
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 

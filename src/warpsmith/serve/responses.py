@@ -15,9 +15,9 @@ from warpsmith.serve.calls import schemas
 from warpsmith.serve.chat import tool_grammar
 from warpsmith.serve.choice import Choice
 from warpsmith.serve.constraints import Grammar
-from warpsmith.serve.engine import Job
 from warpsmith.serve.errors import api_error, refused
 from warpsmith.serve.http import EventStream, json_response, parse, unless_gone
+from warpsmith.serve.job import Job
 from warpsmith.serve.models import (
     MAX_MESSAGES,
     MAX_TOOLS,

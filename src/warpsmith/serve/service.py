@@ -20,8 +20,9 @@ from warpsmith.llm import LLM
 from warpsmith.model.chat import declared_sampling, default_template, render
 from warpsmith.serve.answer import opens_thinking
 from warpsmith.serve.constraints import Grammar, Grammars, Thoughts
-from warpsmith.serve.engine import End, Event, Job, Request, Worker
+from warpsmith.serve.engine import Worker
 from warpsmith.serve.errors import ApiError, refused
+from warpsmith.serve.job import End, Event, Job, Request
 from warpsmith.serve.metrics import Metrics
 from warpsmith.serve.models import FormatFields, SamplerFields
 from warpsmith.serve.tools import END_CALL
