@@ -17,6 +17,7 @@ from random_models import random_tensors, random_tree, small_config
 from warpsmith.backend.base import ARGMAX
 from warpsmith.backend.cores import physical_cores, team_of, usable_cores
 from warpsmith.backend.cpu import CpuBackend
+from warpsmith.backend.cpu.outputs import native_want, output_for
 
 TASKS = Path("/proc/self/task")
 LINUX = pytest.mark.skipif(not TASKS.is_dir(), reason="threads and memory are counted in /proc")
@@ -95,7 +96,8 @@ def test_others_run_while_the_engine_computes(call: str) -> None:
     def compute() -> None:
         nonlocal during
         nodes = slice(0, len(tree))
-        want = cpu._native_want(ARGMAX, cpu._output(ARGMAX, len(tree), len(tree)), range(len(tree)), nodes, nodes)
+        output = output_for(cpu.config, ARGMAX, len(tree), len(tree))
+        want = native_want(ARGMAX, output, range(len(tree)), nodes, nodes)
         for _ in range(50):
             state = cpu.new_state(64).native
             trees = ([state], [len(tree)], tree.tokens, tree.parents, want)

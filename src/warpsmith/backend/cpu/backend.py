@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import accumulate
 from statistics import median
 from time import perf_counter
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -33,8 +33,8 @@ from warpsmith.backend.block_draft import BlockDraft
 from warpsmith.backend.checks import check_batch, check_chains, check_room, check_snapshot, check_tokens
 from warpsmith.backend.cores import team_of, usable_cores
 from warpsmith.backend.cpu import _cpu, loading
+from warpsmith.backend.cpu.outputs import native_want, output_for, own_part, token_rows_of
 from warpsmith.backend.host_memory import check_fits
-from warpsmith.backend.rows import HostRows, Rows
 from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import MAX_NODES
 from warpsmith.checkpoint.canonical import Tensor
@@ -47,8 +47,6 @@ CacheType = Literal["f16", "f32", "q8_0"]
 CACHE_BYTES: dict[CacheType, float] = {"f16": 2.0, "f32": 4.0, "q8_0": 34 / 32}  # of one number
 PORTABLE = "portable"  # kernels that need no feature
 _ROOT = np.zeros(1, dtype=np.int32)  # the path of plain decoding
-_WIDE = ("features", "hidden")  # of an output: a row for each token that was run
-_TOKENS = {"none": 0, "argmax": 1, "top": 2, "logits": 3}
 
 
 class CpuState(State):
@@ -154,13 +152,13 @@ class CpuBackend(Backend):
         check_room(state, len(tokens))
         self._check_want(want)
         state.drafted = None
-        output = self._output(want, len(tokens), len(tokens) if want.every_row else 1)
+        output = output_for(self.config, want, len(tokens), len(tokens) if want.every_row else 1)
         # pieces of what one call can take: a chain's bits do not depend on where it is cut
         for start in range(0, len(tokens), PREFILL_CHUNK):
             piece = tokens[start : start + PREFILL_CHUNK]
             end = start + len(piece)
-            token_rows, rows = self._token_rows(want, start, end, len(tokens))
-            native = self._native_want(want, output, token_rows, rows, slice(start, end))
+            token_rows, rows = token_rows_of(want, start, end, len(tokens))
+            native = native_want(want, output, token_rows, rows, slice(start, end))
             self._engine.chains([state.native], [len(piece)], piece, native)
         return output
 
@@ -173,8 +171,8 @@ class CpuBackend(Backend):
             states.append(state.native)
             sizes.append(len(tree))
         tokens, parents = (np.concatenate([getattr(t, name) for _, t in batch]) for name in ("tokens", "parents"))
-        output, every = self._output(want, len(tokens), len(tokens)), slice(0, len(tokens))
-        native = self._native_want(want, output, range(len(tokens)), every, every)
+        output, every = output_for(self.config, want, len(tokens), len(tokens)), slice(0, len(tokens))
+        native = native_want(want, output, range(len(tokens)), every, every)
         self._engine.trees(states, sizes, tokens, parents, native)
         return keep_drafted(batch, output)
 
@@ -196,7 +194,7 @@ class CpuBackend(Backend):
     def prefill_together(self, batch: Sequence[tuple[State, Sequence[int]]], want: Want = ARGMAX) -> list[Output]:
         output, ends = self._chains(batch, want), accumulate(len(ids) for _, ids in batch)
         return [
-            _own(output, slice(end - len(ids), end), slice(i, i + 1))
+            own_part(output, slice(end - len(ids), end), slice(i, i + 1))
             for i, ((_, ids), end) in enumerate(zip(batch, ends, strict=True))
         ]
 
@@ -206,9 +204,9 @@ class CpuBackend(Backend):
         self._check_want(want)
         lengths = [len(ids) for _, ids in batch]
         tokens = np.array([token for _, ids in batch for token in ids], dtype=np.int32)
-        output, parts = self._output(want, len(tokens), len(batch)), slice(0, len(batch))
+        output, parts = output_for(self.config, want, len(tokens), len(batch)), slice(0, len(batch))
         last = [end - 1 for end in accumulate(lengths)]
-        native = self._native_want(want, output, last, parts, slice(0, len(tokens)))
+        native = native_want(want, output, last, parts, slice(0, len(tokens)))
         self._engine.chains([state.native for state, _ in batch], lengths, tokens, native)  # type: ignore[attr-defined]
         return output
 
@@ -292,11 +290,11 @@ class CpuBackend(Backend):
             raise BadRequest(f"{len(ids)} tokens need as many hidden rows; these are {list(past.shape)}.")
         if position < 0 or position + len(ids) > state.context:
             raise BadRequest(f"Positions {position} to {position + len(ids)} are outside a context of {state.context}.")
-        output = self._output(want, len(ids), len(ids) if want.every_row else 1)
+        output = output_for(self.config, want, len(ids), len(ids) if want.every_row else 1)
         for start in range(0, len(ids), MAX_NODES):
             rows = slice(start, min(start + MAX_NODES, len(ids)))
-            token_rows, told = self._token_rows(want, start, rows.stop, len(ids))
-            native = self._native_want(want, output, token_rows, told, rows)
+            token_rows, told = token_rows_of(want, start, rows.stop, len(ids))
+            native = native_want(want, output, token_rows, told, rows)
             self._engine.mtp(state.native, ids[rows], past[rows], position + start, native)
         return output
 
@@ -345,51 +343,6 @@ class CpuBackend(Backend):
             raise BadRequest(f"The {want.top} best of {self.config.vocab} tokens cannot be given.")
         if any(not 0 <= layer < self.config.layers for layer in want.features):
             raise BadRequest(f"Features of layers {list(want.features)} were asked; there are {self.config.layers}.")
-
-    def _output(self, want: Want, rows: int, token_rows: int) -> Output:
-        """Room for what is wanted: `rows` of features and hidden, `token_rows` of everything else."""
-        output, hidden = Output(), self.config.hidden
-        if want.tokens != "none":
-            output.argmax = np.empty(token_rows, np.int32)
-        if want.tokens == "top":
-            output.top_ids = np.empty((token_rows, want.top), np.int32)
-            output.top_logits = np.empty((token_rows, want.top), np.float32)
-            output.logsumexp = np.empty(token_rows, np.float32)
-        if want.tokens == "logits":
-            output.logits = HostRows(np.empty((token_rows, self.config.vocab), np.float32))
-        if want.features:
-            output.features = HostRows(np.empty((rows, len(want.features) * hidden), np.float32))
-        if want.hidden:
-            output.hidden = HostRows(np.empty((rows, hidden), np.float32))
-        return output
-
-    @staticmethod
-    def _token_rows(want: Want, start: int, end: int, length: int) -> tuple[Sequence[int], slice]:
-        """Of a chain's piece: the rows whose tokens are wanted, and where they go."""
-        if want.every_row:
-            return range(end - start), slice(start, end)
-        return ([end - start - 1], slice(0, 1)) if end == length else ([], slice(0, 0))
-
-    @staticmethod
-    def _native_want(want: Want, output: Output, token_rows: Sequence[int], tokens: slice, rows: slice) -> _cpu.Want:
-        """One call's share of `output`: `tokens` are those of the call's `token_rows`, features are of all its rows."""
-        share = {
-            name: (value.numpy() if isinstance(value, Rows) else value)[rows if name in _WIDE else tokens]
-            for name, value in vars(output).items()
-            if value is not None
-        }
-        layers = list(want.features)
-        return _cpu.Want(tokens=_TOKENS[want.tokens], top=want.top, rows=list(token_rows), layers=layers, **share)
-
-
-def _own(output: Output, rows: slice, tokens: slice) -> Output:
-    """One sequence's part of an output of several, copied: who keeps it does not keep what the others' take."""
-    own: dict[str, Any] = {}
-    for name, value in vars(output).items():
-        if value is not None:
-            part = value[rows if name in _WIDE else tokens]
-            own[name] = HostRows(part.numpy().copy()) if isinstance(part, Rows) else part
-    return Output(**own)
 
 
 def _allowed_features(asked: Sequence[str] | None) -> list[str]:
