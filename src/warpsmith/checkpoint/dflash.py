@@ -23,9 +23,9 @@ LLAMA_CPP = "dflash"
 ARCHITECTURES = (*LUCEBOX, LLAMA_CPP)
 EPS = 1e-6  # of every published draft; Lucebox's files do not say it
 LEAST_SPOKEN = 64  # tokens: as many as kernels make together
+HEAD = "head.weight"  # where a draft has an LM head of its own
 
 _OTHER = "Use a DFlash draft made for this model."
-HEAD = "head.weight"  # where a draft has an LM head of its own
 _BORROWED = ("embed_tokens.weight", "lm_head.weight", "token_embd.weight", "output.weight")  # the target's are used
 
 
@@ -153,8 +153,8 @@ def _first_rows(matrix: Tensor, rows: int) -> Tensor:
 def _open_directory(path: Path) -> DraftFile:
     from warpsmith.checkpoint.safetensors import ELEMENTS, StoredTensor, read_json, read_tensors
 
-    stored = read_tensors(path)
     config = _config_from_json(read_json(path / "config.json"), str(path / "config.json"))
+    stored = read_tensors(path)
     config = replace(config, own_head=HEAD in stored)
     _check_tensors(config, {name: t.shape for name, t in stored.items()}, lambda name: name)
 

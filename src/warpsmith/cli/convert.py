@@ -82,7 +82,7 @@ def _convert_draft(source: Path, path: Path, recipe: str | None, speaks: int | N
     if model is not None:
         config = read_config(model)
         check_fits(file.config, config)
-        file = with_head(file, model.tensors["token_embd.weight" if config.tied else "output.weight"])
+        file = with_head(file, model.tensors[config.head_tensor])
     if path.suffix != ".gguf":
         raise BadRequest("A draft is written as a GGUF file.", "Name one, such as draft.gguf.")
     check_absent(path)

@@ -55,6 +55,11 @@ class Config:
         return 2 * self.key_dim + self.value_dim
 
     @property
+    def head_tensor(self) -> str:
+        """The LM head: the embeddings, if these are tied to it."""
+        return "token_embd.weight" if self.tied else "output.weight"
+
+    @property
     def attention_layers(self) -> tuple[int, ...]:
         return tuple(i for i, r in enumerate(self.recurrent) if not r)
 

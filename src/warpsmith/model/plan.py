@@ -146,8 +146,7 @@ def _mlp_stages(layer: int) -> list[Stage]:
 
 
 def _head_stages(config: Config, norm: str) -> list[Stage]:
-    head = "token_embd.weight" if config.tied else "output.weight"
     return [
         Stage("final_norm", None, ("x",), ("hidden",), {"norm": norm}),
-        Stage("head", None, ("hidden",), ("logits",), {"head": head}),
+        Stage("head", None, ("hidden",), ("logits",), {"head": config.head_tensor}),
     ]

@@ -266,7 +266,7 @@ class CpuBackend(Backend):
         if rows.ndim != 2 or rows.shape[1] != self.config.hidden or not 1 <= len(rows) <= MAX_NODES:
             raise BadRequest(f"The LM head takes 1 to {MAX_NODES} rows of {self.config.hidden}.")
         logits = np.empty((len(rows), -(-self.config.vocab // 16) * 16), np.float32)  # kernels fill whole panels
-        self._engine.multiply("token_embd.weight" if self.config.tied else "output.weight", rows, logits)
+        self._engine.multiply(self.config.head_tensor, rows, logits)
         return output_from_logits(logits[:, : self.config.vocab], want)
 
     def block_draft(

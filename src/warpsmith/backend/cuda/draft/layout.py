@@ -25,7 +25,7 @@ from warpsmith.checkpoint.dflash import DFlashConfig
 COLUMNS = 16  # rows that a launch appends, and positions of a block, at most
 DIM = 128  # of a head
 MAX_LAYERS = 32
-MOST_PARTS = 3  # of a stage, by weight types (`Run` of kernels/draft/shape.cuh)
+MOST_TYPES = 3  # of a stage's weights (`Run` of kernels/draft/shape.cuh)
 BATCH = 64  # rows of queries at a time
 ABREAST = 64  # rows that are gathered together
 COUNTER_BYTES = 5 * 128  # of steps, and of four stages, each in a line of its own (kernels/draft/block.cuh)
@@ -59,16 +59,17 @@ class DraftStream(SlabStages):
     @cached_property
     def context(self) -> list[list[tuple[int, str]]]:
         """Keys and values of all layers, those of one type together, so that none is rounded for another's sake; all
-        together where there are more types than parts. A matrix has a number: twice its layer, and one more for
+        together where there are too many types. A matrix has a number: twice its layer, and one more for
         values."""
         names = [f"layers.{i}.self_attn.{name}" for i in range(self.config.layers) for name in ("k_proj", "v_proj")]
         by_type: dict[str, list[tuple[int, str]]] = {}
         for number, name in enumerate(names):
             by_type.setdefault(self.stored[f"{name}.weight"], []).append((number, name))
-        return [by_type[kind] for kind in sorted(by_type)] if len(by_type) <= MOST_PARTS else [list(enumerate(names))]
+        return [by_type[kind] for kind in sorted(by_type)] if len(by_type) <= MOST_TYPES else [list(enumerate(names))]
 
     @property
     def context_order(self) -> list[int]:
+        """Their numbers, as they lie."""
         return [number for part in self.context for number, _ in part]
 
     @cached_property

@@ -36,7 +36,7 @@ def draft_parts(layout: DraftLayout, context: int, sequences: int = 1, lent: int
 
 def head_stream(config: Config, stored: Mapping[str, str], sms: int, speaks: int | None = None) -> HeadStream:
     """A copy of the LM head that a target of another layout lends, or of as many first rows as a draft speaks."""
-    name = EMBEDDING if config.tied else "output.weight"
+    name = config.head_tensor
     head = {name: handed_over(stored[name])}
     return HeadStream(name.removesuffix(".weight"), speaks or config.vocab, config.hidden, sms, head)
 

@@ -74,7 +74,7 @@ class LargeLayout(SlabStages, Sizes):
                 self._stage(f"mlp_in.{layer}", c.hidden, block, [("ffn_gate", c.ffn), ("ffn_up", c.ffn)], woven=True),
                 self._stage(f"mlp_out.{layer}", c.ffn, block, [("ffn_down", c.hidden)]),
             ]
-        head = "token_embd" if c.tied else "output"
+        head = c.head_tensor.removesuffix(".weight")
         return [*stages, self._stage("head", c.hidden, "", [(head, c.vocab)], in_rounds=True)]
 
     # -- what a pass writes ---------------------------------------------------------------------------------------
