@@ -104,11 +104,17 @@ def test_the_kernel_builds_for_every_chip(name: str, size: str, recipe: str, cac
         assert max(spilled(name, size, recipe, caches, nodes), default=0) <= MOST_SPILLED
 
 
-@pytest.mark.parametrize("nodes", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (8, 16)), 24])
-def test_on_an_h200_a_stage_needs_nothing_from_the_stack(nodes: int) -> None:
+ON_AN_H200 = [(cache, nodes) for cache in ("f16", "q8_0", "q4_0") for nodes in (1, 8, 16, 24)]
+USUAL = [("f16", 1), ("f16", 24), ("q4_0", 24)]
+
+
+@pytest.mark.parametrize(
+    ("cache", "nodes"), [pytest.param(*each, marks=[] if each in USUAL else pytest.mark.slow) for each in ON_AN_H200]
+)
+def test_on_an_h200_a_stage_needs_nothing_from_the_stack(cache: str, nodes: int) -> None:
     """There is hardly an L1 cache beside 227 KB of shared memory: with a few words of stack that every stage uses, a
     tree of 22 nodes took more than a tenth longer. Two words are the number of tokens so far."""
-    assert max(spilled("h200", "27B", "q4_k_m", ("f16", "f16"), nodes)) <= 8
+    assert max(spilled("h200", "27B", "q4_k_m", (cache, cache), nodes)) <= 8
 
 
 @pytest.mark.parametrize("nodes", [1, 24])

@@ -18,6 +18,10 @@ inline u64 nanoseconds() { return (u64)std::chrono::steady_clock::now().time_sin
 
 inline u32 shared_address(const void* p) { return (u32)((const u8*)p - machine::shared_memory()); }
 inline u8* shared_pointer(u32 address) { return machine::shared_memory() + address; }
+template <class T>
+inline const T& shared_at(u32 address) {
+    return *(const T*)shared_pointer(address);
+}
 
 // --- mbarriers ------------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,10 @@ __device__ __forceinline__ u64 nanoseconds() {
 }
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+template <class T>
+__device__ __forceinline__ const T& shared_at(u32 address) {
+    return *(const T*)__cvta_shared_to_generic(address);
+}
 
 // --- mbarriers ------------------------------------------------------------------------------------------------------
 

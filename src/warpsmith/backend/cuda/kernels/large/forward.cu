@@ -43,9 +43,15 @@ __device__ __forceinline__ void use_sums(Block& b, int done) {
     }
 }
 
+// Where products begin: the steps done so far, and the address of the SM's run. The caller could work that out, but then
+// the compiler keeps where shared memory begins on the stack, and every stage fetches it from there.
+struct Beginning {
+    u32 steps_done, run;
+};
+
 // From the products before number `i` to its operands: apart from the products, so that the compiler has all registers
-// for either. Returns the steps done so far.
-__device__ __noinline__ u32 lead_to(int i, int length, u32 steps_done) {
+// for either.
+__device__ __noinline__ Beginning lead_to(int i, int length, u32 steps_done) {
     Block b;
     b.length = length, b.steps_done = steps_done;
     b.enter(max(i - 1, 0) >> 2);
@@ -73,13 +79,14 @@ __device__ __noinline__ u32 lead_to(int i, int length, u32 steps_done) {
         b.mark();
     }
     if (!POLLED) b.sync();  // who has nothing more to do rests: polls would be in the way of the others
-    const Run run = uniform_run(b.s.runs[b.turn(i)]);
+    const Run& mine = b.s.runs[b.turn(i)];
+    const Run run = uniform_run(mine);
     if constexpr (POLLED)
         prepare_one(b, run, min(i, HEAD), i < HEAD && kind == OUT && b.recurrent(i >> 2));
     else
         prepare_operands(b, run, min(i, HEAD));
     b.mark();
-    return b.steps_done;
+    return {b.steps_done, shared_address(&mine)};
 }
 
 // The launch's `token`-th token, or one for every node, once the head's products are made.
@@ -105,8 +112,9 @@ __device__ __noinline__ u32 choose(const Draw* draw, int length, u32 steps_done,
 __device__ __forceinline__ void forward_pass(Block& b, int token) {
 #pragma unroll 1
     for (int i = 0; i < STAGES; i++) {
-        b.steps_done = lead_to(i, b.length, b.steps_done);
-        const Run run = uniform_run(b.s.runs[b.turn(i)]);
+        const Beginning here = lead_to(i, b.length, b.steps_done);
+        const Run run = uniform_run(POLLED ? b.s.runs[b.turn(i)] : shared_at<Run>(here.run));
+        b.steps_done = here.steps_done;
         if constexpr (POLLED)
             multiply_by<OneMultiplier>(b, run);
         else if (uniform(b.s.scaled == min(i, HEAD)))
