@@ -39,7 +39,7 @@ from warpsmith.model.weights import expected_shapes
 LITTLE = load_profiles()["rtx-3090"].shared_memory
 CHIPS = ["rtx-3090", "rtx-4090", "rtx-5090"]
 LAB = Path(__file__).parents[1] / "bench" / "lab"
-MOST_SPILLED = 1024  # bytes put aside or fetched back in any function: in its loops, a few words
+MOST_SPILLED = 160  # bytes put aside or fetched back in any function: of loops over spans, where they begin and end
 
 
 def test_how_large_a_tree_may_be_follows_from_shared_memory() -> None:

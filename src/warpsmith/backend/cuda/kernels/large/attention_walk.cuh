@@ -192,7 +192,7 @@ struct KeyWalk : Item {
     }
     // A warp every eighth row, all at once.
     __device__ __forceinline__ void take_queries() const {
-        uint4 v[QUERY_TILES * 2] = {};
+        uint4 v[QUERY_TILES * 2] = {};  // set, as `next` is
         u8* to = query_place(b.warp);
 #pragma unroll
         for (int i = 0; i < QUERY_TILES * 2; i++)

@@ -98,10 +98,10 @@ __device__ __forceinline__ void ask_inputs(const Block& b, const DeltaShare& sha
     }
 }
 
-// The projection. A thread has a quad of some nodes, and asks for all of them at once.
+// The projection. A thread has a quad of some nodes, and asks for as many of them at once as it has registers for.
 __device__ __forceinline__ void delta_projections(Block& b, const DeltaShare& share, const Projection& sums) {
     constexpr int APART = larger(1, CONSUMERS / INPUT_QUADS), EACH = (NODES + APART - 1) / APART,
-                  AT_ONCE = EACH < 4 ? EACH : 4;
+                  MOST = __CUDA_ARCH__ < 900 ? 2 : 4, AT_ONCE = EACH < MOST ? EACH : MOST;
     const DeltaInputs in(b.scratch);
 #pragma unroll 1
     for (int at = 0; at < INPUT_QUADS * APART; at += CONSUMERS) {

@@ -113,7 +113,7 @@ struct InnerSums {
 __device__ __forceinline__ void activate(Block& b, int stage) {
     const InnerSums sums(b, stage);
     u32* words = operand_words(b, stage + 1);
-    InnerSums::Asked asked;
+    InnerSums::Asked asked = {};  // set, as `KeyWalk::next` is
     Spans<FFN> own(b);
     if (own.more()) sums.ask(asked, own.node(), own.k());
     int turn = 0;
