@@ -1,7 +1,7 @@
 """How long passes of the activations-first kernels take in several versions, by turns in one process.
 
 PYTHONPATH=src python bench/lab/large_turns.py 27B FOLDER ... [--nodes 1 8 16 22] [--rounds 7] [--depth 520]
-    [--drafts]
+    [--cache q8_0] [--drafts]
 
 A FOLDER has the files that a version changes, named as under kernels/ (large/delta.cuh). What is in the package runs
 beside them. Weights are loaded once; each version's machine code several times, since it is up to 1% faster or slower
@@ -25,6 +25,7 @@ from large_timing import like_a_drafts, milliseconds, random_model, some_tree
 from warpsmith.backend.base import ARGMAX
 from warpsmith.backend.cuda.build.compiler import compile_source, sources
 from warpsmith.backend.cuda.large.backend import LargeBackend
+from warpsmith.backend.cuda.memory.caches import CACHE_ROWS
 from warpsmith.backend.cuda.memory.driver import Kernel
 from warpsmith.model.config import SIZES
 
@@ -59,11 +60,13 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 16, 22])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--depth", type=int, default=520)
+    parser.add_argument("--cache", default="f16", choices=CACHE_ROWS, help="the type of keys and values")
     parser.add_argument("--drafts", action="store_true", help="trees as drafts make them, not random ones")
     given = parser.parse_args()
     tree_of = like_a_drafts if given.drafts else some_tree
     config, context = SIZES[given.size], given.depth + 1024
-    backend = LargeBackend(config, random_model(config, given.type), context=context, prompts=False)
+    model, cache = random_model(config, given.type), given.cache
+    backend = LargeBackend(config, model, context=context, prompts=False, cache_type_k=cache, cache_type_v=cache)
     builds = sorted({next(n for n in backend.variants if nodes <= n) for nodes in given.nodes})
     with ThreadPoolExecutor() as pool:
         images = {name: kernels(backend, texts, builds, pool) for name, texts in versions(given.folders).items()}
