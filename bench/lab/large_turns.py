@@ -1,13 +1,13 @@
 """How long passes of the activations-first kernels take in several versions, by turns in one process.
 
 PYTHONPATH=src python bench/lab/large_turns.py 27B FOLDER ... [--nodes 1 8 16 22] [--rounds 7] [--depth 520]
-    [--cache q8_0] [--drafts]
+    [--cache q8_0] [--drafts] [--any-tokens]
 
 A FOLDER has the files that a version changes, named as under kernels/ (large/delta.cuh). What is in the package runs
 beside them. Weights are loaded once; each version's machine code several times, since it is up to 1% faster or slower
 by where it lies in memory. A GPU at its limit of power gets slower by several percent within a second: so there is a
 rest before each turn, and every round has an order of its own. Prints the mean of these copies' medians in ms, and the
-least and largest of them; fails where a version's tokens differ.
+least and largest of them; fails where a version's tokens differ, unless they may (--any-tokens).
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=520)
     parser.add_argument("--cache", default="f16", choices=CACHE_ROWS, help="the type of keys and values")
     parser.add_argument("--drafts", action="store_true", help="trees as drafts make them, not random ones")
+    parser.add_argument("--any-tokens", action="store_true", help="versions may choose other tokens")
     given = parser.parse_args()
     tree_of = like_a_drafts if given.drafts else some_tree
     config, context = SIZES[given.size], given.depth + 1024
@@ -94,7 +95,8 @@ def main() -> None:
             run = partial(backend.launch, state, tree_of(nodes, config.vocab), ARGMAX)
             took.setdefault((name, copy, nodes), []).append(milliseconds(backend, run, PASSES))
             found = backend.outputs.of_trees([nodes], ARGMAX).argmax.tolist()
-            assert tokens.setdefault(nodes, found) == found, f"{name} chooses other tokens with {nodes} nodes"
+            same = tokens.setdefault(nodes, found) == found
+            assert same or given.any_tokens, f"{name} chooses other tokens with {nodes} nodes"
     for nodes in given.nodes:
         for name in images:
             medians = [statistics.median(took[name, copy, nodes]) for copy in range(COPIES)]
