@@ -44,7 +44,8 @@ __device__ __forceinline__ void use_sums(Block& b, int done) {
 }
 
 // Where products begin: the steps done so far, and the address of the SM's run. The caller could work that out, but
-// then the compiler keeps where shared memory begins on the stack, and every stage fetches it from there.
+// then the compiler keeps where shared memory begins on the stack, and every stage fetches it from there. One node's
+// build has registers for that.
 struct Beginning {
     u32 steps_done, run;
 };
