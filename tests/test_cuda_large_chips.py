@@ -8,6 +8,7 @@ import shutil
 import struct
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -53,9 +54,16 @@ BUILDS = [(chip, *file) for chip in CHIPS for file in FILES]
 
 @cache
 def built(
-    name: str, size: str, recipe: str, caches: tuple[str, str], nodes: int, program: str = "large/forward.cu"
+    name: str,
+    size: str,
+    recipe: str,
+    caches: tuple[str, str],
+    nodes: int,
+    program: str = "large/forward.cu",
+    short: bool | None = None,
 ) -> tuple[bytes, str]:
-    """The kernel's machine code, or that of a program of the laboratory, and what the compiler says of it."""
+    """The kernel's machine code, or that of a program of the laboratory, and what the compiler says of it. `short`:
+    for short contexts; where it is not given, for one node only."""
     chip, config = load_profiles()[name], SIZES[size]
     shapes, architecture = expected_shapes(config), target(chip.capability)
     stored = {n: tensor_type(recipe, n, shape, config.layers, config.tied).name for n, shape in shapes.items()}
@@ -66,7 +74,7 @@ def built(
         "BETWEEN": between,
         "SHARED_MEMORY": chip.shared_memory,
         "SAMPLES": int(nodes == 1 and layout.samples),
-        "SHORT_CONTEXT": int(nodes == 1),
+        "SHORT_CONTEXT": int(nodes == 1 if short is None else short),
     }
     source = sources().get(program) or (LAB / program).read_text()
     try:
@@ -75,9 +83,11 @@ def built(
         pytest.skip(str(error))
 
 
-def spilled(name: str, size: str, recipe: str, caches: tuple[str, str], nodes: int) -> list[int]:
+def spilled(
+    name: str, size: str, recipe: str, caches: tuple[str, str], nodes: int, short: bool | None = None
+) -> list[int]:
     """Bytes that functions of the kernel put aside and fetch back; none where the driver makes its machine code."""
-    _, log = built(name, size, recipe, caches, nodes)
+    _, log = built(name, size, recipe, caches, nodes, short=short)
     found = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
     print(f"{name}, {size} {recipe}, {nodes} nodes: {found}")
     assert found or target(load_profiles()[name].capability).startswith("compute"), log
@@ -104,17 +114,18 @@ def test_the_kernel_builds_for_every_chip(name: str, size: str, recipe: str, cac
         assert max(spilled(name, size, recipe, caches, nodes), default=0) <= MOST_SPILLED
 
 
-ON_AN_H200 = [(cache, nodes) for cache in ("f16", "q8_0", "q4_0") for nodes in (1, 8, 16, 24)]
-USUAL = [("f16", 1), ("f16", 24), ("q4_0", 24)]
+ON_AN_H200 = [*product(("f16", "q8_0", "q4_0"), (1, 8, 16, 24), (True, False))]
+USUAL = [("f16", 1, True), ("f16", 24, True), ("q8_0", 1, False), ("q4_0", 24, False)]
 
 
 @pytest.mark.parametrize(
-    ("cache", "nodes"), [pytest.param(*each, marks=[] if each in USUAL else pytest.mark.slow) for each in ON_AN_H200]
+    ("cache", "nodes", "short"),
+    [pytest.param(*each, marks=[] if each in USUAL else pytest.mark.slow) for each in ON_AN_H200],
 )
-def test_on_an_h200_a_stage_needs_nothing_from_the_stack(cache: str, nodes: int) -> None:
+def test_on_an_h200_a_stage_needs_nothing_from_the_stack(cache: str, nodes: int, short: bool) -> None:
     """There is hardly an L1 cache beside 227 KB of shared memory: with a few words of stack that every stage uses, a
     tree of 22 nodes took more than a tenth longer. Two words are the number of tokens so far."""
-    assert max(spilled("h200", "27B", "q4_k_m", (cache, cache), nodes)) <= 8
+    assert max(spilled("h200", "27B", "q4_k_m", (cache, cache), nodes, short)) <= 8
 
 
 @pytest.mark.parametrize("nodes", [1, 24])
@@ -178,9 +189,9 @@ def test_one_node_asks_again_how_many_copies_there_were() -> None:
     assert loops_that_poll_shared_memory(image) >= 2  # of Q4_K and of Q6_K
 
 
-@pytest.mark.parametrize("nodes", [1, 24])
-def test_the_laboratory_times_products_by_the_same_code(nodes: int) -> None:
-    image, _ = built("h200", "27B", "q4_k_m", ("f16", "f16"), nodes, "large_products.cu")
+@pytest.mark.parametrize(("program", "nodes"), product(("large_products.cu", "large_attention.cu"), (1, 24)))
+def test_the_laboratory_times_the_same_code(program: str, nodes: int) -> None:
+    image, _ = built("h200", "27B", "q4_k_m", ("f16", "f16"), nodes, program, short=False)
     assert code_bytes(image) > 0
 
 

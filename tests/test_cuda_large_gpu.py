@@ -26,7 +26,7 @@ from warpsmith.backend.sampling import Sampling
 from warpsmith.backend.tree import Tree
 
 pytestmark = pytest.mark.gpu
-LONG, WATCHDOG = 8320, {"WATCHDOG_CYCLES": "2000000000ll"}
+LONG, WATCHDOG = 16448, {"WATCHDOG_CYCLES": "2000000000ll"}
 
 
 @pytest.fixture(scope="module", params=CACHES, ids="-".join)

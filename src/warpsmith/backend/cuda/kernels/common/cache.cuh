@@ -66,22 +66,31 @@ __device__ __forceinline__ void store_eight(u8* row, int eight, const float (&v)
 
 // --- and back, as pairs of fp16 -------------------------------------------------------------------------------------
 
-constexpr u32 TWICE_1152 = 0x64806480u, TWICE_1032 = 0x64086408u;  // fp16 1024 + a byte, or a nibble, is 0x6400 with it
+// fp16 1024 + a byte, or a nibble, is 0x6400 with it.
+constexpr u32 TWICE_1024 = 0x64006400u, TWICE_1152 = 0x64806480u, TWICE_1032 = 0x64086408u;
 
-// Two bytes in the lower half of each half of a word, as n + 128; two nibbles likewise, as n + 8.
-__device__ __forceinline__ u32 halves_of_bytes(u32 bytes) { return subtract_half(bytes | 0x64006400u, TWICE_1152); }
-__device__ __forceinline__ u32 halves_of_nibbles(u32 nibbles) {
-    return subtract_half((nibbles & 0x000f000fu) | 0x64006400u, TWICE_1032);
+// Two bytes in the lower half of each half of a word, as n + 128.
+__device__ __forceinline__ u32 halves_of_bytes(u32 bytes) { return subtract_half(bytes | TWICE_1024, TWICE_1152); }
+// Bytes FIRST and FIRST + 1 of a word, likewise.
+template <int FIRST>
+__device__ __forceinline__ u32 halves_of_two(u32 word) {
+    return subtract_half(__byte_perm(word, TWICE_1024, 0x5050 | FIRST | (FIRST + 1) << 8), TWICE_1152);
+}
+// Nibbles WHICH and WHICH + 4, as n + 8. Odd ones are not moved: 1024 + 16 (n + 8) is taken / 16, less 72.
+template <int WHICH>
+__device__ __forceinline__ u32 halves_of_nibbles(u32 word) {
+    constexpr u32 TWICE_16TH = 0x2c002c00u, TWICE_MINUS_72 = 0xd480d480u;
+    word >>= WHICH / 2 * 8;
+    if (WHICH % 2) return multiply_add_halves((word & 0x00f000f0u) | TWICE_1024, TWICE_16TH, TWICE_MINUS_72);
+    return subtract_half((word & 0x000f000fu) | TWICE_1024, TWICE_1032);
 }
 // Dimensions 8 i .. + 7 from their stored words; `scale` has d in both halves.
 template <int TYPE>
 __device__ __forceinline__ uint4 eight_values(uint2 words, u32 scale) {
     if constexpr (TYPE == CACHE_Q8_0)
-        return {multiply_halves(halves_of_bytes(__byte_perm(words.x, 0, 0x4140)), scale),
-                multiply_halves(halves_of_bytes(__byte_perm(words.x, 0, 0x4342)), scale),
-                multiply_halves(halves_of_bytes(__byte_perm(words.y, 0, 0x4140)), scale),
-                multiply_halves(halves_of_bytes(__byte_perm(words.y, 0, 0x4342)), scale)};
-    return {multiply_halves(halves_of_nibbles(words.x), scale), multiply_halves(halves_of_nibbles(words.x >> 4), scale),
-            multiply_halves(halves_of_nibbles(words.x >> 8), scale),
-            multiply_halves(halves_of_nibbles(words.x >> 12), scale)};
+        return {multiply_halves(halves_of_two<0>(words.x), scale), multiply_halves(halves_of_two<2>(words.x), scale),
+                multiply_halves(halves_of_two<0>(words.y), scale), multiply_halves(halves_of_two<2>(words.y), scale)};
+    return {multiply_halves(halves_of_nibbles<0>(words.x), scale), multiply_halves(halves_of_nibbles<1>(words.x), scale),
+            multiply_halves(halves_of_nibbles<2>(words.x), scale),
+            multiply_halves(halves_of_nibbles<3>(words.x), scale)};
 }

@@ -18,6 +18,11 @@ __device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
     return out;
 }
+__device__ __forceinline__ u32 multiply_add_halves(u32 a, u32 b, u32 c) {
+    u32 out;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+    return out;
+}
 // Both times one half of `pair`, which the machine selects for nothing.
 template <int HIGH>
 __device__ __forceinline__ u32 multiply_half(u32 a, u32 pair) {

@@ -119,8 +119,10 @@ __device__ __forceinline__ void value_operands(u32 (&v)[4][2], const u8* rows, u
             } else {
                 const u16* at = (const u16*)(first + 16 * warp) + g;
                 const u32 both = at[0] | (u32)at[ROW / 2] << 16;
-#pragma unroll
-                for (int j = 0; j < 4; j++) v[j][half] = multiply_halves(halves_of_nibbles(both >> 4 * j), scales);
+                v[0][half] = multiply_halves(halves_of_nibbles<0>(both), scales);
+                v[1][half] = multiply_halves(halves_of_nibbles<1>(both), scales);
+                v[2][half] = multiply_halves(halves_of_nibbles<2>(both), scales);
+                v[3][half] = multiply_halves(halves_of_nibbles<3>(both), scales);
             }
         }
     }

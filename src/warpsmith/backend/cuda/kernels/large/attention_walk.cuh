@@ -2,8 +2,10 @@
 //
 // A step takes a chunk of 64 positions: scores (a warp has 8 keys), softmax so far (eight lanes have a query), sums (a
 // warp has 32 dimensions). Scores of the next chunk are made beside the softmax, for which few warps are needed. Keys
-// of the chunk after that are on their way to registers, values of the next steps to shared memory. A query's numbers
-// depend on it and its own keys alone, whatever else is in its tile.
+// of the chunk after that are on their way to registers, values of the next steps to shared memory. In long contexts
+// (TWO_TEAMS) four warps have keys, 16 of a chunk each, and four have values, 64 dimensions each, a chunk later, so that
+// either team works while the other waits. A query's numbers depend on it and its own keys alone, whatever else is in
+// its tile and whoever makes them.
 #pragma once
 #include "large/attention_operands.cuh"
 #include "large/attention_rows.cuh"
@@ -17,7 +19,15 @@ __device__ __forceinline__ int early_chunks(int position) {
 
 // Steps whose values are asked for before the projection is there.
 constexpr int FIRST_STEPS = larger(1, VALUE_STAGES - 1);
-constexpr int EXPECTED = 4;  // steps ahead of which keys and values are asked into the L2 cache
+// Steps ahead of which keys and values are asked into the L2 cache. Fp16 rows of few nodes come as fast without that.
+constexpr int EXPECTED = 4;
+constexpr bool EXPECTS = !TWO_TEAMS || KEY_TYPE != CACHE_F16 || NODES > 8;
+
+// Warps and threads of a team; groups of 8 keys, or blocks of 32 dimensions, of a warp.
+constexpr int TEAM_WARPS = WARPS / TEAMS, TEAM = TEAM_WARPS * 32, EACH = TEAMS;
+// One node's queries, of which a tile has half, stay in registers.
+constexpr bool HELD = POLLED && TWO_TEAMS;
+enum { SCORES_MADE = 8, VALUES_HERE, WEIGHTS_MADE, WEIGHTS_USED = WEIGHTS_MADE + 2 };  // barriers; the last two twice
 
 // What there is to do for a layer, the same for all its SMs: items, each for a key head.
 __device__ __forceinline__ ItemCounts count_items(const Block& b) {
@@ -80,7 +90,8 @@ struct KeyWalk : Item {
     Block& b;
     const AttentionScratch at;
     const u8 *keys, *values, *drafted_keys, *drafted_values;  // of this key head
-    KeyWords<KEY_TYPE> next = {};  // set, since registers that are set on some paths only are live in the whole kernel
+    // Set, since registers that are set on some paths only are live in the whole kernel.
+    KeyWords<KEY_TYPE> next[EACH] = {};
 
     __device__ __forceinline__ KeyWalk(Block& block, int layer, const Item& item)
         : Item{uniform(item.kv_head), uniform(item.first_row), uniform(item.rows), uniform(item.part),
@@ -93,72 +104,95 @@ struct KeyWalk : Item {
         drafted_values = b.p.pending_values + cache * MAX_NODES * VALUE_ROW;
     }
 
-    // Where the row at a position is. Past the end, any does: its weight is zero.
+    // How many positions of the chunk count: all 64, but for a node's own.
+    __device__ __forceinline__ int positions() const { return node < 0 ? CHUNK : min(CHUNK, own_end - chunk * CHUNK); }
+    // Of two teams the first has keys, the second values.
+    __device__ __forceinline__ bool has_keys() const { return !TWO_TEAMS || b.warp < TEAM_WARPS; }
+    __device__ __forceinline__ bool has_values() const { return !TWO_TEAMS || b.warp >= TEAM_WARPS; }
+    static __device__ __forceinline__ int in_team() { return threadIdx.x % TEAM; }
+    // Where a row of a node's own chunk is. Past the end, any does: its weight is zero.
     template <int ROW>
-    __device__ __forceinline__ const u8* row_at(const u8* committed, const u8* drafted, int position) const {
-        if (node < 0) return committed + (size_t)position * ROW;
+    __device__ __forceinline__ const u8* own_row(const u8* committed, const u8* drafted, int position) const {
         position = min(position, own_end - 1);
         const int ahead = b.decoding() ? -1 : position - b.length;
         return ahead < 0 ? committed + (size_t)position * ROW : drafted + b.place(b.s.ancestor[node][ahead]) * ROW;
     }
-    // How many positions of the chunk count: all 64, but for a node's own.
-    __device__ __forceinline__ int positions() const { return node < 0 ? CHUNK : min(CHUNK, own_end - chunk * CHUNK); }
-    __device__ __forceinline__ void ask_keys(int step, int first = 0) {
-        const int position = (chunk + step * stride) * CHUNK + b.warp * 8 + (b.lane >> 2);
-        if (b.warp * 8 < positions() && position >= first)
-            next.load(row_at<KEY_ROW>(keys, drafted_keys, position), b.lane & 3);
+    // Of the i-th of this warp's groups of keys, a lane's position in the chunk.
+    __device__ __forceinline__ int key_of(int i) const { return (b.warp * EACH + i) * 8 + (b.lane >> 2); }
+    // Keys of a step. Shared chunks are as they lie; a node's own, of which it has one, those of positions from `first`
+    // on.
+    __device__ __forceinline__ void ask_keys(int step) {
+        if (!has_keys()) return;
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            next[i].load(keys + (size_t)((chunk + step * stride) * CHUNK + key_of(i)) * KEY_ROW, b.lane & 3);
+    }
+    __device__ __forceinline__ void ask_own_keys(int first) {
+        if (!has_keys()) return;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const int position = chunk * CHUNK + key_of(i);
+            if (key_of(i) - (b.lane >> 2) < positions() && position >= first)
+                next[i].load(own_row<KEY_ROW>(keys, drafted_keys, position), b.lane & 3);
+        }
     }
     // Keys and values of a step that is not asked for yet, on their way to the L2 cache.
     __device__ __forceinline__ void expect(int step) const {
         if (step >= steps) return;
-        const int position = (chunk + step * stride) * CHUNK;
-        const int bytes_of_keys = min(CHUNK, b.length - position) * KEY_ROW,
-                  bytes_of_values = min(CHUNK, b.length - position) * VALUE_ROW;
-        for (int i = threadIdx.x * 128; i < bytes_of_keys; i += CONSUMERS * 128)
-            prefetch(keys + (size_t)position * KEY_ROW + i);
-        for (int i = threadIdx.x * 128; i < bytes_of_values; i += CONSUMERS * 128)
-            prefetch(values + (size_t)position * VALUE_ROW + i);
-    }
-    // Values of a step: shared chunks are copied as they lie; a node's own, those of positions from `first` up to
-    // `end`, row by row.
-    __device__ __forceinline__ void ask_values(int step, int first, int end) const {
-        constexpr int UNITS = VALUE_ROW / 16, AT_ONCE = CONSUMERS * 16, EACH = (VALUE_BYTES + AT_ONCE - 1) / AT_ONCE;
-        if (step >= steps) return;
-        const int position = (chunk + step * stride) * CHUNK;
-        u8* to = at.values + step % VALUE_STAGES * VALUE_BYTES;
-        if (node < 0) {
-            const u8* from = values + (size_t)position * VALUE_ROW + threadIdx.x * 16;
-            to += VALUE_TYPE == CACHE_F16 ? value_place<CACHE_F16>(threadIdx.x / 32, threadIdx.x % 32)
-                                          : threadIdx.x * 16;
+        const size_t position = (chunk + step * stride) * CHUNK;  // a chunk that is shared, whole
+        const auto each_line = [](const u8* from, int bytes) {
 #pragma unroll
-            for (int i = 0; i < EACH; i++)
-                if (VALUE_BYTES % AT_ONCE == 0 || i < EACH - 1 || threadIdx.x < VALUE_BYTES % AT_ONCE / 16)
-                    copy16(to + i * AT_ONCE, from + i * AT_ONCE);
-        } else {
+            for (int i = 0; i < bytes; i += TEAM * 128)
+                if (i + in_team() * 128 < bytes) prefetch(from + i + in_team() * 128);
+        };
+        if (has_keys()) each_line(keys + position * KEY_ROW, CHUNK * KEY_ROW);
+        if (has_values()) each_line(values + position * VALUE_ROW, CHUNK * VALUE_ROW);
+    }
+    // Values of a step, likewise; a node's own those of positions up to `end`, too, row by row.
+    __device__ __forceinline__ void ask_values(int step) const {
+        constexpr int AT_ONCE = TEAM * 16, COPIES = (VALUE_BYTES + AT_ONCE - 1) / AT_ONCE;
+        if (step >= steps || !has_values()) return;
+        const int thread = in_team();
+        const u8* from = values + (size_t)((chunk + step * stride) * CHUNK) * VALUE_ROW + thread * 16;
+        u8* to = at.values + step % VALUE_STAGES * VALUE_BYTES;
+#pragma unroll
+        for (int i = 0; i < COPIES; i++) {
+            const int place = VALUE_TYPE == CACHE_F16
+                                  ? value_place<CACHE_F16>(thread / 32 + i * TEAM_WARPS, thread % 32)
+                                  : (i * TEAM + thread) * 16;
+            if (VALUE_BYTES % AT_ONCE == 0 || i < COPIES - 1 || thread < VALUE_BYTES % AT_ONCE / 16)
+                copy16(to + place, from + i * AT_ONCE);
+        }
+    }
+    __device__ __forceinline__ void ask_own_values(int first, int end) const {
+        constexpr int UNITS = VALUE_ROW / 16;
+        if (!has_values()) return;
 #pragma unroll 1
-            for (int i = threadIdx.x; i < up(positions(), 16) * UNITS; i += CONSUMERS)
-                if (position + i / UNITS >= first && position + i / UNITS < end)
-                    copy16(to + value_place<VALUE_TYPE>(i / UNITS, i % UNITS),
-                           row_at<VALUE_ROW>(values, drafted_values, position + i / UNITS) + i % UNITS * 16);
+        for (int i = in_team(); i < up(positions(), 16) * UNITS; i += TEAM) {
+            const int position = chunk * CHUNK + i / UNITS;
+            if (position >= first && position < end)
+                copy16(at.values + value_place<VALUE_TYPE>(i / UNITS, i % UNITS),
+                       own_row<VALUE_ROW>(values, drafted_values, position) + i % UNITS * 16);
         }
     }
     // Ask for what comes first and is committed. The scratch is free.
     __device__ __forceinline__ void begin() {
-        ask_keys(0);
+        if (node < 0) {
+            ask_keys(0);
 #pragma unroll
-        for (int step = 0; step < FIRST_STEPS; step++) ask_values(step, 0, b.length);
+            for (int step = 0; step < FIRST_STEPS; step++) ask_values(step);
 #pragma unroll 1
-        for (int step = 1; step < EXPECTED; step++) expect(step);
-    }
-    // And for what was not there yet: rows of the tree, in memory now.
-    __device__ __forceinline__ void go_on() {
-        constexpr int ALL = 0x7fffffff;
-        if (node >= 0) ask_keys(0, b.length);
-#pragma unroll
-        for (int step = 0; step < FIRST_STEPS; step++) {
-            if (node >= 0) ask_values(step, b.length, ALL);
-            copies_queued();
+            for (int step = 1; step < EXPECTED; step++) expect(step);
+        } else if (!TWO_TEAMS) {
+            ask_own_keys(0), ask_own_values(0, b.length);
         }
+    }
+    // And for what was not there yet: rows of the tree, in memory now. In long contexts nobody waits for a node's own.
+    __device__ __forceinline__ void go_on() {
+        const int first = TWO_TEAMS ? 0 : b.length;
+        if (node >= 0) ask_own_keys(first), ask_own_values(first, 0x7fffffff);
+#pragma unroll
+        for (int step = 0; step < FIRST_STEPS; step++) copies_queued();
     }
 
     // Of one node every SM makes the queries that it needs itself, and where these positions are the node's own its key
@@ -204,115 +238,180 @@ struct KeyWalk : Item {
             if (i / 2 * 16 < rows) place_query(to + i / 2 * QUERY_TILE + operand_place(i % 2 * WARPS, 0, 0), v[i]);
     }
 
-    // Of the keys that have come; the next are asked for.
-    __device__ __forceinline__ void scores(int step, int tiles) {
+    // Of the keys that have come; the next are asked for. Groups of keys share what is loaded of a query.
+    typedef uint2 Held[HELD ? HEAD_DIM / 16 : 1];
+    __device__ __forceinline__ void scores(int step, int tiles, const Held& held = {}) {
+        constexpr int TOGETHER = HELD ? 1 : EACH;
         const int g = b.lane >> 2, q = b.lane & 3;
-        uint4 key[8];
-        if (b.warp * 8 >= positions()) return;
-        next.operands(key, q);
-        if (KEY_TYPE != CACHE_F16 && step + 1 < steps) ask_keys(step + 1);
-#pragma unroll 1
-        for (int tile = 0; tile < tiles; tile++) {
-            const u8* queries = at.queries + tile * QUERY_TILE + b.lane * 16;
-            float s[4][4] = {};
+        if (b.warp * (EACH * 8) >= positions()) return;
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                mma_half(s[i % 4], *(const uint4*)(queries + 2 * i * OPERAND), key[i].x, key[i].y);
-                mma_half(s[i % 4], *(const uint4*)(queries + (2 * i + 1) * OPERAND), key[i].z, key[i].w);
+        for (int group = 0; group < EACH; group += TOGETHER) {
+            uint4 key[TOGETHER][8];
+#pragma unroll
+            for (int i = 0; i < TOGETHER; i++) next[group + i].operands(key[i], q);
+            if (KEY_TYPE != CACHE_F16 && group + TOGETHER == EACH && step + 1 < steps) ask_keys(step + 1);
+#pragma unroll 1
+            for (int tile = 0; tile < (QUERY_TILES == 1 ? 1 : tiles); tile++) {
+                const auto query = [&](int i) -> uint4 {
+                    if constexpr (HELD) return {held[i].x, 0, held[i].y, 0};
+                    return *(const uint4*)(at.queries + tile * QUERY_TILE + b.lane * 16 + i * OPERAND);
+                };
+                float s[TOGETHER][4][4] = {};
+#pragma unroll
+                for (int j = 0; j < 8; j++) {
+                    const uint4 even = query(2 * j), odd = query(2 * j + 1);
+#pragma unroll
+                    for (int i = 0; i < TOGETHER; i++) {
+                        mma_half(s[i][j % 4], even, key[i][j].x, key[i][j].y);
+                        mma_half(s[i][j % 4], odd, key[i][j].z, key[i][j].w);
+                    }
+                }
+                u8* to = at.scores + (tile * 2 + (step & 1)) * SCORE_TILE + q % 2 * 8;
+#pragma unroll
+                for (int i = 0; i < TOGETHER; i++) {
+                    const auto all = [&](int j) { return (s[i][0][j] + s[i][1][j]) + (s[i][2][j] + s[i][3][j]); };
+                    u8* here = to + score_place(g, (b.warp * EACH + group + i) * 2 + q / 2);
+                    *(float2*)here = {all(0), all(1)}, *(float2*)(here + 8 * CHUNK * 4) = {all(2), all(3)};
+                }
             }
-            u8* to = at.scores + (tile * 2 + (step & 1)) * SCORE_TILE + score_place(g, b.warp * 2 + q / 2) + q % 2 * 8;
-            *(float2*)to = {(s[0][0] + s[1][0]) + (s[2][0] + s[3][0]), (s[0][1] + s[1][1]) + (s[2][1] + s[3][1])};
-            *(float2*)(to + 8 * CHUNK * 4) = {(s[0][2] + s[1][2]) + (s[2][2] + s[3][2]),
-                                              (s[0][3] + s[1][3]) + (s[2][3] + s[3][3])};
         }
         if (KEY_TYPE == CACHE_F16 && step + 1 < steps) ask_keys(step + 1);  // the operands are the words
     }
 
-    // Scores become weights. Lane 4 u + r has row r of its warp's four, keys 4 u .. + 3 of every 32.
-    __device__ __forceinline__ void softmax(int step) const {
-        const int u = b.lane >> 2, here = chunk + step * stride, first = here * CHUNK;
-#pragma unroll 1
-        for (int pass = b.warp * 4; pass < rows; pass += WARPS * 4) {
-            const int row = pass + (b.lane & 3);
-            const u8* scores = at.scores + (row / 16 * 2 + (step & 1)) * SCORE_TILE;
-            float v[2][4];
+    // Scores become weights. Lane 4 u + r has row r of its warp's four, keys 4 u .. + 3 of every 32. A warp has every
+    // TEAM_WARPS-th four of COUNT rounds, all at once, since each is little but waiting.
+    template <int COUNT>
+    __device__ __forceinline__ void soften(int step) const {
+        const int u = b.lane >> 2, here = chunk + step * stride, first = here * CHUNK, turn = step % TEAMS;
+        int row[COUNT];
+        float v[COUNT][2][4], peak[COUNT], weight[COUNT], before[COUNT], now[COUNT];
+#pragma unroll
+        for (int p = 0; p < COUNT; p++) {
+            row[p] = min((b.warp + p * TEAM_WARPS) * 4 + (b.lane & 3), QUERY_TILES * 16 - 1);
+            const u8* scores = at.scores + (row[p] / 16 * 2 + (step & 1)) * SCORE_TILE;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const float4 four = *(const float4*)(scores + score_place(row % 16, u + 8 * i));
-                v[i][0] = four.x, v[i][1] = four.y, v[i][2] = four.z, v[i][3] = four.w;
+                const float4 four = *(const float4*)(scores + score_place(row[p] % 16, u + 8 * i));
+                v[p][i][0] = four.x, v[p][i][1] = four.y, v[p][i][2] = four.z, v[p][i][3] = four.w;
             }
-            bool sees = true;  // nodes of one tile may share different chunks
-            if (node < 0) {
-                const int early =
-                    early_chunks(node_position(b, min(first_row + row, first_row + rows - 1) / GROUP));
-                sees = part == SPLITS ? here == early : here < early;
-            } else {
+            before[p] = at.peak[row[p]];
+        }
+        if (node >= 0)
+#pragma unroll
+            for (int p = 0; p < COUNT; p++)
 #pragma unroll
                 for (int i = 0; i < 2; i++)
 #pragma unroll
                     for (int j = 0; j < 4; j++)
-                        if (first + (u + 8 * i) * 4 + j >= own_end) v[i][j] = MINUS_INFINITY;
-            }
-            float peak = fmaxf(fmaxf(fmaxf(v[0][0], v[0][1]), fmaxf(v[0][2], v[0][3])),
-                               fmaxf(fmaxf(v[1][0], v[1][1]), fmaxf(v[1][2], v[1][3])));
+                        if (first + (u + 8 * i) * 4 + j >= own_end) v[p][i][j] = MINUS_INFINITY;
 #pragma unroll
-            for (int lanes = 4; lanes < 32; lanes *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, lanes));
-            const float before = at.peak[row], now = fmaxf(before, peak);
-            uint2 packed[2];
-            float weight = 0.0f;
+        for (int p = 0; p < COUNT; p++)
+            peak[p] = fmaxf(fmaxf(fmaxf(v[p][0][0], v[p][0][1]), fmaxf(v[p][0][2], v[p][0][3])),
+                            fmaxf(fmaxf(v[p][1][0], v[p][1][1]), fmaxf(v[p][1][2], v[p][1][3])));
+#pragma unroll
+        for (int lanes = 4; lanes < 32; lanes *= 2)
+#pragma unroll
+            for (int p = 0; p < COUNT; p++) peak[p] = fmaxf(peak[p], __shfl_xor_sync(~0u, peak[p], lanes));
+        uint2 packed[COUNT][2];
+#pragma unroll
+        for (int p = 0; p < COUNT; p++) {
+            now[p] = fmaxf(before[p], peak[p]), weight[p] = 0.0f;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                packed[i] = {pack_half(power_of_2(v[i][0] - now), power_of_2(v[i][1] - now)),
-                             pack_half(power_of_2(v[i][2] - now), power_of_2(v[i][3] - now))};
-                const float2 a = unpack_half(packed[i].x), c = unpack_half(packed[i].y);
-                weight += (a.x + a.y) + (c.x + c.y);
+                packed[p][i] = {pack_half(power_of_2(v[p][i][0] - now[p]), power_of_2(v[p][i][1] - now[p])),
+                                pack_half(power_of_2(v[p][i][2] - now[p]), power_of_2(v[p][i][3] - now[p]))};
+                const float2 a = unpack_half(packed[p][i].x), c = unpack_half(packed[p][i].y);
+                weight[p] += (a.x + a.y) + (c.x + c.y);
             }
+        }
 #pragma unroll
-            for (int lanes = 4; lanes < 32; lanes *= 2) weight += __shfl_xor_sync(~0u, weight, lanes);
+        for (int lanes = 4; lanes < 32; lanes *= 2)
+#pragma unroll
+            for (int p = 0; p < COUNT; p++) weight[p] += __shfl_xor_sync(~0u, weight[p], lanes);
+        __syncwarp();  // all have read the peak
+#pragma unroll
+        for (int p = 0; p < COUNT; p++) {
+            if ((b.warp + p * TEAM_WARPS) * 4 >= rows) break;
+            bool sees = true;  // nodes of one tile may share different chunks
+            if (node < 0) {
+                const int early =
+                    early_chunks(node_position(b, min(first_row + row[p], first_row + rows - 1) / GROUP));
+                sees = part == SPLITS ? here == early : here < early;
+            }
 #pragma unroll
             for (int i = 0; i < 2;
                  i++) {  // keys 4 (u + 8 i): product (u + 8 i) / 4, half u / 2 % 2, lanes u % 2 * 2, + 1
-                u8* to = at.weights + row / 16 * WEIGHT_TILE + (u / 4 + 2 * i) * OPERAND +
-                         operand_place(row, u % 2 * 2, u / 2 % 2);
-                *(u32*)to = sees ? packed[i].x : 0, *(u32*)(to + 16) = sees ? packed[i].y : 0;
+                u8* to = at.weights + (row[p] / 16 * TEAMS + turn) * WEIGHT_TILE + (u / 4 + 2 * i) * OPERAND +
+                         operand_place(row[p], u % 2 * 2, u / 2 % 2);
+                *(u32*)to = sees ? packed[p][i].x : 0, *(u32*)(to + 16) = sees ? packed[p][i].y : 0;
             }
-            __syncwarp();  // all have read the peak
             if (u == 0) {
-                const float factor = power_of_2(before - now);  // 0 at first
-                at.factor[row] = sees ? factor : 1.0f;
-                if (sees) at.peak[row] = now, at.weight[row] = fmaf(at.weight[row], factor, weight);
+                const float factor = power_of_2(before[p] - now[p]);  // 0 at first
+                at.factor[turn * (QUERY_TILES * 16) + row[p]] = sees ? factor : 1.0f;
+                if (sees)
+                    at.peak[row[p]] = now[p], at.weight[row[p]] = fmaf(at.weight[row[p]], factor, weight[p]);
             }
         }
     }
+    __device__ __forceinline__ void softmax(int step) const {
+        constexpr int AT_ONCE = TEAM_WARPS * 4, ROUNDS = (QUERY_TILES * 16 + AT_ONCE - 1) / AT_ONCE;
+        if (ROUNDS > 1 && (TWO_TEAMS || rows > AT_ONCE))
+            soften<ROUNDS>(step);
+        else if (b.warp * 4 < rows)
+            soften<1>(step);
+    }
 
-    __device__ __forceinline__ void add_values(float (&sum)[QUERY_TILES][4][4], const u8* rows_at, int tiles) const {
-        const int g = b.lane >> 2;
-        const u32 scales = value_scales<VALUE_TYPE>(rows_at, b.warp, b.lane);
+    typedef float SumOf[QUERY_TILES][EACH][4][4];
+    // The first of this warp's blocks of 32 dimensions.
+    __device__ __forceinline__ int first_block() const { return (b.warp - (WARPS - TEAM_WARPS)) * EACH; }
+
+    // WHOLE: of all tiles, and all positions count, so that nothing is asked in between.
+    template <bool WHOLE>
+    __device__ __forceinline__ void add_values(SumOf& sum, int step, int tiles) const {
+        const int g = b.lane >> 2, turn = step % TEAMS;
+        const u8* rows_at = at.values + step % VALUE_STAGES * VALUE_BYTES;
+        const float* factors = at.factor + turn * (QUERY_TILES * 16) + g;
+        u32 scales[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; i++) scales[i] = value_scales<VALUE_TYPE>(rows_at, first_block() + i, b.lane);
 #pragma unroll
         for (int tile = 0; tile < QUERY_TILES; tile++) {
-            if (tile >= tiles) break;
-            const float low = at.factor[tile * 16 + g], high = at.factor[tile * 16 + 8 + g];
+            if (!WHOLE && tile >= tiles) break;
+            const float low = factors[tile * 16], high = factors[tile * 16 + 8];
 #pragma unroll
-            for (int o = 0; o < 4; o++)
-                sum[tile][o][0] *= low, sum[tile][o][1] *= low, sum[tile][o][2] *= high, sum[tile][o][3] *= high;
+            for (int i = 0; i < EACH; i++)
+#pragma unroll
+                for (int o = 0; o < 4; o++) {
+                    float(&v)[4] = sum[tile][i][o];
+                    v[0] *= low, v[1] *= low, v[2] *= high, v[3] *= high;
+                }
         }
+#pragma unroll(WHOLE ? 4 : 1)
+        for (int from = 0; from < (WHOLE ? CHUNK : positions()); from += 16) {
+            u32 v[EACH][4][2];
 #pragma unroll
-        for (int from = 0; from < CHUNK; from += 16) {
-            if (from >= positions()) break;
-            u32 v[4][2];
-            value_operands<VALUE_TYPE>(v, rows_at, scales, from, b.warp, b.lane);
+            for (int i = 0; i < EACH; i++)
+                value_operands<VALUE_TYPE>(v[i], rows_at, scales[i], from, first_block() + i, b.lane);
 #pragma unroll
             for (int tile = 0; tile < QUERY_TILES; tile++) {
-                if (tile >= tiles) break;
-                const uint4 weights =
-                    *(const uint4*)(at.weights + tile * WEIGHT_TILE + from / 16 * OPERAND + b.lane * 16);
+                if (!WHOLE && tile >= tiles) break;
+                const uint4 weights = *(const uint4*)(at.weights + (tile * TEAMS + turn) * WEIGHT_TILE +
+                                                      from / 16 * OPERAND + b.lane * 16);
 #pragma unroll
-                for (int o = 0; o < 4; o++) mma_half(sum[tile][o], weights, v[o][0], v[o][1]);
+                for (int i = 0; i < EACH; i++)
+#pragma unroll
+                    for (int o = 0; o < 4; o++) mma_half(sum[tile][i][o], weights, v[i][o][0], v[i][o][1]);
             }
         }
     }
+    __device__ __forceinline__ void add_values(SumOf& sum, int step, int tiles) const {
+        if (node < 0 && tiles == QUERY_TILES)
+            add_values<true>(sum, step, tiles);
+        else
+            add_values<false>(sum, step, tiles);
+    }
 
-    __device__ __forceinline__ void write(const float (&sum)[QUERY_TILES][4][4], int tiles) const {
+    __device__ __forceinline__ void write_sums(const SumOf& sum, int tiles) const {
         const int g = b.lane >> 2, q = b.lane & 3;
 #pragma unroll
         for (int tile = 0; tile < QUERY_TILES; tile++) {
@@ -323,13 +422,19 @@ struct KeyWalk : Item {
                 if (row >= rows || at.weight[row] == 0.0f) continue;  // none of its positions
                 const size_t to = (size_t)query_at(row) * PARTS + part;
                 const float inverse = reciprocal(fmaxf(at.weight[row], 1e-30f));
-                float first[4], second[4];
 #pragma unroll
-                for (int o = 0; o < 4; o++)
-                    first[o] = sum[tile][o][upper * 2] * inverse, second[o] = sum[tile][o][upper * 2 + 1] * inverse;
-                store_sums<VALUE_TYPE>(b.p.parts + to * (HEAD_DIM / 2) + b.warp * 16, first, second, q);
+                for (int i = 0; i < EACH; i++) {
+                    float first[4], second[4];
+#pragma unroll
+                    for (int o = 0; o < 4; o++)
+                        first[o] = sum[tile][i][o][upper * 2] * inverse,
+                        second[o] = sum[tile][i][o][upper * 2 + 1] * inverse;
+                    store_sums<VALUE_TYPE>(b.p.parts + to * (HEAD_DIM / 2) + (first_block() + i) * 16, first, second, q);
+                }
             }
         }
+    }
+    __device__ __forceinline__ void write_stats() const {
         const int row = threadIdx.x;
         if (row < rows && at.weight[row] != 0.0f)
             b.p.part_stats[(size_t)query_at(row) * PARTS + part] = {at.peak[row], at.weight[row]};
@@ -338,22 +443,69 @@ struct KeyWalk : Item {
     // After `go_on`, when the queries are there.
     __device__ __forceinline__ void run() {
         const int tiles = (rows + 15) / 16;
-        float sum[QUERY_TILES][4][4] = {};
         if (threadIdx.x < tiles * 16) at.peak[threadIdx.x] = MINUS_INFINITY, at.weight[threadIdx.x] = 0.0f;
+        if constexpr (TWO_TEAMS) {
+            if (has_keys())
+                weigh(tiles);
+            else
+                add_up(tiles);
+        } else {
+            walk(tiles);
+        }
+    }
+    __device__ __forceinline__ void walk(int tiles) {
+        SumOf sum = {};
         scores(0, tiles);
 #pragma unroll 1
         for (int step = 0; step < steps; step++) {
             b.sync();
-            if (step + VALUE_STAGES > FIRST_STEPS) ask_values(step + VALUE_STAGES - 1, 0, 0x7fffffff);
-            copies_queued();
+            if (step > 0) ask_values(step);
             expect(step + EXPECTED);
             softmax(step);
             if (step + 1 < steps) scores(step + 1, tiles);
-            copies_left<VALUE_STAGES - 1>();
+            copies_done();
             b.sync();
-            add_values(sum, at.values + step % VALUE_STAGES * VALUE_BYTES, tiles);
+            add_values(sum, step, tiles);
         }
-        write(sum, tiles);
+        write_sums(sum, tiles);
+        write_stats();
+    }
+    // The teams. Weights of two chunks are kept, and so are scores: whoever makes some has waited for all others of the
+    // team since those two steps before were used.
+    __device__ __forceinline__ void weigh(int tiles) {
+        Held held = {};
+        if constexpr (HELD)
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM / 16; i++) {
+                const u32* query = (const u32*)(at.queries + i * OPERAND) + b.lane * 4;
+                held[i] = {query[0], query[2]};
+            }
+#pragma unroll 1
+        for (int step = 0; step < steps; step++) {
+            scores(step, tiles, held);
+            if (EXPECTS) expect(step + EXPECTED);
+            sync_some<TEAM>(SCORES_MADE);
+            if (step >= 2) sync_some<CONSUMERS>(WEIGHTS_USED + (step & 1));
+            softmax(step);
+            arrive_some<CONSUMERS>(WEIGHTS_MADE + (step & 1));
+        }
+        sync_some<TEAM>(SCORES_MADE);
+        write_stats();
+    }
+    __device__ __forceinline__ void add_up(int tiles) {
+        SumOf sum = {};
+#pragma unroll 1
+        for (int step = 0; step < steps; step++) {
+            copies_left<VALUE_STAGES < 2 ? 0 : VALUE_STAGES - 2>();
+            sync_some<TEAM>(VALUES_HERE);  // and those of the step before are done with
+            ask_values(step + VALUE_STAGES - 1);
+            copies_queued();
+            if (EXPECTS) expect(step + EXPECTED);
+            sync_some<CONSUMERS>(WEIGHTS_MADE + (step & 1));
+            add_values(sum, step, tiles);
+            if (step + 2 < steps) arrive_some<CONSUMERS>(WEIGHTS_USED + (step & 1));
+        }
+        write_sums(sum, tiles);
         copies_done();
     }
 };

@@ -149,24 +149,33 @@ constexpr int CONVOLVED_QUADS = QK_QUADS + OWN_UNITS * 2, INPUT_QUADS = CONVOLVE
 constexpr int MIX_ROWS_BYTES = NODES * MIX_ROW * 4,
               MIX_INPUT_BYTES = (NODES * INPUT_QUADS * 4 + 7 * CONVOLVED_QUADS * 4 + 2 * OWN_HEADS + INPUT_QUADS) * 4;
 // Attention: values of some chunks, as they are kept; of some tiles of 16 queries their rows, scores of two chunks,
-// weights in fp16, and what the softmax remembers. Trees of many nodes need fewer chunks ahead.
+// weights in fp16, and what the softmax remembers. Trees of many nodes need fewer chunks ahead. Where a walk has many
+// chunks, half of the warps make weights of one while the others add up values of the one before.
 constexpr int KEY_ROW = cache_row_bytes(KEY_TYPE), VALUE_ROW = cache_row_bytes(VALUE_TYPE);
 constexpr int VALUE_STAGES = SHORT_CONTEXT             ? 1
                              : !ROOMY                  ? VALUE_TYPE == CACHE_Q4_0 ? 2 : 1
                              : VALUE_TYPE == CACHE_F16 ? 2
                                                        : (VALUE_TYPE == CACHE_Q8_0 ? 2 : 3) + (NODES == 1),
               VALUE_BYTES = CHUNK * VALUE_ROW, SCORE_TILE = 16 * CHUNK * 4;
-constexpr int QUERY_TILE_BYTES = 16 * (HEAD_DIM * 2 + CHUNK * 2 + 3 * 4) + 2 * SCORE_TILE;
+constexpr bool TWO_TEAMS = VALUE_STAGES > 1;
+constexpr int TEAMS = TWO_TEAMS ? 2 : 1,  // chunks of which weights are kept
+              QUERY_TILE_BYTES = 16 * (HEAD_DIM * 2 + 2 * 4) + 2 * SCORE_TILE + TEAMS * 16 * (CHUNK * 2 + 4);
 // Tiles that one walk over the keys serves: as many as leave the ring its slots.
-constexpr int ATTENTION_ROOM = (!ROOMY ? 52 : NODES <= 16 ? 104 : 120) << 10,
+// In short contexts SMs are idle rather than late: eight nodes have two walks.
+constexpr int ATTENTION_ROOM = (!ROOMY                         ? 52
+                                : NODES <= 8 && SHORT_CONTEXT ? 72
+                                : NODES <= 16                  ? 106
+                                : SHORT_CONTEXT                ? 120
+                                                               : 127)
+                               << 10,
               ALL_TILES = (NODES * GROUP + 15) / 16,
               ROOM_TILES = (ATTENTION_ROOM - VALUE_STAGES * VALUE_BYTES) / QUERY_TILE_BYTES,
               MOST_TILES = ROOM_TILES < 6 ? ROOM_TILES : 6, WALKS = (ALL_TILES + MOST_TILES - 1) / MOST_TILES,
               QUERY_TILES = (ALL_TILES + WALKS - 1) / WALKS;
 constexpr int QUERIES_AT = VALUE_STAGES * VALUE_BYTES, SCORES_AT = QUERIES_AT + QUERY_TILES * 16 * HEAD_DIM * 2,
               WEIGHTS_AT = SCORES_AT + QUERY_TILES * 2 * SCORE_TILE,
-              FACTORS_AT = WEIGHTS_AT + QUERY_TILES * 16 * CHUNK * 2;
-constexpr int ATTENTION_BYTES = FACTORS_AT + QUERY_TILES * 16 * 3 * 4;
+              FACTORS_AT = WEIGHTS_AT + TEAMS * QUERY_TILES * 16 * CHUNK * 2;
+constexpr int ATTENTION_BYTES = FACTORS_AT + QUERY_TILES * 16 * (2 + TEAMS) * 4;
 // Sampling: an SM's logits, and candidates.
 constexpr int HEAD_TILES = up(VOCAB, ROWS) / ROWS, OWN_LOGITS = (HEAD_TILES + SMS - 1) / SMS * ROWS;
 #include "sample/candidates.cuh"
