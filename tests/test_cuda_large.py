@@ -47,7 +47,7 @@ from warpsmith.checkpoint.convert import RECIPES, tensor_type
 from warpsmith.model.config import SIZES, Config
 from warpsmith.model.weights import expected_shapes
 
-LONG = 16448  # tokens: more than builds for short contexts are for, and more chunks of keys than there are splits of them
+LONG = 16448  # tokens: too many for builds for short contexts, and more chunks of keys than splits of them
 
 
 @contextmanager

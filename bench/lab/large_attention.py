@@ -1,10 +1,10 @@
-"""Clocks that attention's walk takes for a chunk of 64 positions in several versions, alone: the 27B's shape.
+"""Clocks that attention's walk over keys and values takes in several versions, alone: the 27B's shape.
 
 PYTHONPATH=src python bench/lab/large_attention.py [FOLDER ...] [--nodes 1 24] [--caches q8_0] [--lengths 32768]
 
 A FOLDER has the files that a version changes, as large_turns.py takes them. All SMs walk over all chunks that nodes
-share, layer after layer, from memory. Prints the mean and the slowest SM's clocks of a layer, how fast keys and values were
-read, and whether a version's results differ.
+share, layer after layer, from memory. Prints the mean and the slowest SM's clocks of a layer, how fast keys and values
+were read, and whether a version's results differ.
 """
 
 from __future__ import annotations

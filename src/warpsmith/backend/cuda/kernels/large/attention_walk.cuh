@@ -238,41 +238,37 @@ struct KeyWalk : Item {
             if (i / 2 * 16 < rows) place_query(to + i / 2 * QUERY_TILE + operand_place(i % 2 * WARPS, 0, 0), v[i]);
     }
 
-    // Of the keys that have come; the next are asked for. Groups of keys share what is loaded of a query.
+    // Of the keys that have come; the next are asked for. A warp's groups of keys share what is loaded of a query.
     typedef uint2 Held[HELD ? HEAD_DIM / 16 : 1];
     __device__ __forceinline__ void scores(int step, int tiles, const Held& held = {}) {
-        constexpr int TOGETHER = HELD ? 1 : EACH;
         const int g = b.lane >> 2, q = b.lane & 3;
+        uint4 key[EACH][8];
         if (b.warp * (EACH * 8) >= positions()) return;
 #pragma unroll
-        for (int group = 0; group < EACH; group += TOGETHER) {
-            uint4 key[TOGETHER][8];
-#pragma unroll
-            for (int i = 0; i < TOGETHER; i++) next[group + i].operands(key[i], q);
-            if (KEY_TYPE != CACHE_F16 && group + TOGETHER == EACH && step + 1 < steps) ask_keys(step + 1);
+        for (int i = 0; i < EACH; i++) next[i].operands(key[i], q);
+        if (KEY_TYPE != CACHE_F16 && step + 1 < steps) ask_keys(step + 1);
 #pragma unroll 1
-            for (int tile = 0; tile < (QUERY_TILES == 1 ? 1 : tiles); tile++) {
-                const auto query = [&](int i) -> uint4 {
-                    if constexpr (HELD) return {held[i].x, 0, held[i].y, 0};
-                    return *(const uint4*)(at.queries + tile * QUERY_TILE + b.lane * 16 + i * OPERAND);
-                };
-                float s[TOGETHER][4][4] = {};
+        for (int tile = 0; tile < (QUERY_TILES == 1 ? 1 : tiles); tile++) {
+            const auto query = [&](int i) -> uint4 {
+                if constexpr (HELD) return {held[i].x, 0, held[i].y, 0};
+                return *(const uint4*)(at.queries + tile * QUERY_TILE + b.lane * 16 + i * OPERAND);
+            };
+            float s[EACH][4][4] = {};
 #pragma unroll
-                for (int j = 0; j < 8; j++) {
-                    const uint4 even = query(2 * j), odd = query(2 * j + 1);
+            for (int j = 0; j < 8; j++) {
+                const uint4 even = query(2 * j), odd = query(2 * j + 1);
 #pragma unroll
-                    for (int i = 0; i < TOGETHER; i++) {
-                        mma_half(s[i][j % 4], even, key[i][j].x, key[i][j].y);
-                        mma_half(s[i][j % 4], odd, key[i][j].z, key[i][j].w);
-                    }
+                for (int i = 0; i < EACH; i++) {
+                    mma_half(s[i][j % 4], even, key[i][j].x, key[i][j].y);
+                    mma_half(s[i][j % 4], odd, key[i][j].z, key[i][j].w);
                 }
-                u8* to = at.scores + (tile * 2 + (step & 1)) * SCORE_TILE + q % 2 * 8;
+            }
+            u8* to = at.scores + (tile * 2 + (step & 1)) * SCORE_TILE + q % 2 * 8;
 #pragma unroll
-                for (int i = 0; i < TOGETHER; i++) {
-                    const auto all = [&](int j) { return (s[i][0][j] + s[i][1][j]) + (s[i][2][j] + s[i][3][j]); };
-                    u8* here = to + score_place(g, (b.warp * EACH + group + i) * 2 + q / 2);
-                    *(float2*)here = {all(0), all(1)}, *(float2*)(here + 8 * CHUNK * 4) = {all(2), all(3)};
-                }
+            for (int i = 0; i < EACH; i++) {
+                const auto all = [&](int k) { return (s[i][0][k] + s[i][1][k]) + (s[i][2][k] + s[i][3][k]); };
+                u8* here = to + score_place(g, (b.warp * EACH + i) * 2 + q / 2);
+                *(float2*)here = {all(0), all(1)}, *(float2*)(here + 8 * CHUNK * 4) = {all(2), all(3)};
             }
         }
         if (KEY_TYPE == CACHE_F16 && step + 1 < steps) ask_keys(step + 1);  // the operands are the words
