@@ -76,9 +76,10 @@ def test_rows_do_not_depend_on_the_tree_around_them(on_gpu: tuple[LargeBackend, 
     assert same_state(SHAPE, state, plain)
 
 
-def test_trees_in_a_short_context_have_the_bits_of_plain_decoding() -> None:
-    """Their builds have other room for values and sums."""
-    cuda = LargeBackend(SHAPE, tensors_of(SHAPE, MIXED), context=512, options=WATCHDOG)
+@pytest.mark.parametrize("context", [512, 8320])
+def test_trees_in_a_short_context_have_the_bits_of_plain_decoding(context: int) -> None:
+    """Their builds have other room for values and sums, and one team of warps for both; or one node's has alone."""
+    cuda = LargeBackend(SHAPE, tensors_of(SHAPE, MIXED), context=context, options=WATCHDOG)
     state, plain, rng = cuda.new_state(512), cuda.new_state(512), np.random.default_rng(5)
     for nodes in (13, 16, 22, 24, 64, 3, 24):
         check_last_path(cuda, state, plain, random_tree(rng, nodes, SHAPE.vocab))
