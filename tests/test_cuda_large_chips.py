@@ -200,7 +200,11 @@ def test_the_laboratory_times_the_same_code(program: str, nodes: int) -> None:
 
 @pytest.fixture(
     scope="module",
-    params=[("emulated", CACHES[0]), *(pytest.param(("gpu", caches), marks=pytest.mark.gpu) for caches in CACHES)],
+    params=[
+        ("emulated", CACHES[0]),
+        pytest.param(("emulated", ("q4_0", "q4_0")), marks=pytest.mark.slow),  # values of two chunks at a time
+        *(pytest.param(("gpu", caches), marks=pytest.mark.gpu) for caches in CACHES),
+    ],
     ids=lambda param: f"{param[0]}-{'-'.join(param[1])}",
 )
 def small(request: pytest.FixtureRequest) -> Iterator[tuple[LargeBackend, ReferenceBackend]]:

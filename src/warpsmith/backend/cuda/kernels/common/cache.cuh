@@ -90,7 +90,7 @@ __device__ __forceinline__ uint4 eight_values(uint2 words, u32 scale) {
     if constexpr (TYPE == CACHE_Q8_0)
         return {multiply_halves(halves_of_two<0>(words.x), scale), multiply_halves(halves_of_two<2>(words.x), scale),
                 multiply_halves(halves_of_two<0>(words.y), scale), multiply_halves(halves_of_two<2>(words.y), scale)};
-    return {multiply_halves(halves_of_nibbles<0>(words.x), scale), multiply_halves(halves_of_nibbles<1>(words.x), scale),
-            multiply_halves(halves_of_nibbles<2>(words.x), scale),
-            multiply_halves(halves_of_nibbles<3>(words.x), scale)};
+    const u32 word = words.x;
+    return {multiply_halves(halves_of_nibbles<0>(word), scale), multiply_halves(halves_of_nibbles<1>(word), scale),
+            multiply_halves(halves_of_nibbles<2>(word), scale), multiply_halves(halves_of_nibbles<3>(word), scale)};
 }

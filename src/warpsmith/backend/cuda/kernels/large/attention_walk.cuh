@@ -1,11 +1,11 @@
 // One walk over chunks of keys and values, for some rows of queries of one key head.
 //
 // A step takes a chunk of 64 positions: scores (a warp has 8 keys), softmax so far (eight lanes have a query), sums (a
-// warp has 32 dimensions). Scores of the next chunk are made beside the softmax, for which few warps are needed. Keys
-// of the chunk after that are on their way to registers, values of the next steps to shared memory. In long contexts
-// (TWO_TEAMS) four warps have keys, 16 of a chunk each, and four have values, 64 dimensions each, a chunk later, so that
-// either team works while the other waits. A query's numbers depend on it and its own keys alone, whatever else is in
-// its tile and whoever makes them.
+// warp has 32 dimensions). Scores of the next chunk are made beside the softmax. Keys of the chunk after that are on
+// their way to registers, values of the next steps to shared memory. In long contexts (TWO_TEAMS) four warps have keys,
+// 16 of a chunk each, and four have values, 64 dimensions each, a chunk later, so that either team works while the
+// other waits. A query's numbers depend on it and its own keys alone, whatever else is in its tile and whoever makes
+// them.
 #pragma once
 #include "large/attention_operands.cuh"
 #include "large/attention_rows.cuh"
@@ -425,7 +425,8 @@ struct KeyWalk : Item {
                     for (int o = 0; o < 4; o++)
                         first[o] = sum[tile][i][o][upper * 2] * inverse,
                         second[o] = sum[tile][i][o][upper * 2 + 1] * inverse;
-                    store_sums<VALUE_TYPE>(b.p.parts + to * (HEAD_DIM / 2) + (first_block() + i) * 16, first, second, q);
+                    u32* block = b.p.parts + to * (HEAD_DIM / 2) + (first_block() + i) * 16;
+                    store_sums<VALUE_TYPE>(block, first, second, q);
                 }
             }
         }
@@ -455,16 +456,18 @@ struct KeyWalk : Item {
 #pragma unroll 1
         for (int step = 0; step < steps; step++) {
             b.sync();
-            if (step > 0) ask_values(step);
+            if (step + VALUE_STAGES > FIRST_STEPS) ask_values(step + VALUE_STAGES - 1);
+            copies_queued();
             expect(step + EXPECTED);
             softmax(step);
             if (step + 1 < steps) scores(step + 1, tiles);
-            copies_done();
+            copies_left<VALUE_STAGES - 1>();
             b.sync();
             add_values(sum, step, tiles);
         }
         write_sums(sum, tiles);
         write_stats();
+        copies_done();
     }
     // The teams. Weights of two chunks are kept, and so are scores: whoever makes some has waited for all others of the
     // team since those two steps before were used.

@@ -150,18 +150,19 @@ constexpr int MIX_ROWS_BYTES = NODES * MIX_ROW * 4,
               MIX_INPUT_BYTES = (NODES * INPUT_QUADS * 4 + 7 * CONVOLVED_QUADS * 4 + 2 * OWN_HEADS + INPUT_QUADS) * 4;
 // Attention: values of some chunks, as they are kept; of some tiles of 16 queries their rows, scores of two chunks,
 // weights in fp16, and what the softmax remembers. Trees of many nodes need fewer chunks ahead. Where a walk has many
-// chunks, half of the warps make weights of one while the others add up values of the one before.
+// chunks, and warps have registers for it, half of them make weights of one while the others add up values of the one
+// before.
 constexpr int KEY_ROW = cache_row_bytes(KEY_TYPE), VALUE_ROW = cache_row_bytes(VALUE_TYPE);
 constexpr int VALUE_STAGES = SHORT_CONTEXT             ? 1
                              : !ROOMY                  ? VALUE_TYPE == CACHE_Q4_0 ? 2 : 1
                              : VALUE_TYPE == CACHE_F16 ? 2
                                                        : (VALUE_TYPE == CACHE_Q8_0 ? 2 : 3) + (NODES == 1),
               VALUE_BYTES = CHUNK * VALUE_ROW, SCORE_TILE = 16 * CHUNK * 4;
-constexpr bool TWO_TEAMS = VALUE_STAGES > 1;
+constexpr bool TWO_TEAMS = ROOMY && VALUE_STAGES > 1;
 constexpr int TEAMS = TWO_TEAMS ? 2 : 1,  // chunks of which weights are kept
               QUERY_TILE_BYTES = 16 * (HEAD_DIM * 2 + 2 * 4) + 2 * SCORE_TILE + TEAMS * 16 * (CHUNK * 2 + 4);
-// Tiles that one walk over the keys serves: as many as leave the ring its slots.
-// In short contexts SMs are idle rather than late: eight nodes have two walks.
+// Tiles that one walk over the keys serves: as many as leave the ring its slots. In short contexts SMs are idle rather
+// than late: eight nodes have two walks.
 constexpr int ATTENTION_ROOM = (!ROOMY                         ? 52
                                 : NODES <= 8 && SHORT_CONTEXT ? 72
                                 : NODES <= 16                  ? 106
