@@ -189,7 +189,7 @@ def test_one_node_asks_again_how_many_copies_there_were() -> None:
     assert loops_that_poll_shared_memory(image) >= 2  # of Q4_K and of Q6_K
 
 
-@pytest.mark.parametrize(("program", "nodes"), product(("large_products.cu", "large_attention.cu"), (1, 24)))
+@pytest.mark.parametrize(("program", "nodes"), [*product(("large_products.cu", "large_attention.cu"), (1, 24))])
 def test_the_laboratory_times_the_same_code(program: str, nodes: int) -> None:
     image, _ = built("h200", "27B", "q4_k_m", ("f16", "f16"), nodes, program, short=False)
     assert code_bytes(image) > 0

@@ -80,7 +80,8 @@ def main() -> None:
             pointers = [ctypes.c_uint64(v.pointer) for v in (queries, keys, values, parts, stats, clocks)]
             for nodes, folder in itertools.product(given.nodes, (None, *given.folders)):
                 kernel = device.load(images[cache, length, nodes, folder].result()[0]).kernel("walk", SHARED)
-                parts.clear(), stats.clear()
+                for buffer in (parts, stats):
+                    buffer.clear()
                 for _ in range(2):
                     kernel.launch(sms, THREADS, *pointers, *(ctypes.c_int(n) for n in (nodes, length, LAYERS)))
                     device.synchronize()
