@@ -16,15 +16,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from large_products import layout_of_the_27b
 
 from warpsmith.backend.cuda.build.compiler import compile_source
 from warpsmith.backend.cuda.large.backend import SHORT_CONTEXT
-from warpsmith.backend.cuda.large.layout import LargeLayout
 from warpsmith.backend.cuda.memory.caches import CACHE_ROWS
 from warpsmith.backend.cuda.memory.driver import Device
-from warpsmith.checkpoint.convert import tensor_type
 from warpsmith.model.config import SIZES
-from warpsmith.model.weights import expected_shapes
 
 SHARED, THREADS, LAYERS = 232448, 384, 6
 
@@ -47,10 +45,6 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[32768])
     given = parser.parse_args()
     config, device = SIZES["27B"], Device()
-    stored = {
-        name: tensor_type("q4_k_m", name, shape, config.layers, config.tied).name
-        for name, shape in expected_shapes(config).items()
-    }
     random, sms = np.random.default_rng(0), device.chip.sms
     source = (Path(__file__).parent / "large_attention.cu").read_text()
     queries = device.upload(random.standard_normal((64 * config.heads, 256), np.float32).astype(np.float16))
@@ -65,7 +59,7 @@ def main() -> None:
         constants |= {"SHORT_CONTEXT": int(length <= SHORT_CONTEXT[columns])} | layouts[cache].constants(columns)
         return pool.submit(compile_source, source, "large_attention.cu", "sm_90a", constants | changed)
 
-    layouts = {cache: LargeLayout(config, sms, stored, (cache, cache)) for cache in given.caches}
+    layouts = {cache: layout_of_the_27b(sms, (cache, cache)) for cache in given.caches}
     images = {
         (cache, length, nodes, folder): image(cache, length, next(n for n in (1, 8, 16, 24) if nodes <= n), folder)
         for cache in given.caches

@@ -28,13 +28,13 @@ STAGES = ((80, 8), (80, 6), (40, 6), (14, 8))
 BYTES = 8 * 1_200_128  # of weights an SM, read in eighths
 
 
-def layout_of_the_27b(sms: int) -> LargeLayout:
+def layout_of_the_27b(sms: int, caches: tuple[str, str] = ("f16", "f16")) -> LargeLayout:
     config = SIZES["27B"]
     stored = {
         name: tensor_type("q4_k_m", name, shape, config.layers, config.tied).name
         for name, shape in expected_shapes(config).items()
     }
-    return LargeLayout(config, sms, stored)
+    return LargeLayout(config, sms, stored, caches)
 
 
 def main() -> None:

@@ -36,7 +36,8 @@ from warpsmith.model.config import Config
 
 THREADS = 384
 COMMITTED_COLUMNS = 64  # of a DeltaNet layer's state, by a block of commit.cu
-# Up to so many tokens, by columns of a build, attention makes do with one chunk of values in shared memory.
+# Up to so many tokens, by columns of a build, attention makes do with one team of warps, and one chunk of values in
+# shared memory.
 SHORT_CONTEXT = {1: 16384, 8: 8192, 16: 8192, 24: 8192}
 # Copies of weights on their way to an SM while it multiplies and before it does, for one node and for trees. All that
 # SMs exchange waits behind them: where an SM has few bytes of a layer, fewer are faster. With more bytes than that,

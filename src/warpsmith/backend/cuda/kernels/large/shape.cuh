@@ -209,7 +209,7 @@ struct alignas(4) Visit {
 constexpr int HERE = -1, NOWHERE = -1, KEPT_STATES = 5;  // places: a tree of n nodes needs at most log2(n)
 static_assert(NODES < 1 << KEPT_STATES, "too few places for states");
 
-// Attention's items (see attention_walk.cuh): how many there are of each kind, and one of them.
+// Attention's items (see attention_items.cuh): how many there are of each kind, and one of them.
 struct ItemCounts {
     int committed;                   // whole chunks that are: all nodes may share them
     int chunks, splits, batches;     // chunks that are early for some node; splits of them; batches of queries
